@@ -1,6 +1,7 @@
-"""Public names of earlier versions. They still work, with a warning that gives the new name.
+"""Public names of earlier versions of Ramify. They still work, with a warning that gives the new
+name.
 
-``docs/renames.tsv`` has every rename, also of names that are not public.
+``docs/renames.tsv`` lists every rename, including those of names that are not public.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ PUBLIC_NAMES = {
 
 
 def new_name(package: str, name: str) -> str | None:
-    """Return the present name of what ``package`` exported as ``name``, and warn the caller of the
-    package's ``__getattr__``. Returns None if the package never exported the name."""
+    """Return the present name of something that a package once exported under another name, and
+    issue a warning at the place where the old name is used. Returns None if the package never
+    exported that name."""
     new = PUBLIC_NAMES.get(package, {}).get(name)
     if new is not None:
         warnings.warn(

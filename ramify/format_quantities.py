@@ -1,12 +1,13 @@
-"""How counts, dollars and durations read: in a terminal, in sentences, and on the page.
+"""Formats counts, dollars and durations for people, in terminals, in sentences and on web pages.
 
     count(45_210)  -> "45.2k"      dollars(0.00049) -> "$0.00049"     seconds(600) -> "10 min"
     many(2, "turn") -> "2 turns"   dollars(1234.5)  -> "$1,234.50"    seconds(0.42) -> "420 ms"
 
-No number is written with an exponent, and no unit is ever full: 59.97 seconds are ``1 min``, and
-never ``60.0 s``. ``viewer/static/format.js`` writes the same on the page;
-``tests/viewer/quantity_cases.json`` has what both must do. Not here: dates (see
-cli/terminal_text.py) and the figures of prompts, which are frozen (see engine/prompt_text.py).
+No number is written with an exponent, and amounts are rounded before their unit is chosen: 59.97
+seconds are ``1 min``, never ``60.0 s``. ``viewer/static/format.js`` formats in the same way on web
+pages; ``tests/viewer/quantity_cases.json`` has the cases that both must satisfy. Dates are
+formatted in ``cli/terminal_text.py``, and figures in prompts, which must never change, in
+``engine/prompt_text.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LEAST_DOLLARS = 1e-6
 
 
 def count(number: float) -> str:
-    """Format a count: ``1,234``, ``45.2k``, ``1.2M``."""
+    """Format a count, shortening large ones: ``1,234``, ``45.2k``, ``1.2M``."""
     for limit, size, unit in ((9.995e8, 1e9, "G"), (9.995e5, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{plain(number / size)}{unit}"
@@ -31,8 +32,8 @@ def many(number: int, noun: str) -> str:
 
 
 def plain(number: float, digits: int = 3) -> str:
-    """Format a number with significant digits, and never with an exponent: ``0.000049``,
-    ``0.5``, ``1234``."""
+    """Format a number with a given number of significant digits and without an exponent:
+    ``0.000049``, ``0.5``, ``1234``."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     places = digits - 1 - math.floor(math.log10(abs(number)))
@@ -41,7 +42,8 @@ def plain(number: float, digits: int = 3) -> str:
 
 
 def dollars(cost: float | None) -> str:
-    """Format a cost: ``$1.23``, ``$0.012``, ``$0.000012``; ``cost unknown`` without a price."""
+    """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``. If the cost is None, the text
+    is ``cost unknown``."""
     if cost is None:
         return "cost unknown"
     if cost == 0 or cost >= 0.0995:
@@ -52,7 +54,8 @@ def dollars(cost: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format a duration: ``7 µs``, ``420 ms``, ``1.25 s``, ``12.0 s``, ``3 min 5 s``, ``2 h``."""
+    """Format a duration in seconds with a suitable unit: ``7 µs``, ``420 ms``, ``1.25 s``, ``3 min
+    5 s``, ``2 h``."""
     if value <= 0:
         return "0 s"
     if value < 0.0009995:
@@ -69,17 +72,18 @@ def seconds(value: float) -> str:
 
 def _two(whole: int, size: int, unit: str, part: str) -> str:
     """Format an amount in two units, such as ``3 min 5 s``. ``whole`` is the amount in the smaller
-    unit, and ``size`` is how many of these make a larger one. The smaller unit is left out if it is
-    0."""
+    unit, and ``size`` is how many of those make one larger unit. The smaller unit is omitted if it
+    is 0."""
     units, rest = divmod(whole, size)
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 
 
 def format_rounded_duration(value: float) -> str:
-    """Format a duration to the second: ``0 s``, ``12 s``, ``3 min 5 s``."""
+    """Format a duration rounded to whole seconds: ``0 s``, ``12 s``, ``3 min 5 s``."""
     return f"{max(0, round(value))} s" if value < 59.5 else seconds(value)
 
 
 def ticking(value: float) -> str:
-    """Format a duration that is redrawn often: like ``seconds``, but with a stable width."""
+    """Format a duration that is displayed while it grows. Below a minute, it always has one decimal
+    place, so that its width changes little."""
     return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)

@@ -1,4 +1,5 @@
-"""Registries: one for each kind of thing that is chosen by name, such as tasks or sandboxes.
+"""Registries, which map names to what they stand for. There is one registry for each kind of thing
+that is chosen by name, such as tasks or sandboxes.
 
     rl.algorithm=grpo                     built in: ``ALGORITHMS`` maps the name to "module:class"
     task.name=oolong                      built in, but outside the core: listed in
@@ -11,11 +12,12 @@
     [project.entry-points."ramify.algorithms"]      in the pyproject.toml of the package
     median = "my_package.rl:Median"
 
-Decides what a name stands for, and which error an unknown name gives. Nothing is imported before
-its name is used. Installed packages are searched only for names that are not built in, so they
-cannot replace a built-in entry.
+This module decides what a name stands for, and what an error says about an unknown name. Nothing is
+imported before its name is used. Installed packages are searched only for names that are not built
+in, so they cannot replace a built-in entry.
 
-Not here: the names of each kind (``REGISTRIES`` says where), and what an entry must be able to do.
+The names of each kind are listed in the modules that ``REGISTRIES`` names; what an entry must be
+able to do is documented there, too.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ _OTHERS = "module:name or file.py:name"
 
 
 class PluginEntry(NamedTuple):
-    """One name of a registry, as ``ramify plugins`` lists it."""
+    """One name in a registry with its origin and description, as ``ramify plugins`` lists it."""
 
     kind: str
     name: str
@@ -188,7 +190,8 @@ class PluginEntry(NamedTuple):
 
 
 class Registry(Mapping[str, Any]):
-    """Maps names to the classes, functions or objects that they stand for.
+    """Maps names to the classes, functions or objects that they stand for, and loads them when they
+    are used.
 
     Iterating over it yields the built-in names, those that a recipe registered, and those of
     installed packages.
@@ -205,15 +208,15 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """``kind`` is what errors call an entry, such as "algorithm". ``group`` is the entry-point
-        group through which installed packages add entries. ``table`` holds the entries of the core:
-        each name with an object, or with its location (``module:name``, or a module). Those of
-        ``ramify.extras`` are added to it.
+        """Create a registry. ``kind`` is what errors call an entry, such as "algorithm", and
+        ``group`` is the entry-point group through which installed packages add entries. ``table``
+        maps the names of the core to objects or to their locations (``module:name``, or a module);
+        entries of ``ramify.extras`` are added to it.
 
-        With ``structs``, an entry must be a struct whose tag is its name, so that a checkpoint can
-        name it. ``others`` describes, for errors, which values are accepted in place of a name.
-        ``aliases`` maps other names, in lower case, to built-in names. ``elsewhere`` maps names
-        that belong to another option, in lower case, to what the user should do instead.
+        If ``structs`` is true, an entry must be a struct whose tag is its name, so that a
+        checkpoint can name it. ``others`` describes in errors which values are accepted in place of
+        a name. ``aliases`` maps other names, in lower case, to built-in names. ``elsewhere`` maps
+        names that belong to another option, in lower case, to advice on what to do instead.
         """
         self.kind = kind
         self.group = group
@@ -241,8 +244,8 @@ class Registry(Mapping[str, Any]):
         return name in self._table or any(point.name == name for point in self._points())
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that registers a class as ``name``. Raises ConfigError if the name is taken, or
-        if the class cannot be stored under it."""
+        """Return a decorator that registers a class under a name. Raises ConfigError if the name is
+        taken, or if the class cannot be stored under it."""
 
         def put(entry: T) -> T:
             before = self._table.get(name)
@@ -257,11 +260,12 @@ class Registry(Mapping[str, Any]):
         return put
 
     def of(self, name: str) -> Any:
-        """Return the entry called ``name``, or the object at ``module:name`` or ``file.py:name``.
+        """Return the entry with this name, or the object at a location ``module:name`` or
+        ``file.py:name``.
 
-        Raises ConfigError. The error of an unknown name suggests the nearest name; an entry that
-        cannot be imported is reported with its package and its own error; and if two packages have
-        an entry of this name, both are named.
+        Raises ConfigError. The error for an unknown name suggests the nearest name. An entry that
+        cannot be imported is reported with its package and its own error, and if two packages have
+        an entry with the same name, both are named.
         """
         name = self.canonical(name)
         if name in self._table:
@@ -279,8 +283,8 @@ class Registry(Mapping[str, Any]):
         return self._loaded[name]
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, with the nearest name, if ``name`` is unknown. Does not import the
-        entry."""
+        """Raise ConfigError, which suggests the nearest name, if a name is unknown. The entry is
+        not imported."""
         name = self.canonical(name)
         if name not in self and not is_reference(name):
             raise self._unknown(name)
@@ -291,13 +295,14 @@ class Registry(Mapping[str, Any]):
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
-        """Return the built-in name for an alias, and any other name unchanged."""
+        """Return the built-in name that an alias stands for. Any other name is returned
+        unchanged."""
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """Return an instance of the entry that ``value`` describes: a name, or a mapping with
-        ``name`` and options. Any other value is returned unchanged. Raises ConfigError if there is
-        no such entry or the options are not valid."""
+        """Create an instance of the entry that ``value`` describes, which is a name, or a mapping
+        with ``name`` and options. Any other value is returned unchanged. Raises ConfigError if
+        there is no such entry or the options are not valid."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -319,13 +324,13 @@ class Registry(Mapping[str, Any]):
             raise ConfigError(f"{self.kind} '{name}': {explained(error, kind)}") from error
 
     def forget(self) -> None:
-        """Drop what recipes registered and what was loaded from packages."""
+        """Remove the entries that recipes registered, and forget what was loaded from packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
-        """Yield every name with its origin. Entries of installed packages are imported, so that an
-        entry that cannot be loaded is listed with its error."""
+        """Yield every name of the registry with its origin. Entries of installed packages are
+        imported, so that an entry that cannot be loaded is listed with its error."""
         for name, entry in self._table.items():
             origin = "ramify" if name in self.ours else "recipe"
             yield PluginEntry(self.kind, name, origin, _about(entry))
@@ -347,8 +352,8 @@ class Registry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _clash(self, points: list[EntryPoint]) -> str:
-        """Return why no entry point in ``points`` can be chosen by its name, which all of them
-        have. Empty if there is no such reason."""
+        """Return the reason why none of these entry points, which share a name, can be chosen by
+        that name. Returns an empty text if there is no such reason."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -375,8 +380,8 @@ class Registry(Mapping[str, Any]):
 
 
 def registries() -> Iterator[Registry | PluginEntry]:
-    """Yield all registries. If a registry needs a package that is missing, an entry with this error
-    is yielded in its place."""
+    """Yield all registries. If a registry needs a package that is not installed, an entry with that
+    error is yielded instead."""
     for location in REGISTRIES:
         try:
             yield load_object(location, location)
@@ -385,15 +390,14 @@ def registries() -> Iterator[Registry | PluginEntry]:
 
 
 def is_reference(name: str) -> bool:
-    """Whether ``name`` is the place of an object (``module:name``, ``file.py:name``, or a dotted
-    module), and not a name in a registry."""
+    """Return True if a name is the location of an object (``module:name``, ``file.py:name`` or a
+    dotted module) rather than a name in a registry."""
     return not {*".:/"}.isdisjoint(name)
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a Python file and return its module. The file is run again only after it has changed.
-    While it runs, it can import the modules in its folder. Errors that the file raises are passed
-    on."""
+    """Load a Python file and return its module. The file is run again only if it has changed. It
+    can import modules from its own folder, and errors that it raises are passed on."""
     path = path.absolute()
     return _run_file(path, path.stat().st_mtime_ns)
 
@@ -418,8 +422,8 @@ def _run_file(path: Path, _changed_ns: int) -> ModuleType:
 
 
 def check_methods(field: str, part: Any, *methods: str) -> None:
-    """Raise ConfigError if ``part`` lacks one of the methods. ``field`` is the name of the option,
-    for the error message."""
+    """Raise ConfigError if an object lacks one of the named methods. ``field`` is the name of the
+    option in the error message."""
     missing = [name for name in methods if not callable(getattr(part, name, None))]
     if missing:
         raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
@@ -427,8 +431,8 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
 
 def place_of(kind: type) -> str:
     """Return the location from which a class can be loaded again: ``file.py:Class`` or
-    ``module:Class``. Empty for Ramify's classes, which are found by their registered names, and for
-    a class that was defined inside a function or outside of a file."""
+    ``module:Class``. Returns an empty text for Ramify's own classes, which are found by their
+    registered names, and for classes that were defined inside a function or outside of a file."""
     module, name = sys.modules.get(kind.__module__), kind.__qualname__
     file = getattr(module, "__file__", None)
     if file is None or "<locals>" in name or kind.__module__.partition(".")[0] == "ramify":
@@ -438,8 +442,9 @@ def place_of(kind: type) -> str:
 
 
 def name_places(part: Any, data: Any) -> None:
-    """Replace the names of plug-in classes in ``data``, the serialized form of ``part``, by import
-    locations. A process that resumes the run may not know a plug-in's registered name."""
+    """Replace the names of plug-in classes in the serialized form of a configuration by locations
+    from which they can be imported, because a process that resumes the run may not know a plug-in's
+    registered name."""
     if isinstance(part, Mapping):
         for name, each in part.items():
             name_places(each, data[name])
@@ -460,8 +465,8 @@ def _module_name(path: Path) -> str:
 
 
 def load_object(location: str, what: str) -> Any:
-    """Return the object at ``module:name`` or ``file.py:name``, or a module. Raises ConfigError if
-    it cannot be loaded; ``what`` is the beginning of the error message."""
+    """Return the module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError
+    if it cannot be loaded; ``what`` is the beginning of the error message."""
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
@@ -491,8 +496,8 @@ def load_object(location: str, what: str) -> Any:
 
 
 def _lacks(owner: ModuleType | type, name: str) -> str:
-    """Return a sentence which says that a module or class lacks an attribute, with the nearest name
-    that it has."""
+    """Return a sentence which says that a module or class lacks an attribute, and suggests the
+    nearest name that it has."""
     from difflib import get_close_matches
 
     file = getattr(owner, "__file__", None) or ""
@@ -510,8 +515,8 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
 
 
 def _line_in(place: str, error: BaseException) -> str:
-    """Return the last line of the file ``place`` that ran before ``error``, as in `` in line 3``.
-    Empty if the line is unknown, or if the error names it."""
+    """Return the last line of a file that ran before an error, as in `` in line 3``. Returns an
+    empty text if the line is unknown or the error mentions it itself."""
     if not place.endswith(".py") or isinstance(error, SyntaxError):
         return ""
     path = str(Path(place).expanduser().absolute())
@@ -521,8 +526,8 @@ def _line_in(place: str, error: BaseException) -> str:
 
 
 def _moved(location: str) -> str:
-    """Return the current location of an object, given the location that an earlier version of
-    Ramify stored. A module may have moved several times."""
+    """Return the current location of an object whose location was stored by an earlier version of
+    Ramify. A module may have moved several times."""
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
@@ -541,8 +546,8 @@ def _place(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """True if two entries are the same object of one file. A file may be imported twice: as a
-    module and as ``file.py:name``."""
+    """Return True if two entries are the same object of one file. A file may be imported twice, as
+    a module and as ``file.py:name``."""
     if _place(first) == _place(second):
         return True
     places = [
@@ -554,9 +559,9 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _about(entry: Any) -> str:
-    """Return the first sentence of an entry's docstring. For an entry of Ramify that is given as a
-    location, it is read from the source without an import, because a package that the module needs
-    may be missing."""
+    """Return the first sentence of an entry's docstring. If the entry is a location within Ramify,
+    the docstring is read from the source text, because importing the module may require a package
+    that is not installed."""
     if isinstance(entry, str):
         text = _doc_in_source(entry)
     elif isinstance(entry, ModuleType | type) or callable(entry):
@@ -568,8 +573,8 @@ def _about(entry: Any) -> str:
 
 
 def _doc_in_source(location: str) -> str:
-    """The docstring at a location in this package: that of a module, a class or a function, or the
-    string after an assignment."""
+    """Return the docstring of a module, class or function in this package without importing it, or
+    the string that follows an assignment."""
     module, _, name = location.partition(":")
     path = os.path.join(os.path.dirname(__file__), *module.split(".")[1:])
     path = f"{path}/__init__.py" if os.path.isdir(path) else f"{path}.py"
@@ -588,7 +593,8 @@ def _doc_in_source(location: str) -> str:
 
 
 def explained(error: Exception, kind: Any) -> str:
-    """The text of a failed conversion to ``kind``, with the names or values that are allowed.
+    """Return the message of a failed conversion to the type ``kind``, followed by the names or
+    values that are allowed.
 
     Invalid enum value 'adam' - at `$.optim.kind`: did you mean 'adamw'? known: adamw, muon
     """
@@ -615,7 +621,7 @@ def explained(error: Exception, kind: Any) -> str:
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union; otherwise ``kind`` alone."""
+    """Return the members of a union type. For any other type, return a list of that type alone."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return [kind]
     return [inner for each in typing.get_args(kind) for inner in _members(each)]

@@ -1,4 +1,4 @@
-r"""Text that cannot control a terminal.
+r"""Removes from text whatever could control a terminal.
 
 Text from a model, a document or a server may hold escape sequences that move the cursor, set the
 window title, write to the clipboard or fake a prompt. ``clean`` removes them, in linear time.
@@ -6,12 +6,12 @@ window title, write to the clipboard or fake a prompt. ``clean`` removes them, i
     >>> clean("a\x1b[31mb\x07\r\n\tc")
     'ab\n\tc'
 
-``one_line`` shows each character that cannot be printed, line ends too, as a replacement character.
-``escaped`` keeps encoded JSON valid and unchanged in value: it writes such characters as escapes.
-``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything that is printed, also
-by libraries. Only lines that ``write_cleaned_line`` receives keep their colors.
+``one_line`` shows each character that cannot be printed, including line ends, as a replacement
+character. ``escaped`` writes such characters in encoded JSON as escapes, which leaves its value
+unchanged. ``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything that is
+printed, even by libraries. Only lines that ``write_cleaned_line`` receives keep their colors.
 
-Not here: what is printed (see ``cli/terminal_text.py``).
+``cli/terminal_text.py`` formats what is printed.
 """
 
 from __future__ import annotations
@@ -44,45 +44,47 @@ _RETURN = lazy_pattern(r"\r\n?")
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` as one line: ``"a\\nb"`` -> ``"a\ufffdb"``. Names of files are untrusted."""
+    """Replace each character that cannot be printed, so that the text is one line: ``"a\\nb"``
+    becomes ``"a\ufffdb"``. Used for untrusted text such as names of files."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def clean(text: str) -> str:
-    """Remove escape sequences and control characters from ``text``."""
+    """Remove escape sequences and control characters from a text."""
     if text.isascii() and text.isprintable():
         return text
     return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
 def clean_line(text: str) -> str:
-    """Put ``text`` on one line and ``clean`` it."""
+    """Remove escape sequences and control characters from a text, and put it on one line."""
     return " ".join(clean(text).split())
 
 
 def escaped(json: bytes) -> bytes:
-    """Write control characters in encoded JSON as ``\\u009b``. The value stays the same."""
+    """Write control characters in encoded JSON as escapes such as ``\\u009b``, which leaves the
+    value unchanged."""
     return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
 
 
 class SanitizingTerminalStream(io.TextIOBase):
-    """A terminal's text stream whose ``write`` cleans everything. ``write_cleaned_line`` does
-    not."""
+    """A terminal's output stream that removes escape sequences and control characters from
+    everything written to it, except lines passed to ``write_cleaned_line``."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
         """The stream without protection, for a program that draws, such as a live view."""
 
     def write(self, text: str, /) -> int:
-        """Write ``text`` without escape sequences and control characters. A carriage return becomes
-        a line break, so that progress bars stay readable."""
+        """Write a text without its escape sequences and control characters. A carriage return
+        becomes a line break, so that progress bars stay readable."""
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 
     def write_cleaned_line(self, line: str) -> None:
-        """Write a line that was cleaned and then colored."""
+        """Write a line unchanged. The caller must have cleaned the line before coloring it."""
         self.terminal.write(line)
 
     def flush(self) -> None:

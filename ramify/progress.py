@@ -1,4 +1,5 @@
-"""Progress of long work: the code that does the work reports it, and front ends display it.
+"""Progress of long work: the code that does the work reports its progress, and front ends display
+it.
 
     with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
@@ -9,12 +10,12 @@
     with watch_text(run, listener): …     a front end shows it, before the reply is recorded
 
 Progress is global to the process, as logging is, so listeners are not passed down through the
-layers. Without a listener, a report costs one attribute and one comparison. Reporters need not
-throttle their calls: listeners do. With ``RAMIFY_LOG=progress=info``, each task leaves a log record
-at its beginning, every ten seconds, and at its end.
+layers. Without a listener, a report costs one attribute and one comparison. Code that reports
+progress need not throttle its calls, since listeners do that. With ``RAMIFY_LOG=progress=info``,
+each task writes a log record at its beginning, every ten seconds, and at its end.
 
-Not here: the events of a run (see ``types/event.py``) and the metrics of a training step (see
-``train/metrics.py``).
+The events of a run are in ``types/event.py``, and the metrics of a training step in
+``train/metrics.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _pulses: tuple[Callable[[], object], ...] = ()
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """Progress of one task."""
+    """The progress of one task at a certain time, which is passed to listeners."""
 
     id: int
     """Number of the task, in order of creation."""
@@ -58,7 +59,8 @@ class ProgressState(msgspec.Struct, frozen=True):
 
 
 class ArrivingText(msgspec.Struct, frozen=True):
-    """Part of a reply that has just arrived. The journal records only complete replies."""
+    """A piece of a model's reply that has just arrived. The journal records only complete
+    replies."""
 
     run: str
     call: str
@@ -78,7 +80,7 @@ Listener = Callable[[ProgressState], None]
 
 
 class ProgressTask:
-    """Handle through which code reports the progress of one task."""
+    """A handle by which code reports the progress of one task."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class ProgressTask:
         self._recorded_at = -math.inf
 
     def at(self, done: float, note: str | None = None) -> None:
-        """Set progress to ``done``. A ``note`` replaces the last one."""
+        """Set the amount of work that is done. A note, if given, replaces the previous note."""
         self.done = done
         if note is not None:
             self.note = note
@@ -106,7 +108,7 @@ class ProgressTask:
             self._notify()
 
     def more(self, num: float = 1) -> None:
-        """Add ``num`` to the progress."""
+        """Add to the amount of work that is done."""
         self.at(self.done + num)
 
     def _notify(self, is_over: bool = False) -> None:
@@ -133,8 +135,9 @@ class ProgressTask:
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressTask]:
-    """Report the progress of a task while the block runs, however it ends. ``total`` is the amount
-    of work in ``unit``, of which ``first`` was done before."""
+    """Report the progress of a task while the ``with`` block runs; the task is over when the block
+    ends, even with an error. ``total`` is the amount of work in ``unit``, of which ``first`` was
+    done before."""
     task = ProgressTask(what, total, unit, note, first)
     task._notify()
     try:
@@ -145,7 +148,7 @@ def report_progress(
 
 @contextlib.contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """Pass the progress of all tasks, from any thread, to ``listener`` while the block runs.
+    """Call a listener with the progress of all tasks, in any thread, while the ``with`` block runs.
 
     Example:
         with ramify.subscribe(lambda state: print(state.what, state.done, state.unit)):
@@ -160,14 +163,16 @@ def subscribe(listener: Listener) -> Iterator[None]:
 
 
 def heartbeat() -> None:
-    """Report that long work is making progress. May be called from any thread."""
+    """Report that long work is still making progress, for code that detects work that hangs. May be
+    called from any thread."""
     for pulse in _pulses:
         pulse()
 
 
 @contextlib.contextmanager
 def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
-    """Call ``pulse`` at every ``heartbeat()`` while the block runs. It must return quickly."""
+    """Call a function at every ``heartbeat()`` while the ``with`` block runs. The function must
+    return quickly."""
     global _pulses
     _pulses = (*_pulses, pulse)
     try:
@@ -178,14 +183,15 @@ def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
 
 
 def report_text(run: str, call: str, turn: int, text: str, reasoning: str, is_first: bool) -> None:
-    """Report a part of a reply that has arrived."""
+    """Report that a piece of a model's reply has arrived, to the listeners of its run."""
     for listener in _text_listeners.get(run, ()):
         listener(ArrivingText(run, call, turn, text, reasoning, is_first))
 
 
 @contextlib.contextmanager
 def watch_text(run: str, listener: TextListener) -> Iterator[None]:
-    """Within the block, pass the text of a run's replies to ``listener`` as it arrives."""
+    """Call a listener with the text of a run's replies as it arrives, while the ``with`` block
+    runs."""
     _text_listeners[run] = (*_text_listeners.get(run, ()), listener)
     try:
         yield

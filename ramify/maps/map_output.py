@@ -1,11 +1,13 @@
-"""The output of a map: the columns of the rows, then those of the answers, then the error.
+"""The output of a map, which asks one question of every row of a table: the columns of each row,
+followed by the answer and the error.
 
     {"id": 7, "text": "…", "answer": "yes", "error": null}
     {"id": 8, "text": "…", "urgent": true, "topic": "printer", "error": null}    object schema
 
-A schema of an object with properties gives one column for each; any other answer is the column
-``answer``. Rows are written in their order, to ``FILE.partial``, which becomes ``FILE`` when all
-are there, so ``FILE`` is never half of a map. Not here: which rows are asked.
+If the answer's JSON schema is an object with properties, each property becomes a column; any other
+answer is in the column ``answer``. Rows are written in table order to ``FILE.partial``, which is
+renamed to ``FILE`` when all rows are in it, so ``FILE`` is always complete. Which rows are asked is
+decided in ``map_run.py``.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
 class AnswerColumns:
-    """The columns that a map adds to its rows."""
+    """The columns that a map adds to the rows of a table: those of the answer, and one for the
+    error."""
 
     def __init__(self, kind: AnswerType | None, prefix: str, taken: Sequence[str]) -> None:
-        """``prefix`` is put before each new column's name. ``taken`` are the names of the columns
-        that the rows have already. Raises ConfigError if a new name is among them."""
+        """Derive the names and types of the new columns from the type of the answer. ``prefix`` is
+        put before each new name, and ``taken`` are the columns that the rows already have. Raises
+        ConfigError if a new name is already taken."""
         properties = (kind.schema.get("properties") if kind else None) or {}
         is_object = kind is not None and kind.schema.get("type") == "object" and properties
         self.fields: tuple[str, ...] = tuple(properties) if is_object else ()
@@ -61,7 +65,7 @@ class AnswerColumns:
                 )
 
     def values(self, answer: Any, error: str | None) -> dict[str, Any]:
-        """Return the new columns of one row."""
+        """Return the values of the new columns for one row, by column name."""
         if not self.fields:
             return {self.answers[0]: answer, self.error: error}
         found = answer if isinstance(answer, Mapping) else {}
@@ -71,8 +75,9 @@ class AnswerColumns:
         return {**columns, self.error: error}
 
     def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
-        """Return a new column as an array of Arrow, typed by the schema even if it has no value. A
-        value that is neither text, number nor boolean is JSON."""
+        """Return one new column as an Arrow array. The JSON schema of the answer determines the
+        array's type, even if all values are missing. Values that are not texts, numbers or booleans
+        are stored as JSON text."""
         import pyarrow
 
         given = self.types.get(name)
@@ -84,28 +89,30 @@ class AnswerColumns:
 
 
 class MapOutput(abc.ABC):
-    """Takes the rows of a map in their order."""
+    """The destination to which a map writes its rows, one after another in table order: a file, or
+    a table in memory."""
 
     table: Any = None
     """The rows as a table in memory, if that is the output."""
 
     @abc.abstractmethod
     def write(self, row: dict[str, Any], number: int) -> None:
-        """Add one row, whose place in the table is ``number``. Raises StoreError if it cannot be
-        written."""
+        """Add one row, whose position in the table is ``number``. Raises StoreError if the row
+        cannot be written."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """All rows are there."""
+        """Complete the output after the last row has been written."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release what is open. Without ``finish``, a file stays partial."""
+        """Close the files that are open. If ``finish`` was not called before, the output file keeps
+        its temporary name."""
 
 
 class _Table(MapOutput):
-    """Collects the output rows in memory. If the source is a table that can be extended, only the
-    new columns are collected."""
+    """An output in memory: a list of rows, or the given table with new columns if the table can be
+    extended."""
 
     def __init__(self, source: RowSource, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -131,7 +138,8 @@ class _Table(MapOutput):
 
 
 class _File(MapOutput):
-    """A file that is written beside its place and then renamed."""
+    """An output file that is written under a temporary name beside its destination and renamed when
+    it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,7 +156,7 @@ class _File(MapOutput):
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Write what is buffered, and close the file."""
+        """Write any buffered rows, and close the file."""
 
     def _failed(self, error: OSError) -> StoreError:
         # The text of an error from Arrow is longer than that of its number.
@@ -289,8 +297,9 @@ class _Parquet(_File):
 
 
 def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
-    """Return the output in the format that the ending of ``out`` names; without ``out``, a table in
-    memory. Raises ConfigError."""
+    """Open the output of a map, in the format that the ending of the file name ``out`` stands for.
+    Without a file name, the rows are collected as a table in memory. Raises ConfigError if the
+    ending is unknown or the file cannot be written."""
     if out is None:
         return _Table(source, added)
     names = (*source.kept_columns, *added.names)
@@ -312,8 +321,8 @@ def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> Ma
 def output_row(
     row: Row, source: RowSource, added: AnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
-    """Return a row of the output: the columns of the input row that are kept, and the new columns
-    with the answer or the error."""
+    """Build one row of the output from the columns of the input row that are kept and the new
+    columns, which hold the answer or the error."""
     if source.kept is None and row.values:
         kept = row.values
     else:
@@ -332,7 +341,8 @@ def _json(value: Any) -> str | None:
 
 
 def _encodable(value: Any) -> Any:
-    """Return ``value`` with lone surrogates as escapes."""
+    """Return the value with lone surrogates, which UTF-8 cannot represent, replaced by escape
+    sequences."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()

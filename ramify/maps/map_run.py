@@ -1,16 +1,18 @@
-"""One map, from its first row to its output: the order of the work, and when it stops.
+"""Runs a map, which asks one question of every row of a table: the order in which rows are answered
+and written, and when the map stops.
 
     rows ── RowQuestionMaker ──┬── answered before: its answer is read from the journal
                           ├── asked by an earlier row: it waits for that one
                           └── a worker answers it, by the smallest means that fits
     slots of rows, in order ──> MapOutput      a row is written when all before it are
 
-``max_concurrency`` workers take rows one after the other, so nothing but the rows in progress, and
-one number for each answered question, is in memory. One ledger has the budget of all rows.
+``max_concurrency`` workers take rows one after the other, so memory holds only the rows in progress
+and one number for each answered question. All rows share one budget.
 
-The map stops before its last row if its budget is used up, a person must remove a cause (a network,
-a key, a full disk), it is asked to, or all its first rows fail alike. What is in progress then
-ends, and the same map continues later. Not here: what a journal says (``map_journal_state.py``).
+The map stops before its last row if its budget is used up, if someone has to fix a problem first
+(such as a missing key, no network or a full disk), if ``stop`` is called, or if the first rows all
+fail with the same error. Rows in progress are then finished, and the map can be continued later.
+``map_journal_state.py`` reads what earlier starts have recorded.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
 class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a map asks, and within which limits."""
+    """What a map asks of each row of a table, where its output goes, and within which limits it
+    runs."""
 
     question: str
     """Question, or a template over the columns of the rows."""
@@ -108,7 +111,8 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MapResult(msgspec.Struct, frozen=True):
-    """How a map ended."""
+    """The result of running a map: why it stopped, how many rows were answered, what it cost, and
+    where the answers are."""
 
     id: str
     """Id of the map, for ``ramify show`` and ``ramify view`` if it is stored."""
@@ -150,7 +154,7 @@ class MapResult(msgspec.Struct, frozen=True):
 
 
 class _Pending:
-    """A question that is kept until all rows that ask it are written."""
+    """A question and its outcome, kept until every row that asks this question has been written."""
 
     def __init__(self, asked: AskedRow | None, outcome: RowOutcome | None = None) -> None:
         self.asked = asked
@@ -162,13 +166,16 @@ class _Pending:
 
 
 class MapRun:
-    """One start of a map."""
+    """Asks one question of every row of a table, records each step in a journal, and writes the
+    rows with their answers. Another ``MapRun`` with the same request continues where an interrupted
+    one stopped."""
 
     def __init__(
         self, rlm: RLM, source: RowSource, request: MapRequest, budget: BudgetLedger | None = None
     ) -> None:
-        """``rlm`` answers the rows, and its limits apply to each row. ``budget`` replaces the
-        budget of the request if this map is part of a larger one. Raises ConfigError."""
+        """Prepare a map of the rows in ``source``. ``rlm`` answers the rows, and its limits apply
+        to each row separately. If this map is part of a larger one, ``budget`` replaces the budget
+        of the request. Raises ConfigError if the request contradicts the table."""
         self.rlm = rlm
         self.source = source
         self.request = request
@@ -209,7 +216,7 @@ class MapRun:
         """The first errors, while no row is answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Stop asking rows. Requests in progress finish first."""
+        """Stop asking further rows. Requests in progress are finished first."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
@@ -218,12 +225,12 @@ class MapRun:
 
     @property
     def pause_remaining_s(self) -> float:
-        """Seconds until the last pause for a rate limit ends; 0 if there is none."""
+        """Return the seconds until a pause for a rate limit ends; 0 if requests are not paused."""
         return 0.0 if self._open_calls is None else self._open_calls.pause_remaining_s
 
     async def run(self) -> MapResult:
-        """Answer the rows. Raises ConfigError before anything is asked, and StoreError if the
-        output cannot be written."""
+        """Answer all rows and write the output. Raises ConfigError if the settings are invalid, in
+        which case no row has been asked, and StoreError if the output cannot be written."""
         began = time.perf_counter()
         request = self.request
         async with self.rlm, self.rlm.direct_calls(self._budget) as calls:
@@ -306,8 +313,8 @@ class MapRun:
         )
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
-        """Open the journal of this map, or create one. Returns the journal and the state recorded
-        in it."""
+        """Open the journal of an earlier start of this map, or create a new one. Returns the
+        journal and the state that is recorded in it."""
         store, out = self.rlm.store, self.request.out
         if store is not None and not isinstance(store, Store):
             raise ConfigError(
@@ -335,7 +342,7 @@ class MapRun:
         return journal, recorded
 
     def _check_output(self, out: Path, is_ours: bool, headers: list[MapHeader]) -> None:
-        """Raise ConfigError if the file ``out`` belongs to something other than this map."""
+        """Raise ConfigError if the output file exists and was not written by this map."""
         if out.is_dir():
             raise ConfigError(f"the output {out} is a folder: give a file")
         if is_ours:
@@ -353,8 +360,8 @@ class MapRun:
         )
 
     def _continue(self, calls: DirectCalls) -> None:
-        """Charge the budget with what earlier starts of the map have spent, and record this
-        start."""
+        """Charge the budget with what earlier starts of the map have spent, and record in the
+        journal that the map continues."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -383,9 +390,9 @@ class MapRun:
     # --- rows in batches --------------------------------------------------------------------------
 
     async def _run_batches(self, calls: DirectCalls) -> None:
-        """Send the rows that need only one request to the provider's batch API, and meanwhile
-        answer the rows that need a session. Batches of an earlier start are collected even if this
-        start asks for no batches."""
+        """Send the rows that need only one request to the provider's batch API, and answer the rows
+        that need a Python session in the meantime. Batches that an earlier start submitted are
+        collected even if this start does not use the batch API."""
         request, recorded = self.request, self._recorded
         if request.sample is not None:
             if recorded.batches:
@@ -425,7 +432,8 @@ class MapRun:
             )
 
     async def _answer_sessions(self) -> None:
-        """Answer the rows that need a session."""
+        """Answer the rows for which one request is not enough, each in a Python session of its
+        own."""
         rows = self.source.read()
         await asyncio.gather(*(self._session_worker(rows) for _ in range(MAX_SESSIONS)))
 
@@ -487,7 +495,8 @@ class MapRun:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     async def _worker(self, num: int | None = None) -> None:
-        """Answer rows until none is left, or until ``num`` rows are answered."""
+        """Take rows and answer them one after another until none is left, or until ``num`` rows are
+        answered."""
         try:
             while num != 0 and (pending := await self._next()) is not None:
                 num = None if num is None else num - 1
@@ -529,8 +538,8 @@ class MapRun:
         self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
-        """Stop the map because a question could not be finished: a limit was reached, a request was
-        refused, or the disk is full, for example."""
+        """Stop the map because a question could not be finished, for example because a limit was
+        reached, a request was refused, or the disk is full."""
         cause = outcome.cause
         if isinstance(cause, LimitReached):
             self.stop(str(cause), "limit")
@@ -540,8 +549,8 @@ class MapRun:
             self.stop(outcome.error or str(cause), "failed")
 
     def _judge(self, outcome: RowOutcome, row: int) -> None:
-        """Stop the map after this row if the disk is full, if ``strict`` is set and the row failed,
-        or if the first ``_HOPELESS`` rows all failed with the same error."""
+        """Stop the map after this row if the disk is full, if the row failed and the request is
+        strict, or if the first 20 rows all failed with the same error."""
         trouble = self._journal.trouble
         if trouble is not None:
             self.stop(str(trouble), "suspended")
@@ -556,7 +565,8 @@ class MapRun:
                 self.stop(f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed")
 
     async def _next(self) -> _Pending | None:
-        """Read rows up to the next one that must be asked; None if there is none."""
+        """Read rows until one must be asked, and return its question. Returns None if no row is
+        left or the map is stopping."""
         num_passed = 0
         while self._stop == "done":
             if len(self._slots) >= _MAX_AHEAD:
@@ -579,8 +589,9 @@ class MapRun:
         return None
 
     def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
-        """Return the question of a row, which may be new, in progress, or already answered. If
-        ``asks`` is false, a new question is not registered as in progress."""
+        """Return the question of a row, with its outcome if it has been answered before. Equal rows
+        share one question, so that it is asked only once. If ``asks`` is false, a new question is
+        not registered as in progress."""
         if row.error:
             return self._unreadable(row, row.error)
         try:
@@ -623,8 +634,9 @@ class MapRun:
         return _Pending(None, outcome)
 
     def _recorded_outcome(self, offset: int, asked: AskedRow) -> RowOutcome | None:
-        """Return the outcome that the journal records at ``offset``. Returns None if the line is a
-        reply that still needs a repair, and adds that reply to ``asked``."""
+        """Return the outcome of a question from the journal line at ``offset``. If that line is
+        only a reply that does not fit the answer type, return None and add the reply to ``asked``,
+        so that the model can be asked to correct it."""
         line = self._journal.line_at(offset)
         if line.e is not None:
             end = line.e
@@ -649,7 +661,7 @@ class MapRun:
         return recorded_reply(self._journal.line_at(offset))
 
     def _flush(self) -> None:
-        """Write the answered rows in table order, up to the first row without an answer."""
+        """Write the answered rows in table order, up to the first row that has no answer yet."""
         slots = self._slots
         while slots and (outcome := slots[0][1].outcome) is not None:
             if outcome.cause is not None:
@@ -682,8 +694,8 @@ class MapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write the remaining rows after the budget is used up. Those that are not answered have an
-        error that says so."""
+        """Write the rows that are left at the end of the map. If the map stopped early, each row
+        that was not asked gets an error that says why."""
         why = f"not asked: {self._reason}"
         left, self._slots = self._slots, deque()
         for row, pending in left:
@@ -706,7 +718,8 @@ class MapRun:
 
 
 class _Sample:
-    """Rows drawn at random from a table, and the size of the whole."""
+    """A random sample of the rows of a table, with the size of the whole table for estimating what
+    all rows would cost."""
 
     def __init__(self, source: RowSource, num: int) -> None:
         if num < 1:
@@ -721,8 +734,8 @@ class _Sample:
         self._digests: set[int] = set()
 
     def draw(self, asking: RowQuestionMaker, calls: DirectCalls) -> Iterator[Row]:
-        """Read the whole table once, and return the sample in the order of the rows. The same table
-        gives the same sample."""
+        """Read the whole table once, and return the sampled rows in table order. The same table
+        always gives the same sample."""
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
         began = time.perf_counter()
         for row in self._source.read():
@@ -743,7 +756,8 @@ class _Sample:
     def estimate(
         self, rows: list[MeasuredRow], concurrency: int, calls: DirectCalls
     ) -> MapEstimate:
-        """Estimate the cost and duration of the whole table from the measured questions."""
+        """Estimate the cost and duration of asking the whole table from the questions of the
+        sample."""
         return estimate(
             rows,
             self.num_rows,

@@ -1,13 +1,14 @@
-"""A stored map as a table, and each of its direct rows as a run: for pages and for the shell.
+"""Presents a stored map (one question asked of every row of a table) as a table, and each row that
+a direct call answered as a run, for web pages and the command line.
 
     StoredMap(path).refresh()    reads what the journal has gained
     table.rows                   one for each question: text, answer, error, cost, run
     table.figures()              what a list of maps shows of this one
     DirectRowAsRun(table, 5)     question 5 as the events of a run: RunStarted … RunEnded
 
-The events of a direct row are not stored: they follow from the map's header and the lines of the
-row. A row with a session is an ordinary run. Not here: maps on a Ray cluster
-(``stored_ray_map_table.py``), and what is drawn (``ramify/viewer``).
+The events of a row that a direct call answered are not stored; they are reconstructed from the
+map's header and the journal lines of the row. A row that needed a session is an ordinary run. Maps
+on a Ray cluster are read by ``stored_ray_map_table.py``, and pages are drawn by ``ramify/viewer``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ MAX_CHARS = 120
 
 
 class MapTableRow(msgspec.Struct, omit_defaults=True):
-    """One question of a map."""
+    """One question of a map, with its answer or error, its cost, and how many rows asked it."""
 
     number: int
     row: int
@@ -75,14 +76,15 @@ class MapTableRow(msgspec.Struct, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """``answered``, ``failed``, or ``open``: in progress, or cut off."""
+        """Return ``answered``, ``failed``, or ``open`` if the question is in progress or was
+        interrupted."""
         if self.error:
             return "failed"
         return "open" if self.answer is None else "answered"
 
 
 class MapFigures(msgspec.Struct, frozen=True):
-    """What a listing shows of one map."""
+    """The summary of a map that a list of maps shows: its question, model, progress and cost."""
 
     id: str
     question: str
@@ -105,7 +107,7 @@ class MapFigures(msgspec.Struct, frozen=True):
 
 
 class StoredMap:
-    """One stored map, whose rows are in its journal."""
+    """A stored map as a table with one row for each question, read from the map's journal."""
 
     has_runs = True
     """Whether each row opens as a run."""
@@ -122,16 +124,17 @@ class StoredMap:
 
     @property
     def rows(self) -> list[MapTableRow]:
-        """The questions, in the order in which they were asked first."""
+        """Return the questions in the order in which they were first asked."""
         return self._rows
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process is writing the map now."""
+        """Return True if a process is writing the map now."""
         return writer(self.path) is not None
 
     def refresh(self) -> StoredMap:
-        """Read what the journal has gained. Raises StoreError."""
+        """Read the lines that were added to the journal since the last call. Raises StoreError if
+        the file was replaced by another one."""
         if self.path.stat().st_size < self._offset:
             raise StoreError(f"{self.path} was replaced: open the map again")
         last = -1
@@ -167,13 +170,15 @@ class StoredMap:
         )
 
     def question(self, number: int) -> MapTableRow:
-        """Return question ``number``. Raises StoreError."""
+        """Return the question with this number. Raises StoreError if the map has no such
+        question."""
         if not 0 <= number < len(self.rows):
             raise StoreError(f"map {self.id} has no question {number}")
         return self.rows[number]
 
     def lines_of(self, number: int) -> list[MapLine]:
-        """Return the lines of a question's last attempt, in order."""
+        """Return the journal lines of the last attempt at a question, in the order in which they
+        were written."""
         self.question(number)
         return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
@@ -232,20 +237,21 @@ class StoredMap:
 
 
 def _after(path: Path, offset: int) -> int:
-    """Return the offset after the line that begins at ``offset``."""
+    """Return the offset of the line that follows the line at ``offset``."""
     with open(path, "rb") as file:
         file.seek(offset)
         return offset + len(file.readline())
 
 
 class DirectRowAsRun:
-    """Presents one row of a map as a ``StoredRun``, if a direct call answered the row."""
+    """Presents one row of a map that a direct call answered as a stored run, so that the viewer can
+    show rows and runs in the same way."""
 
     path = None
 
     def __init__(self, table: StoredMap, number: int) -> None:
-        """Open question ``number`` of a map as a run. Raises StoreError if the map has no such
-        question."""
+        """Open one question of a map, by its number, as a run. Raises StoreError if the map has no
+        such question."""
         table.refresh().question(number)
         self.id = f"{table.id}:{number}"
         self._table = table

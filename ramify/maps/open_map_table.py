@@ -1,10 +1,11 @@
-"""Opens a stored map as a table, wherever its rows are.
+"""Opens a stored map as a table, whether its rows are in a journal or in the output of a Ray
+cluster.
 
     open_map_table(path)     the table of one map
     MapTableCache            the tables of many, each read once
 
-Not here: the rows in a journal (``map_table.py``), and those in the parts of an output
-(``stored_ray_map_table.py``).
+Rows in a journal are read by ``map_table.py``, and rows in the output files of a Ray cluster by
+``stored_ray_map_table.py``.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from ramify.maps.stored_ray_map_table import RayMapOutputTable
 
 
 def open_map_table(path: Path) -> StoredMap:
-    """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
+    """Open the map whose journal is at ``path``, and read its current rows. Raises StoreError if
+    the journal cannot be read."""
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
     return (RayMapOutputTable(path) if has_parts else StoredMap(path)).refresh()
 
 
 class MapTableCache:
-    """The maps of stores, each read once, and again only what was added."""
+    """Keeps opened maps, so that each journal is read once and later only its new lines are
+    read."""
 
     def __init__(self) -> None:
         self._tables: dict[Path, StoredMap] = {}
 
     def of(self, path: Path) -> StoredMap:
-        """Return the map whose journal is at ``path``, up to date. Raises StoreError."""
+        """Return the current table of the map whose journal is at ``path``, opening it if
+        necessary. Raises StoreError if the journal cannot be read."""
         table = self._tables.get(path)
         if table is None:
             table = self._tables[path] = open_map_table(path)

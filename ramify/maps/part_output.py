@@ -1,11 +1,12 @@
-"""The output of a map on a Ray cluster: a folder with one file for each part of the rows.
+"""The output of a map on a Ray cluster: a folder in which each file holds one part of the rows,
+which is 500 rows at most.
 
     OUT/_map.json                               whose answers these are (see ray_map.py)
     OUT/part-00000-000000.jsonl                 rows that were asked
     OUT/part-00000-000001.unfinished.jsonl      some of these were not, and say so in ``error``
 
-The folder is local, or a URL of pyarrow or fsspec. Not here: which rows a part has
-(``ray_row_partition.py``), and who writes its file (``ray_source.py``).
+The folder is local or a URL that pyarrow or fsspec can open. ``ray_row_partition.py`` divides the
+rows into parts, and ``ray_source.py`` writes the file of each part.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _NAME = re.compile(r"part-\d{5}-\d{6}")
 
 
 def is_part(name: str) -> bool:
-    """Return True if ``name`` is the name of a part's file, such as ``part-00000-000001.jsonl``."""
+    """Return True if a file name is that of an output part, such as ``part-00000-000001.jsonl``."""
     return _NAME.match(name) is not None
 
 
 def part_output(out: str) -> PartedOutputFolder:
-    """Return the output folder with this path or URL. The ending of its name is the format of the
-    files in it. Raises ConfigError and SourceError."""
+    """Open the output folder with this path or URL. The ending of the folder's name determines the
+    format of the files in it. Raises ConfigError if the ending is unknown or the path is a file,
+    and SourceError if the URL cannot be opened."""
     ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
     if ending not in ENDINGS:
         raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
@@ -48,7 +50,7 @@ def part_output(out: str) -> PartedOutputFolder:
 
 
 class PartedOutputFolder(msgspec.Struct, frozen=True):
-    """The folder of the output, with one file for each part."""
+    """The output folder of a map on a Ray cluster, with one file for each part of the rows."""
 
     filesystem: Any
     """Filesystem of pyarrow."""
@@ -59,14 +61,14 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
     """Files of parts that may lack answers."""
 
     def read(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows that an earlier start wrote for this part. Empty if it wrote none, or if
-        the part is complete."""
+        """Return the rows that an earlier start of the map wrote for this part, if some of them may
+        still need an answer. Returns an empty list if the part is complete or was never written."""
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
         return self.rows(name) if name else []
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows in the file ``name`` of this folder."""
+        """Return the rows in the file of this folder that has the given name."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
@@ -74,7 +76,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
     def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
-        """Return the content of a part's file with these rows."""
+        """Return the bytes of a file that holds these rows, in the format of the folder."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)

@@ -1,10 +1,10 @@
-"""A question as a stage of someone's own Ray Data pipeline.
+"""Asks a question of each row as one stage of a user's own Ray Data pipeline.
 
     dataset.map_batches(ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini"))
         batch (columns by name, Arrow or pandas) ──> the batch, with the columns of the answers
 
 All copies of an ``Asker`` share one budget and one rate limit. Each process that Ray Data uses has
-one engine. Not here: a whole map with its files (``ray_map.py``).
+one engine. ``ray_map.py`` runs a whole map, including reading and writing files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _engines_lock = threading.Lock()
 
 
 class Asker:
-    """Asks one question of each row of the batches that it is called with.
+    """Asks one question of each row of the batches that a Ray Data pipeline passes to it.
 
     Example:
         asker = ramify.ray.Asker("Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20)
@@ -53,8 +53,9 @@ class Asker:
         max_cost: float | None = None,
         **options: Any,
     ) -> None:
-        """The arguments are those of ``ramify.map``; the limits hold over all workers. Ray is
-        started, or joined, if it is not yet. Raises ConfigError."""
+        """Create a stage that asks this question. The arguments are those of ``ramify.map``, and
+        the limits apply to all workers together. Ray is started or joined if this process is not
+        connected yet. Raises ConfigError if an argument is invalid."""
         import ray
 
         make_rlm = make_worker_rlm_factory(model, options)
@@ -82,9 +83,10 @@ class Asker:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Ask the question of each row of ``batch``, and return the batch with the answer columns
-        and the column ``error``. A NumPy batch is returned as an Arrow table. Raises RamifyError if
-        a person has to act first, for example because of a missing key or no network."""
+        """Ask the question of each row of a batch, and return the batch with the columns of the
+        answer and the column ``error``. A NumPy batch is returned as an Arrow table. Raises
+        RamifyError if someone has to act first, for example because a key is missing or there is no
+        network."""
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task
@@ -129,8 +131,8 @@ def _as_list(source: Any) -> Any:
 
 
 def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
-    """Return the batch with the new columns. Each has the same type in all batches, even in those
-    without any value of it, since Ray Data writes the batches separately."""
+    """Return the batch with the new columns. A column has the same type in every batch, even if a
+    batch has no value for it, since Ray Data writes the batches separately."""
     columns = {
         name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
     }

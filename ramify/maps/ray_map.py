@@ -1,15 +1,17 @@
-"""A map on a Ray cluster: one pipeline of Ray Data, from files of rows to a folder of parts.
+"""A map on a Ray cluster: one Ray Data pipeline that reads files of rows, asks a question of each
+row, and writes the answers to a folder.
 
     RowPartitionDatasource ──> PartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files                      an engine each              │
                                     └── SharedBudget ──────┘              an actor on this node
     this process: starts it, asks it for its state, and passes Ctrl-C on
 
-Ray Data moves the blocks, holds reading back if the workers are slower, and repeats what a lost
-worker had not finished. Since a part has its name from its place in its file, a repeated part
-replaces itself, and the same command continues at the parts that are missing. ``OUT/_map.json``
-says whose answers the folder has. What is spent is recorded in the store of this machine. Not here:
-how a cluster is joined (``ramify/actors/ray_cluster.py``).
+Ray Data moves the blocks of rows, slows down reading if the workers are slower, and repeats what a
+lost worker had not finished. A part of the rows is named after its file and its position in that
+file, so a repeated part overwrites its own file, and running the same command again processes the
+parts that are missing. ``OUT/_map.json`` identifies the map whose answers are in the folder.
+Spending is recorded in the store of this machine. ``ramify/actors/ray_cluster.py`` connects to
+clusters.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ _SETTINGS = (
 
 
 class OutputFolderIdentity(msgspec.Struct, frozen=True):
-    """Identifies the map whose answers are in an output folder."""
+    """The content of ``_map.json`` in an output folder, which identifies the map whose answers are
+    there."""
 
     key: str
     """Digest of the question, its settings and the model."""
@@ -69,7 +72,7 @@ class OutputFolderIdentity(msgspec.Struct, frozen=True):
 
 
 class RayMapRun:
-    """One start of a map on a cluster."""
+    """Runs a map on a Ray cluster, or continues one that was interrupted."""
 
     def __init__(
         self,
@@ -81,9 +84,10 @@ class RayMapRun:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """``make_rlm`` creates the RLM of each worker. It is sent to the workers, so it must hold
-        no keys. ``out`` is the path or URL of the output folder, and the ending of its name is the
-        format of the files. Raises ConfigError and SourceError."""
+        """Prepare a map of the files ``urls`` on a cluster. ``make_rlm`` creates the RLM of each
+        worker; it is sent to the workers, so it must not contain keys. ``out`` is the path or URL
+        of the output folder, and its ending determines the format of the files. Raises ConfigError
+        and SourceError."""
         if request.sample is not None:
             raise ConfigError("a sample is asked on this machine: remove --placement ray")
         if workers is not None and workers < 1:
@@ -109,11 +113,12 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Stop asking rows. Requests in progress finish first."""
+        """Stop asking further rows. Requests in progress are finished first."""
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
-        """Answer the rows. Raises ConfigError before anything is asked."""
+        """Answer all rows and write the output folder. Raises ConfigError if the settings are
+        invalid, in which case no row has been asked."""
         began_s, request = time.perf_counter(), self.request
         rlm = self._make_rlm()
         async with rlm, rlm.direct_calls(request.budget) as calls:
@@ -194,8 +199,9 @@ class RayMapRun:
     # --- the folder of the output
 
     def _prepare(self, manifest: OutputFolderIdentity) -> tuple[frozenset[str], frozenset[str]]:
-        """Return (names of the parts that are done, files of parts that may lack answers). Raises
-        ConfigError if the folder has something else. Nothing but the folder itself is written."""
+        """Create the output folder if necessary, and return two sets: the names of the parts that
+        are done, and the files of parts that may lack answers. Raises ConfigError if the folder
+        holds anything other than output of this map. Writes no files."""
         import pyarrow.fs as arrow_fs
 
         output = self._output
@@ -227,8 +233,8 @@ class RayMapRun:
         return done, frozenset(unfinished)
 
     def _claim(self, manifest: OutputFolderIdentity) -> None:
-        """Mark the output folder as this map's by writing the manifest, and delete the unfinished
-        files of lost workers. Raises ConfigError."""
+        """Mark the output folder as belonging to this map by writing ``_map.json``, and delete the
+        unfinished files of lost workers. Raises ConfigError if the folder cannot be written."""
         import pyarrow.fs as arrow_fs
 
         files, folder = self._output.filesystem, self._output.folder
@@ -264,7 +270,7 @@ class RayMapRun:
 
     @contextlib.asynccontextmanager
     async def _joined(self) -> AsyncIterator[Any]:
-        """Connect to the cluster, unless this process is connected already, and yield the ``ray``
+        """Connect to the cluster unless this process is already connected, and yield the ``ray``
         module. Raises ConfigError if a node has another version of Ramify."""
         ray = imported()
         if not (was_joined := ray.is_initialized()):
@@ -285,7 +291,7 @@ class RayMapRun:
         record: str,
         max_in_flight: int,
     ) -> RayMapStatus:
-        """Run the pipeline, and return how the map ended."""
+        """Run the Ray Data pipeline to its end, and return the final state of the map."""
         # On this node, where the record is.
         budget = (
             ray.remote(SharedBudget)
@@ -357,7 +363,7 @@ class RayMapRun:
             )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
-        """Run the pipeline in a thread. Meanwhile, show the progress, and forward requests to stop
+        """Run the pipeline in a thread. Meanwhile, show the progress and forward requests to stop
         to the shared budget."""
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
@@ -397,8 +403,8 @@ def _here(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Settings of Ray Data for one pipeline: one part in each block, and neither progress bars nor
-    advice to users of Ray."""
+    """Set up Ray Data for one pipeline: each block holds one part of the rows, and Ray shows
+    neither progress bars nor advice to its users. The earlier settings are restored at the end."""
     from ray.data import DataContext
 
     warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)
@@ -421,7 +427,8 @@ def _quiet_context() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Convert an error of the Ray pipeline to a RamifyError."""
+    """Return the RamifyError that caused a failure of the Ray pipeline, or a new one that describes
+    the failure."""
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None) or cause.__cause__

@@ -1,14 +1,15 @@
-"""Rows of files, as parts that Ray Data reads: local paths, or URLs of pyarrow and fsspec.
+"""Divides files of rows into the parts that Ray Data reads. The files are local paths, or URLs that
+pyarrow and fsspec can open.
 
     tickets.jsonl (file 0) ──> RowFiles ──> part-00000-000000: rows 0 to 499       one block each
                                             part-00000-000001: rows 500 to 999
     contracts/    (folder) ──> 500 texts are a part
 
-The name of a part consists of the number of its file and its position in the file. A part that is
-read again, by another worker or when the map is started again, has the same rows and the same name.
-``RowFiles`` is a datasource of Ray Data, which opens the files, retries, and places the read tasks.
-Rows are read by the same code as without Ray (``row_loader.py``), because Arrow's reader of JSON
-would change dates and mixed columns. Not here: what is done with a part (``ray_worker.py``).
+The name of a part consists of the number of its file and its position in the file. If a part is
+read again, by another worker or after the map was restarted, it has the same rows and the same
+name. Ray Data opens the files, retries, and distributes the reading over the nodes. Rows are read
+by the same code as without Ray (``row_loader.py``), because Arrow's JSON reader would change dates
+and columns of mixed types. ``ray_worker.py`` answers the rows of a part.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
 class RowFile(msgspec.Struct, frozen=True):
-    """One file of rows."""
+    """One input file of a map: its path, format and size."""
 
     path: str
     """On its filesystem."""
@@ -47,7 +48,7 @@ class RowFile(msgspec.Struct, frozen=True):
 
 
 class RowFiles(msgspec.Struct, frozen=True):
-    """Files with the same columns, on one filesystem."""
+    """The input files of a map, which have the same columns and are on the same filesystem."""
 
     name: str
     """As the user named them, for errors."""
@@ -64,7 +65,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     @property
     def table(self) -> RowSource:
-        """An empty table with the columns of these files."""
+        """Return a table that has the columns of these files but no rows."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
             return RowSource(self.name, self.columns, None, lambda: iter(()), shown, kept)
@@ -72,7 +73,8 @@ class RowFiles(msgspec.Struct, frozen=True):
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return (pyarrow filesystem, path on it) of a path or a URL. Raises SourceError."""
+    """Return the pyarrow filesystem of a path or URL, and the path on that filesystem. Raises
+    SourceError if the URL cannot be opened or contains a password."""
     import pyarrow.fs as arrow_fs
 
     if "://" not in url:
@@ -100,8 +102,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
-    """Return the files that ``urls`` name, in their order, with their columns. Raises
-    SourceError."""
+    """Find the files that the paths or URLs name, in the given order, and read the names of their
+    columns. Raises SourceError if a file cannot be read or the files have different columns."""
     opened = [_opened(url) for url in urls]
     filesystem = opened[0].filesystem
     for found in opened[1:]:
@@ -192,7 +194,7 @@ def _text(file: Any) -> io.TextIOWrapper:
 
 
 class RowPartition(msgspec.Struct, frozen=True):
-    """A part of the rows in the form in which it is sent to a worker."""
+    """A part of the rows, 500 at most, encoded as it is sent to a worker."""
 
     name: str
     """``part-00000-000003``: number of the file, and number of the part in it."""
@@ -203,7 +205,7 @@ class RowPartition(msgspec.Struct, frozen=True):
     """As in ``RowFile``."""
 
     def table(self, files: RowFiles) -> RowSource:
-        """Return the rows as a table."""
+        """Decode the rows of this part, and return them as a table."""
         if self.kind == "parquet":
             import pyarrow
 
@@ -236,7 +238,8 @@ def part_name(file: int, number: int) -> str:
 
 
 def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
-    """Yield the parts of an opened file. ``number`` is the number of the file in its map."""
+    """Read an open file and yield its rows in parts. ``number`` is the index of the file among the
+    files of the map."""
     if row_file.kind == "parquet":
         yield from _arrow_parts(file, number)
         return
@@ -277,8 +280,8 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
 
 
 def text_parts(files: RowFiles) -> Iterator[RowPartition]:
-    """Yield the parts of a folder of texts. A part holds only the paths of its texts; the workers
-    read the files."""
+    """Divide a folder of text files into parts, each of which holds only the paths of its files;
+    the workers read the files themselves."""
     paths, index = iter(files.files), 0
     while chunk := list(islice(paths, PART_ROWS)):
         names = _encode([file.path for file in chunk])

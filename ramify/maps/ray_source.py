@@ -1,5 +1,5 @@
-"""The datasource of Ray Data that reads rows in parts (see ``ray_row_partition.py``), and the
-datasink that writes them. Imports Ray."""
+"""The Ray Data source that reads files of rows in parts (see ``ray_row_partition.py``), and the
+sink that writes a file for each answered part. Importing this module imports Ray."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
 
 
 class RowPartitionDatasource(FileBasedDatasource):
-    """Reads files in parts. A block has one part: its name, its kind and its rows."""
+    """A Ray Data source that reads files of rows in parts. Each block holds the name, the format
+    and the rows of one part."""
 
     def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
-        """``skipped`` are names of parts that are not needed."""
+        """Create a source for these files. The parts named in ``skipped`` are left out, since they
+        have been answered already."""
         super().__init__([file.path for file in files.files], filesystem=files.filesystem)
         self._files = {file.path: (number, file) for number, file in enumerate(files.files)}
         self._skipped = skipped
@@ -49,11 +51,13 @@ def part_block(parts: Iterable[RowPartition]) -> Any:
 
 
 class PartFileDatasink(Datasink[None]):
-    """Writes each part as a file, under a temporary name that is then replaced: a part is in the
-    output as a whole or not at all. A part that is written again replaces itself."""
+    """A Ray Data sink that writes each answered part as one file. The file is written under a
+    temporary name and then renamed, so it is complete or absent, and a part that is written again
+    replaces the earlier file."""
 
     def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
-        """``budget`` is the handle of the ``SharedBudget``."""
+        """Create a sink that writes to the folder ``output``. ``budget`` is the Ray actor handle of
+        the ``SharedBudget``, which is notified of each file that was written."""
         self._output = output
         self._budget = budget
 

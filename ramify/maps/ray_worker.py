@@ -1,13 +1,13 @@
-"""A worker of a map on a Ray cluster: one engine with its own sandbox, which answers parts of the
-rows one after the other.
+"""The worker process of a map on a Ray cluster: it has an engine with its own sandbox, and answers
+parts of the rows one after another.
 
     part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
 
-Each part is a separate ``MapRun``, so a row is asked, checked, repaired and retried as it is
-without Ray. Equal rows are asked once in a part. A part of an earlier start that lacks answers is
-read from the output, and only its other rows are asked. Not here: which parts there are
-(``ray_row_partition.py``), their files (``part_output.py``), and how the workers share a budget
-(``shared_budget.py``).
+Each part is run as a separate ``MapRun``, so a row is asked, checked, repaired and retried exactly
+as it is without Ray. Equal rows within a part are asked once. If an earlier start of the map left a
+part incomplete, the part is read from the output and only the missing rows are asked.
+``ray_row_partition.py`` divides the rows into parts, ``part_output.py`` manages their files, and
+``shared_budget.py`` lets the workers share a budget.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UN
 
 
 class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that all workers of a map share. They are sent to the workers and contain no
-    keys: each worker reads the keys from its own environment."""
+    """The settings that all workers of a map on a Ray cluster share. They are sent to the workers,
+    so they contain no keys: each worker reads the keys from its own environment."""
 
     make_rlm: Callable[[], RLM]
     """Makes the RLM of a worker."""
@@ -52,10 +52,12 @@ class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowEngine:
-    """The engine of one worker process."""
+    """Answers rows in a worker process of a map on a Ray cluster, with one RLM that is kept for all
+    parts."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
-        """``budget`` is the handle of the ``SharedBudget``. Raises ConfigError."""
+        """Start the RLM of this worker. ``budget`` is the Ray actor handle of the ``SharedBudget``.
+        Raises ConfigError if the worker has another version of Ramify."""
         check_version(task.version)
         self.task = task
         self._budget = budget
@@ -65,13 +67,13 @@ class RowEngine:
     def answer(
         self, part: str, source: RowSource, known: PartCounts
     ) -> tuple[MapResult | None, str]:
-        """Answer the rows of ``source``. ``known`` counts the other rows of the part, which are
-        done already. Returns the result and an empty text; or None and the reason, if the map is
-        stopping."""
+        """Answer the rows of ``source``, which belong to one part. ``known`` counts the rows of the
+        part that have an answer already. Returns the result and an empty reason; if the map is
+        stopping, returns None and the reason."""
         return event_loop_thread.run(self._answer(part, source, known))
 
     def skip(self, part: str, known: PartCounts) -> None:
-        """Count the rows of a part in which no row has to be asked."""
+        """Report a part whose rows all have answers already, so that they are counted."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
@@ -125,7 +127,8 @@ class RowEngine:
 
 
 class PartWorker:
-    """Answers parts of files; the actor of ``map_batches``."""
+    """Answers the rows of one part after another. Ray Data runs this class as an actor on the nodes
+    of the cluster."""
 
     def __init__(
         self,
@@ -136,7 +139,8 @@ class PartWorker:
         *,
         retries: bool,
     ) -> None:
-        """If ``retries`` is set, rows with an error are asked again."""
+        """Start the engine of this worker. If ``retries`` is set, rows whose earlier answer was an
+        error are asked again."""
         self._engine = RowEngine(task, budget)
         self._files = files
         self._output = output
@@ -149,7 +153,8 @@ class PartWorker:
             yield self._answered(RowPartition(**part))
 
     def _answered(self, part: RowPartition) -> Any:
-        """Return a block with the file of the part, or an empty one if there is nothing new."""
+        """Answer the rows of a part that have no answer yet, and return a block with the new file
+        of the part. The block is empty if the part needs no new file."""
         source = part.table(self._files)
         rows = list(source.values())
         done = self._output.read(part.name)

@@ -1,12 +1,12 @@
-"""The two ways in which a row is answered: by a plain call or by a session. The cheapest way that
-fits the row is used.
+"""The ways in which a map answers a row: by one request to the model, or by a run with a Python
+session. The cheapest way that suits the row is used.
 
     MEANS     plain call ── session
               one request      an ordinary run, stored under its own id
 
-To add a way, write a class here and put it in its place in ``create_row_answerers``, which goes
-from cheap to expensive. Not here: which rows are asked and in which order (``map_run.py``), and the
-rows that a provider's batch API answers (``batch_run.py``).
+To add a way, write a class here and add it in ``create_row_answerers``, which lists the ways from
+cheap to expensive. ``map_run.py`` decides which rows are asked and in which order, and
+``batch_run.py`` handles rows that a provider's batch API answers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class AskedRow(msgspec.Struct):
-    """A question in progress, for one row or for several that ask the same."""
+    """A question that is being answered, for one row or for several rows that ask the same."""
 
     row: int
     """The first row that asks it, from 0."""
@@ -68,7 +68,8 @@ class AskedRow(msgspec.Struct):
 
 
 class RowOutcome(msgspec.Struct, frozen=True):
-    """How a question ended."""
+    """The outcome of one question: its answer or error, its cost, and why it could not be finished
+    if the map has to stop."""
 
     answer: Any = None
     """Plain value; None without an answer."""
@@ -100,18 +101,19 @@ class RowAnsweringMethod(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, asked: AskedRow) -> RowOutcome:
-        """Answer the question, and record every step. A fault of the model becomes part of the
-        outcome and is never raised."""
+        """Answer the question, and record every step in the journal of the map. If the model fails,
+        the error is part of the outcome; it is not raised."""
 
 
 class DirectCallRowAnswerer(RowAnsweringMethod):
-    """Answers a row by one direct call."""
+    """Answers a row by one request to the model, without a Python session."""
 
     name = "plain call"
 
     def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
-        """``question`` is the question that is asked of every row; it is not recorded again for
-        each row."""
+        """Create an answerer that sends requests through ``calls`` and records them in ``journal``.
+        ``question`` is the question that every row is asked, so it is not recorded again for each
+        row."""
         self._calls = calls
         self._journal = journal
         self._question = question
@@ -162,7 +164,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
 
 
 class _DirectRow:
-    """Records the events of one direct call."""
+    """Records the requests, replies and failures of one row in the journal of the map."""
 
     def __init__(self, journal: MapJournal, asked: AskedRow, question: str, began: float) -> None:
         self.offset = -1
@@ -340,7 +342,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
 
 
 def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
-    """Record a question that fails before anything was sent."""
+    """Record a question that failed before any request was sent."""
     asked.number = journal.number_of(asked.number)
     begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_text(asked.digest), "")
     journal.append(MapLine(s=begun))
@@ -349,7 +351,8 @@ def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
 def create_row_answerers(
     rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
 ) -> tuple[RowAnsweringMethod, ...]:
-    """Return the ways of answering a row, the cheapest first. The last one can answer every row."""
+    """Return the ways of answering a row, from the cheapest to the most expensive. The last one can
+    answer any row."""
     return (
         DirectCallRowAnswerer(calls, journal, question),
         SessionRowAnswerer(rlm, calls, journal, map_id),

@@ -1,12 +1,12 @@
-"""Rows of a table, wherever they are: JSONL, CSV, Parquet, SQLite, a folder of files, a list, a
-DataFrame, an Arrow table, a ``datasets.Dataset``.
+"""Opens the rows of a table, whatever holds them: JSONL, CSV, Parquet or SQLite files, a folder of
+text files, a list, a DataFrame, an Arrow table, or a ``datasets.Dataset``.
 
     tickets.jsonl  ──> RowSource(columns=("id", "text"), total=1200, …)
     for row in table.read(): Row(0, {"id": 7, "text": "…"}, …)
 
-A row that cannot be read is still a row, with its error, so that the others continue. Not here:
-tables of other libraries (``frames.py``), what is asked of a row (``row_question.py``), and
-documents (``ramify.sources``).
+A row that cannot be read is returned as a row with an error, so that the other rows are not
+affected. ``frames.py`` reads the tables of other libraries, ``row_question.py`` forms the question
+that is asked of a row, and ``ramify.sources`` reads documents.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text fi
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowSource:
-    """Return the rows as a table. ``rows`` is a path, a list of paths, or a table object such as a
-    DataFrame; ``table`` names a table of a SQLite file. Raises SourceError for anything else."""
+    """Open rows as a table. ``rows`` is a path, a list of paths, or an object such as a list or a
+    DataFrame; ``table`` is the name of a table if the path is a SQLite file. Raises SourceError if
+    the rows cannot be read."""
     if isinstance(rows, str | Path):
         return _of_paths([rows], table)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
@@ -56,7 +57,8 @@ def open_rows(rows: Any, table: str | None = None) -> RowSource:
 
 
 def open_paths(paths: Sequence[str], table: str | None = None) -> RowSource:
-    """Return the rows of one or several files or folders, as one table."""
+    """Open one or several files or folders as a single table. Raises SourceError if they cannot be
+    read or have different columns."""
     return _of_paths(paths, table)
 
 
@@ -124,7 +126,8 @@ def _jsonl(path: Path) -> RowSource:
 
 
 def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a JSONL file. ``name`` is the file's name in errors."""
+    """Yield the rows of a JSONL file. A line that is not a JSON object yields an ``UnreadRow``,
+    whose error mentions the file by ``name``."""
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
         if number == 1:
@@ -144,7 +147,8 @@ def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] |
 
 
 def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tuple[str, ...]:
-    """Return the columns of the first rows of a JSONL file. Raises SourceError if it has none."""
+    """Return the names of all columns in the first 1,000 rows of a JSONL file. Raises SourceError
+    if none of them can be read."""
     first = list(islice(values, BATCH))
     columns = dict.fromkeys(chain.from_iterable(row for row in first if isinstance(row, dict)))
     if not columns:
@@ -154,8 +158,7 @@ def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tu
 
 
 def _num_lines(path: Path) -> int:
-    """Return the approximate number of rows in a file: the number of its lines, blank ones
-    included."""
+    """Count the lines of a file, including blank ones, as an estimate of the number of its rows."""
     total, last = 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -178,8 +181,8 @@ def _csv(path: Path) -> RowSource:
 
 
 def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
-    """Return the columns that the header of a CSV file names. Raises SourceError if it has no
-    usable header."""
+    """Return the column names from the header of a CSV file. Raises SourceError if the header is
+    missing or names a column twice."""
     columns = tuple(next(_csv_records(file, name), ()))
     if not any(column.strip() for column in columns):
         raise SourceError(f"{name} has no header: its first line must name the columns")
@@ -190,7 +193,8 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
 
 
 def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a CSV file."""
+    """Yield the rows of a CSV file. A record whose number of fields differs from the header yields
+    an ``UnreadRow``."""
     records = _csv_records(file, name)
     columns = next(records)
     for number, record in enumerate(records, start=2):

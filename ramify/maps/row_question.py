@@ -1,11 +1,13 @@
-"""What is asked of a row: a question with the row as its context, or a template over its columns.
+"""Forms the question that a map asks of a row: a fixed question with the row as its context, or a
+template that is filled in from the columns of the row.
 
     "Is this a complaint?"           question, and the row as context: the text of its only column,
                                      or all its columns by name
     "Is {subject} a complaint?"      the columns are put into the question; nothing else is shown
     a template with a long column    "Is context['subject'] …", and these columns as the context
 
-Rows that are asked the same get the same digest. Not here: by which means a row is answered.
+Rows with the same question and context get the same digest, so that they are asked only once.
+``row_answerer.py`` decides how a question is answered.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
 class InvalidRowError(Exception):
-    """A row cannot be asked; ``str()`` is its error."""
+    """Raised if a row cannot be asked, for example because it is empty. The message becomes the
+    error of the row."""
 
 
 class RowQuestionMaker:
-    """Turns rows into questions."""
+    """Turns the rows of a table into questions for a model."""
 
     def __init__(
         self,
@@ -43,10 +46,11 @@ class RowQuestionMaker:
         question: Question,
         settings: bytes,
     ) -> None:
-        """``text`` is a question or a template. ``columns`` are all columns of the table, and
-        ``shown`` those that the model reads if ``text`` is not a template. ``question`` has
-        everything else that is asked of every row. ``settings`` tells this map's answers from those
-        of maps with other settings. Raises ConfigError for an unknown column."""
+        """Prepare a question for the rows of a table. ``text`` is the question or a template.
+        ``columns`` are all columns of the table, and ``shown`` are those that the model reads if
+        ``text`` is not a template. ``question`` has the settings that all rows share. ``settings``
+        is mixed into the digests of the rows, so that maps with other settings do not share
+        answers. Raises ConfigError for an unknown column."""
         self.text = text
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
@@ -67,8 +71,9 @@ class RowQuestionMaker:
         self._settings = settings
 
     def of(self, values: Mapping[str, Any], max_chars: int) -> tuple[Question, bytes]:
-        """Return (question, its digest) of a row. A template that gets longer than ``max_chars``
-        becomes a question with a context. Raises InvalidRowError for a row without content."""
+        """Return the question for a row, and its digest. If a filled-in template would be longer
+        than ``max_chars`` characters, the columns become the context instead. Raises
+        InvalidRowError for a row without content."""
         if self.fields:
             text, context = self._filled(values, max_chars)
         else:
@@ -79,8 +84,7 @@ class RowQuestionMaker:
         return question, key.digest()
 
     def question_of(self, text: str, context: Any) -> Question:
-        """Return the question for one row. ``text`` is what is asked, and ``context`` is what the
-        model reads."""
+        """Return the question for one row, which asks ``text`` about ``context``."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
@@ -111,8 +115,8 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a cell as a model reads it: text unchanged, a missing value as no text, everything
-    else as JSON."""
+    """Convert a cell to the text that the model reads: text stays as it is, a missing value becomes
+    an empty text, and other values become their usual text or JSON."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
@@ -124,7 +128,7 @@ def _text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a cell to a JSON value. A value without a JSON form becomes its text."""
+    """Convert a cell to a value that JSON can represent. Values without a JSON form become text."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy

@@ -1,6 +1,7 @@
-"""A table of rows that is read one row after the other, whatever holds it.
+"""A table whose rows are read one after another, independent of the file or object that holds them.
 
-Not here: files and lists (``row_loader.py``), and tables of other libraries (``frames.py``).
+``row_loader.py`` opens files and lists as such tables, and ``frames.py`` opens tables of other
+libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ of these rows with the new columns."""
 
 
 class UnreadRow(msgspec.Struct, frozen=True):
-    """A row that cannot be read."""
+    """Stands for a row that could not be read, with the error."""
 
     error: str
     values: dict[str, Any] = {}
@@ -26,7 +27,7 @@ class UnreadRow(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One row."""
+    """One row of a table: its position and its values by column."""
 
     number: int
     """Place in the table, from 0."""

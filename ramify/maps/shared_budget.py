@@ -1,18 +1,18 @@
-"""One exact budget and one rate limit for all workers of a map that runs on many machines.
+"""One exact budget and one rate limit, shared by all workers of a map that runs on many machines.
 
     worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
 
 A reservation is granted by the same ``BudgetLedger`` and the same ``AdaptiveConcurrencyLimiter``
-that a single process uses, so no limit is passed by one call, and the requests in flight are
-counted over all workers. A worker sends what has accumulated while its last message was on its way,
-so the number of messages does not grow with the number of requests.
+that a single process uses, so the limits are not exceeded by even one call, and requests in flight
+are counted over all workers. A worker sends everything that accumulated while its last message was
+in transit, so the number of messages does not grow with the number of requests.
 
-A worker answers a part of the rows in an *attempt*. An attempt that is silent for ``SILENT_S``, or
-whose part is begun again, is lost: what it had reserved counts as spent, and its replies as paid
-again. The record says what is spent or reserved before a reservation is granted, so a map that is
-killed continues with the rest of its budget. Not here: which rows a part has
-(``ray_row_partition.py``).
+A worker answers a part of the rows in an *attempt*. An attempt is given up if nothing was heard
+from it for ``SILENT_S`` seconds, or if another attempt at its part begins: what it had reserved
+then counts as spent, and its replies count as paid again. What is spent or reserved is recorded on
+disk before a reservation is granted, so a map that is killed continues with the rest of its budget.
+``ray_row_partition.py`` divides the rows into parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ Granted = tuple[int, tuple[str, str] | None]
 
 
 class PartCounts(msgspec.Struct, frozen=True):
-    """Rows of one part, or of several."""
+    """The numbers of rows in one or several parts of a map that were answered, failed or were not
+    asked."""
 
     answered: int = 0
     failed: int = 0
@@ -73,7 +74,8 @@ class PartCounts(msgspec.Struct, frozen=True):
 
 
 class MapSpending(msgspec.Struct, frozen=True):
-    """What a map on a cluster has spent so far."""
+    """What a map on a Ray cluster has spent so far, as stored on disk, so that a restarted map
+    continues with the rest of its budget."""
 
     usage: Usage = Usage()
     """With the upper bound of what is reserved."""
@@ -88,8 +90,8 @@ class MapSpending(msgspec.Struct, frozen=True):
 
 
 class RayMapStatus(msgspec.Struct, frozen=True):
-    """The current state of a map on a cluster: what is spent, which rows are done, and whether the
-    map stops."""
+    """The current state of a map on a Ray cluster: what has been spent, how many rows are done, and
+    why the map is stopping, if it is."""
 
     usage: Usage
     cost: float | None
@@ -101,7 +103,7 @@ class RayMapStatus(msgspec.Struct, frozen=True):
 
 
 class _Attempt:
-    """One worker's attempt at one part."""
+    """One worker's attempt to answer one part of the rows."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -117,7 +119,8 @@ class _Attempt:
 
 
 class SharedBudget:
-    """The budget, the rate limit and the counts of one map; an actor with one event loop."""
+    """Enforces the budget and the rate limit of one map for all of its workers, and counts the rows
+    that are done. It runs as a Ray actor with a single event loop."""
 
     def __init__(
         self,
@@ -129,10 +132,10 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """``record`` is the file with what this map has spent so far, earlier starts included.
-        Without a file, nothing is kept. ``counts_again`` sets the numbers of answered and failed
-        rows to 0, since all parts are written again. Raises RunInUse if another process has the
-        record open."""
+        """Create the budget of a map. ``record`` is the file that stores what all starts of the map
+        have spent; without a file, nothing is stored. ``counts_again`` resets the numbers of
+        answered and failed rows to 0, because all parts will be written again. Raises RunInUse if
+        another process has the file open."""
         self._fd = _open_record(record) if record else -1
         before = (read_record(record) if record else None) or MapSpending()
         if counts_again:
@@ -155,8 +158,8 @@ class SharedBudget:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, attempt: str, part: str) -> str:
-        """Begin an attempt at a part. Returns the reason if the map is stopping, and otherwise an
-        empty text."""
+        """Register a worker's attempt to answer a part of the rows. Returns an empty text, or the
+        reason if the map is stopping."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_attempts())
         earlier = self._parts.get(part)
@@ -175,8 +178,8 @@ class SharedBudget:
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
         """Apply the reservations, settlements and charges that a worker sends, in their order.
-        ``pause_remaining_s`` is how long (seconds) a rate limit pauses this worker. Returns the
-        reservations that have been granted or refused so far, and the reason if the map is
+        ``pause_remaining_s`` is how many seconds longer a rate limit pauses this worker. Returns
+        the reservations that have been granted or refused so far, and the reason if the map is
         stopping."""
         found = self._attempts.get(attempt)
         if found is None:
@@ -204,8 +207,8 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def wait(self, attempt: str) -> tuple[list[Granted], str]:
-        """Wait up to a second until reservations of this attempt are granted or refused, and return
-        them with the reason if the map is stopping."""
+        """Wait up to a second until a reservation of this attempt is granted or refused. Returns
+        those that were, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -216,8 +219,8 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def end(self, attempt: str, counts: PartCounts) -> None:
-        """End an attempt at a part. ``counts`` are its rows by outcome, including those that were
-        not asked because the map stopped."""
+        """End a worker's attempt to answer a part. ``counts`` are the rows of the part by outcome,
+        including those that were not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
         if found is None:
             return
@@ -228,7 +231,7 @@ class SharedBudget:
         self._keep()
 
     async def written(self, part: str) -> None:
-        """Record that the file of a part was written to the output."""
+        """Record that the file of a part has been written to the output."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
@@ -238,7 +241,7 @@ class SharedBudget:
         self._keep()
 
     async def stop(self, stop: str, reason: str) -> None:
-        """Stop the map: no worker asks another row."""
+        """Stop the map, so that no worker asks another row."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
 
@@ -284,15 +287,16 @@ class SharedBudget:
         return taken
 
     def _pause(self, attempt: _Attempt, pause_remaining_s: float) -> None:
-        """Pause all workers if a rate limit pauses one of them for longer than the current
-        pause."""
+        """Pause all workers if a rate limit pauses one of them for longer than the current pause
+        lasts."""
         until_s = time.monotonic() + pause_remaining_s
         if pause_remaining_s > 0.05 and until_s > self._paused_until_s + 0.05:
             self._paused_until_s = until_s
             self._gate.slow_down(attempt.round, pause_remaining_s)
 
     def _lose(self, name: str) -> None:
-        """Give up an attempt. What it had reserved counts as spent."""
+        """Give up an attempt from which nothing was heard or whose part was begun again. Whatever
+        it had reserved is counted as spent."""
         attempt = self._attempts.pop(name)
         for task in attempt.tasks:
             task.cancel()
@@ -315,8 +319,8 @@ class SharedBudget:
                     self._lose(name)
 
     def _keep(self) -> None:
-        """Overwrite the record on disk. This is one system call, so a process that is killed leaves
-        either the old record or the new one."""
+        """Overwrite the record of spending on disk. This takes one system call, so a process that
+        is killed leaves either the old record or the new one."""
         if self._fd < 0:
             return
         ledger, more = self._ledger, self._ledger.outstanding
@@ -343,9 +347,9 @@ def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
 
 
 def _open_record(path: str) -> int:
-    """Open the record, lock it for this process, and return its file descriptor. Waits, because the
-    budget actor of a killed start may hold the lock for some seconds more. Raises RunInUse if it
-    stays locked."""
+    """Open the file that records spending, lock it for this process, and return its file
+    descriptor. If the file is locked, wait up to a minute, because a process of a killed start may
+    hold the lock for a few more seconds. Raises RunInUse if the file stays locked."""
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -362,7 +366,8 @@ def _open_record(path: str) -> int:
 
 
 def read_record(path: str) -> MapSpending | None:
-    """Return what ``SharedBudget`` recorded; None if there is nothing."""
+    """Read from a file what a map on a Ray cluster has spent. Returns None if the file does not
+    exist or is not readable as such a record."""
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=MapSpending)
@@ -374,8 +379,8 @@ Method = Literal["begin", "submit", "wait", "end"]
 
 
 class RemoteBudget(BudgetLedger):
-    """The shared budget, as a worker's ledger sees it during one attempt. ``begin`` and ``end``
-    enclose its use."""
+    """Gives a worker access to the shared budget of a map while the worker answers one part.
+    ``begin`` must be called first, and ``end`` last."""
 
     def __init__(
         self,
@@ -384,8 +389,9 @@ class RemoteBudget(BudgetLedger):
         pause_remaining_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
-        """``call(method, …)`` calls a method of the ``SharedBudget``. ``on_stop`` is called with
-        the reason if the map stops."""
+        """Connect one attempt of a worker to the shared budget. ``call(method, …)`` calls a method
+        of the ``SharedBudget`` actor, and ``on_stop`` is called with the reason if the map
+        stops."""
         limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
         super().__init__(limits, priced=False, owner="map")
         self._call = call
@@ -402,15 +408,15 @@ class RemoteBudget(BudgetLedger):
         self._beat: asyncio.Task[None] | None = None
 
     async def begin(self, part: str) -> str:
-        """Begin the attempt. Returns the reason if the map is stopping, and otherwise an empty
-        text."""
+        """Register the attempt at a part with the shared budget. Returns an empty text, or the
+        reason if the map is stopping."""
         reason: str = await self._call("begin", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
         return reason
 
     async def end(self, counts: PartCounts) -> None:
-        """Settle what is outstanding, and end the attempt."""
+        """Send the operations that have not been sent yet, and end the attempt."""
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []
@@ -418,7 +424,8 @@ class RemoteBudget(BudgetLedger):
         await self._call("end", self._attempt, counts)
 
     async def close(self) -> None:
-        """Wait for messages in transit, and stop the background tasks of the attempt."""
+        """Wait until messages in transit have arrived, and stop the background tasks of the
+        attempt."""
         if self._sender is not None:
             await asyncio.gather(self._sender, return_exceptions=True)
         for task in (self._beat, self._waiter):

@@ -1,11 +1,13 @@
-"""A map on a Ray cluster as a table, which is read from the parts of its output.
+"""Presents a map that ran on a Ray cluster as a table, which is read from the files in its output
+folder.
 
     maps/ID.jsonl               its header: what was asked, and where the parts are
     ray_maps/KEY.json           what is spent, and how many rows have an answer
     OUT/part-00000-000000.jsonl its rows
 
-The store has no replies of such a map, so its rows do not open as runs, and the cost is known of
-all rows together. A list of maps reads no part. Not here: who writes the parts (``ray_worker.py``).
+The store does not have the model's replies for such a map, so its rows cannot be opened as runs,
+and only the total cost is known. Listing the maps does not read the output files, which
+``ray_source.py`` writes.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ MAX_ROWS = 100_000
 
 
 class RayMapOutputTable(StoredMap):
-    """A map that ran on a Ray cluster, as a table. Its rows are read from the part files in the
-    output folder."""
+    """A map that ran on a Ray cluster, presented as a table whose rows are read from the files in
+    the output folder."""
 
     has_runs = False
 
@@ -40,8 +42,8 @@ class RayMapOutputTable(StoredMap):
 
     @property
     def rows(self) -> list[MapTableRow]:
-        """The first rows of the parts that are there. Raises StoreError if the output cannot be
-        read."""
+        """Return the rows that are in the output so far, up to 100,000. Raises StoreError if the
+        output cannot be read."""
         try:
             import pyarrow.fs as arrow_fs
         except ModuleNotFoundError:

@@ -1,15 +1,15 @@
-"""Attention of blocks of queries to blocks of keys, with the log-sum-exp that is needed to combine
-several blocks.
+"""Attention between a block of queries and a block of keys. Each result comes with its log-sum-exp,
+from which the results of several blocks can be combined exactly.
 
     forward   o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
     backward  given o and lse over *all* keys that the queries saw, the block's exact share of
               the gradients: with P = exp(scale q k^T - lse) and D = sum_d(do o):
               dv = P^T do,  dS = P (do v^T - D),  dq = scale dS k, …
 
-So a softmax over several blocks needs no mask and no copies of keys: each block is a dense product
-on a stock kernel. Causal blocks are square: a query sees the keys up to its own position. This file
-decides how each kernel is called; ``forest_attention.py`` decides which kernel a device and a type
-get.
+A softmax over several blocks therefore needs neither masks nor copies of keys: each block is
+computed by a standard dense kernel. Causal blocks are square: a query sees the keys up to its own
+position. This file decides how each kernel is called; ``forest_attention.py`` decides which kernel
+a device and a type get.
 
 Legend: B blocks of one shape, n queries and m keys of a block, H query heads, K key-value heads, d
 head size, T tokens, N consecutive ranges of queries or keys.
@@ -30,13 +30,13 @@ _MAX_SCORES = 1 << 24
 
 
 class AttentionBlockKernel(Protocol):
-    """Attention kernel for one block at a time. Tensors are views [B, H, n or m, d] whose last
-    dimension is contiguous; ``lse`` is fp32 [B, H, n]."""
+    """Computes attention for one block of queries and keys at a time. Tensors are views [B, H, n or
+    m, d] whose last dimension is contiguous; the log-sum-exp is fp32 [B, H, n]."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output and its log-sum-exp."""
+        """Return the attention output and the log-sum-exp of the scores."""
         ...
 
     def backward(
@@ -50,12 +50,12 @@ class AttentionBlockKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of the queries, keys and values."""
         ...
 
 
 class CpuFlashKernel:
-    """Attention by PyTorch's own CPU flash attention, in fp32, fp64, bf16 or fp16."""
+    """Computes attention by PyTorch's flash attention for CPUs, in fp32, fp64, bf16 or fp16."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -83,8 +83,8 @@ class CpuFlashKernel:
 
 
 class PlainAttentionKernel:
-    """Attention by matrix products and a softmax, over some queries at a time. Works on any device
-    and in any precision."""
+    """Computes attention by matrix products and a softmax, for a limited number of queries at a
+    time to save memory. Works on any device and in any precision."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -135,7 +135,7 @@ class PlainAttentionKernel:
 
 
 class VarlenRanges(NamedTuple):
-    """Positions of N consecutive ranges of queries or keys in one tensor."""
+    """The boundaries of consecutive ranges of queries or keys in one tensor."""
 
     bounds: Tensor
     """[N + 1] int32, on the device: range i is ``[bounds[i], bounds[i + 1])``."""
@@ -143,8 +143,9 @@ class VarlenRanges(NamedTuple):
 
 
 class VarlenAttentionKernel(Protocol):
-    """Attention kernel for many blocks of different sizes in one call: range i of the queries sees
-    range i of the keys. Tensors are [T, H or K, d], contiguous; ``lse`` is fp32 [H, T]."""
+    """Computes attention for many blocks of different sizes in one call: each range of queries
+    attends to the range of keys with the same index. Tensors are contiguous [T, H or K, d]; the
+    log-sum-exp is fp32 [H, T]."""
 
     def forward(
         self,
@@ -156,8 +157,8 @@ class VarlenAttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the attention output, its log-sum-exp, and additional tensors that ``backward``
-        needs."""
+        """Return the attention output, the log-sum-exp of the scores, and additional tensors that
+        the backward pass needs."""
         ...
 
     def backward(
@@ -174,13 +175,13 @@ class VarlenAttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of the queries, keys and values."""
         ...
 
 
 class CudaFlashKernel:
-    """Attention by the FlashAttention that PyTorch includes, in fp16 or bf16 on a GPU. Key heads
-    are not repeated."""
+    """Computes attention by the FlashAttention that PyTorch includes, in fp16 or bf16 on a GPU. Key
+    heads that several query heads share are not copied."""
 
     @staticmethod
     def takes(dtype: torch.dtype, head_size: int) -> bool:
@@ -252,8 +253,8 @@ class CudaFlashKernel:
 
 
 class PlainVarlenKernel:
-    """Reference for ``CudaFlashKernel`` that runs on any device: it calls ``PlainAttentionKernel``
-    for one range after another."""
+    """A reference implementation of ``CudaFlashKernel`` that runs on any device and computes one
+    range after another."""
 
     def forward(
         self,

@@ -1,16 +1,17 @@
-"""Forward passes in which the result for a token does not depend on what is computed with it: the
-same bits in the engine and in the trainer, alone and among others.
+"""Forward passes that give a token exactly the same result, bit for bit, whatever other tokens are
+computed with it, both in the inference engine and in the trainer.
 
     tokens of a step, or of a forest in preorder
       ── blocks of 64 rows, the last one padded ──> DenseModel.hidden, block after block
              attention: each query by itself, over keys in path order, padded to a multiple of 64
       ── wanted rows, in blocks of 64 ──> logits ── log_softmax
 
-Kernels round differently for different shapes, so every operation here has one shape, whatever the
-number of tokens. In a fixed shape, the rows of the kernels that are used round alike wherever they
-are; ``selfcheck.py`` checks that on the device. Gradients are those of ordinary attention. They
-depend on the batch, which is the same if the rollouts are. Not here: the order of rollouts
-(``train/rollouts``) and the engine's cache (``inference/local/model_runner.py``).
+Kernels round differently for different shapes, so every operation here has one fixed shape,
+whatever the number of tokens. Within a fixed shape, these kernels round every row in the same way,
+wherever the row is; ``selfcheck.py`` checks this on the device. Gradients are those of ordinary
+attention. They depend on the batch, which is the same if the rollouts are the same.
+``train/rollouts`` determines the order of rollouts, and ``inference/local/model_runner.py`` holds
+the engine's cache.
 
 Legend: n rows of a block or queries of a run, T tokens, H query heads, K key-value heads, g query
 heads per key head, d head size, L keys, D width, V vocabulary.
@@ -35,12 +36,13 @@ BLOCK = 64
 
 
 def padded(num_keys: int) -> int:
-    """Round a number of keys up to the next multiple of ``BLOCK``."""
+    """Round a number of keys up to the next multiple of the block size."""
     return -(-num_keys // BLOCK) * BLOCK
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
-    """Apply a function of rows to blocks of ``BLOCK`` rows. The last block is padded with zeros."""
+    """Apply a function to a tensor in blocks of ``BLOCK`` rows, and join the results. The last
+    block is padded with zeros, so that the function always gets the same shape."""
     parts = []
     for start in range(0, len(x_n), BLOCK):
         part = x_n[start : start + BLOCK]
@@ -54,9 +56,9 @@ def _filled(x_n: Tensor) -> Tensor:
 
 
 def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
-    """Compute causal attention for consecutive tokens of one path, whose first token has the given
-    position. Returns [n, H, d]. Keys are padded to whole blocks, and all tokens must lie in the
-    last block. Keys after a token have no effect on it, but must be finite."""
+    """Compute causal attention for consecutive tokens of one sequence, the first of which is at
+    ``position``. The keys are padded to whole blocks, and all of the tokens must be in the last
+    block. Keys after a token have no effect on it, but must be finite. Returns [n, H, d]."""
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
     start = position % BLOCK
@@ -80,7 +82,7 @@ def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scal
 
 
 class PathTokenSpan(NamedTuple):
-    """Consecutive tokens of one path in one block of rows."""
+    """Consecutive tokens of one sequence that are in the same block of rows."""
 
     row: int
     """Row of the first, within its block."""
@@ -92,8 +94,8 @@ class PathTokenSpan(NamedTuple):
 
 
 def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenSpan]:
-    """Split the rows of one block into runs: consecutive tokens of one segment that attend to the
-    same padded number of keys."""
+    """Split the rows of one block into runs of consecutive tokens. The tokens of a run belong to
+    the same segment and attend to the same padded number of keys."""
     runs: list[PathTokenSpan] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
         last = runs[-1] if runs else None
@@ -110,7 +112,7 @@ def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenS
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the precision that autocast uses for matrix products; without autocast,
+    """Cast tensors to the precision that autocast uses for matrix products. Without autocast,
     return them unchanged."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -119,7 +121,8 @@ def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class FixedShapeTrunk:
-    """Trunk of a ``DenseModel`` in fixed shapes. Implements ``trunk.ModelWithoutLoss``."""
+    """Runs a ``DenseModel`` in blocks of a fixed shape, so that a token's result does not depend on
+    the other tokens. Implements ``trunk.ModelWithoutLoss``."""
 
     shares = True
 
@@ -127,15 +130,15 @@ class FixedShapeTrunk:
         self._model = model
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context for forward and backward passes. In it, a weight and its adapter are
-        summed once instead of in every block."""
+        """Return a context manager for forward and backward passes, in which each weight is added
+        to its adapter once instead of once per block."""
         return parametrize.cached()
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states [N, D] after the last norm, for the tokens at the indices
-        ``rows_N``."""
+        """Return the hidden states after the last norm, [N, D], of the tokens whose indices are
+        given."""
         forest = _ForestKeys(segments, positions_T.tolist())
         blocks = []
         for start in range(0, len(ids_T), BLOCK):
@@ -146,13 +149,14 @@ class FixedShapeTrunk:
         return torch.cat(blocks).index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states. The shape is fixed if ``BLOCK`` rows
-        are given."""
+        """Return the fp32 logits [N, V] of N hidden states. The shape is fixed if exactly ``BLOCK``
+        rows are given."""
         return self._model.logits(h_ND)
 
 
 class _ForestKeys:
-    """The runs of a packed forest, and the keys and values of the blocks that were computed."""
+    """The keys and values that have been computed for a forest of token sequences, and the runs of
+    consecutive tokens in each of its blocks."""
 
     def __init__(self, segments: Sequence[Segment], positions: Sequence[int]) -> None:
         self._segments = segments
@@ -165,8 +169,8 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: PathTokenSpan) -> list[tuple[Tensor, Tensor]]:
-        """Collect the keys and values that a run of tokens can attend to, in order: from the root
-        of the forest down to the last token of the run."""
+        """Collect the keys and values that a run of tokens attends to, in order from the root of
+        its tree down to the last token of the run."""
         segment = self._segments[run.source]
         ranges = [(segment.start, block * BLOCK + run.row + run.num)]
         while segment.parent >= 0:
@@ -182,7 +186,8 @@ class _ForestKeys:
 
 
 class _BlockAttention:
-    """Attention of one block of a forest. Implements ``dense.CausalAttentionFunction``."""
+    """Computes the attention of one block of rows of a forest. Implements
+    ``dense.CausalAttentionFunction``."""
 
     def __init__(self, forest: _ForestKeys, block: int) -> None:
         self._forest = forest
@@ -226,8 +231,8 @@ class _AttendPath(torch.autograd.Function):
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
-    """Join pieces of keys or values, [·, K, d] each, into one tensor [K, L, d]. L is padded with
-    zeros to the next multiple of ``BLOCK``."""
+    """Join pieces of keys or values, each [·, K, d], into one tensor [K, L, d]. The length L is
+    padded with zeros to the next multiple of the block size."""
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], padded(length), first.shape[2])
     x_KLd[:, :length] = torch.cat(list(pieces)).transpose(0, 1)
@@ -237,8 +242,8 @@ def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
 def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
-    """Compute the same attention as ``attend_path`` with an ordinary masked kernel, which has a
-    gradient. Returns [n, H, d]."""
+    """Compute the same attention as ``attend_path`` by an ordinary masked kernel, through which
+    gradients can flow. Returns [n, H, d]."""
     groups = q_nHd.shape[1] // k_LKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in (k_LKd, v_LKd))
     device = q_nHd.device

@@ -1,18 +1,20 @@
-"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3, over one flat token axis.
+"""The dense decoder models of Llama, Mistral, Qwen2 and Qwen3, computed over a single flat axis of
+tokens.
 
-It computes everything between ids and logits except attention, which the caller passes in: the
-engine's reads and writes a KV cache, the trainer's walks a forest of segments. A token only knows
-its position; the other tokens in the batch change nothing.
+The model computes everything between token ids and logits except attention, which the caller passes
+in: attention in the engine reads and writes a KV cache, and attention in the trainer runs over a
+forest of segments. Outside attention, a token's result depends only on its id and position.
 
     ids_T, positions_T ── embed ──┐
         per layer:  norm ─ q k v ─ (q, k norm) ─ rotate ─ attend(layer, q, k, v, scale)
                     ─ o_proj ─ + ─ norm ─ mlp ─ +
     norm ── h_TD ── logits ── [N, V]
 
-Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.q_proj.weight``), so
-that state dicts are interchangeable. Not supported: dropout, sliding windows (``DenseShape.window``
-stays inside them, where they change nothing), mixtures of experts, and rotary scalings other than
-Llama 3's; ``DenseShape.of`` rejects these by name.
+Parameters have the same names as in Hugging Face's modules
+(``model.layers.0.self_attn.q_proj.weight``), so that state dicts are interchangeable. Not
+supported: dropout, sliding windows (``DenseShape.window`` stays inside them, where they change
+nothing), mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.of`` rejects
+these by name.
 
 The norm has a custom backward pass on a CPU:
 
@@ -45,8 +47,8 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` [..., D] by the root mean square of its last dimension, and multiply it by
-    ``weight``. Both have the same precision."""
+    """Normalize a tensor [..., D] by the root mean square of its last dimension, and multiply the
+    result by a weight vector of the same precision."""
     if (
         _HAS_KERNEL
         and x.device.type == "cpu"
@@ -82,8 +84,8 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class CausalAttentionFunction(Protocol):
-    """Causal attention of the tokens of a batch, each to itself and to the earlier tokens on its
-    path."""
+    """A function that computes causal attention for the tokens of a batch. Each token attends to
+    itself and to the tokens before it in its own sequence."""
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -94,7 +96,8 @@ class CausalAttentionFunction(Protocol):
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True):
-    """Llama 3.1's scaling of slow rotations (``rope_type: llama3``)."""
+    """Parameters of Llama 3.1's scaling of rotary embeddings to longer contexts (``rope_type:
+    llama3``)."""
 
     factor: float
     """How much the slowest rotations are slowed down."""
@@ -105,7 +108,8 @@ class Llama3Scaling(msgspec.Struct, frozen=True):
 
 
 class DenseShape(msgspec.Struct, frozen=True):
-    """The fields of a configuration that determine the computation."""
+    """The fields of a model's configuration that determine the computation, such as its widths and
+    numbers of heads."""
 
     architecture: str
     """``llama``, ``mistral``, ``qwen2`` or ``qwen3``."""
@@ -136,8 +140,8 @@ class DenseShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Any) -> DenseShape:
-        """The shape of a Hugging Face ``PretrainedConfig``. Raises ConfigError, which names the
-        first feature that this file does not support."""
+        """Read the shape from a Hugging Face ``PretrainedConfig``. Raises ConfigError, which names
+        the first feature that ``DenseModel`` does not support."""
         kind = config.model_type
         if reason := unsupported(config):
             raise ConfigError(
@@ -168,7 +172,8 @@ class DenseShape(msgspec.Struct, frozen=True):
 
 
 def unsupported(config: Any) -> str | None:
-    """Why ``DenseModel`` cannot run a model of this configuration; None if it can."""
+    """Return the reason why ``DenseModel`` cannot run a model with this configuration; None if it
+    can."""
     if config.model_type not in ARCHITECTURES:
         return f"the architecture '{config.model_type}' is not one of {', '.join(ARCHITECTURES)}"
     if config.hidden_act != "silu":
@@ -182,12 +187,12 @@ def unsupported(config: Any) -> str | None:
 
 
 class DenseModel(nn.Module):
-    """Decoder model of Llama, Mistral, Qwen2 and Qwen3. It is created without initial values
-    (``models.load`` sets them), in fp32 unless converted."""
+    """The decoder model of Llama, Mistral, Qwen2 and Qwen3. It is created in fp32 with
+    uninitialized weights, which ``models.load`` fills in."""
 
     def __init__(self, config: Any) -> None:
-        """``config`` is a Hugging Face configuration. Raises ConfigError if this class cannot run
-        such a model."""
+        """Create the model that a Hugging Face configuration describes. Raises ConfigError if this
+        class cannot run such a model."""
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
@@ -203,11 +208,11 @@ class DenseModel(nn.Module):
         attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [T, D] after the last norm, from ids and positions (both [T],
-        integers).
+        """Return the hidden states after the last norm, [T, D], for the given token ids and
+        positions, which are integer tensors [T].
 
-        ``rows_N`` selects tokens by N distinct indices; the result is then [N, D]. For the other
-        tokens, the last layer only computes keys and values.
+        If ``rows_N`` is given, it selects tokens by N distinct indices, and the result is [N, D].
+        For all other tokens, the last layer computes only keys and values.
         """
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
@@ -221,8 +226,8 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters like any module. If the output matrix is tied to the embeddings, it may
-        be missing, as in Hugging Face's files."""
+        """Load parameters as any PyTorch module does. If the output matrix shares the weights of
+        the embeddings, it may be missing, as in Hugging Face's files."""
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -230,8 +235,8 @@ class DenseModel(nn.Module):
         return outcome
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, d]; the first half of the sines is negative, as ``_rotate``
-        expects."""
+        """Return the cosines and sines of the rotary embedding, [T, 1, d]. The first half of the
+        sines is negative, as ``_rotate`` expects."""
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -285,12 +290,14 @@ class _Layer(nn.Module):
     def before_attention(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotated queries [T, H, d] and keys [T, K, d], and the values [T, K, d]."""
+        """Compute the inputs of a layer's attention: the rotated queries [T, H, d] and keys [T, K,
+        d], and the values [T, K, d]."""
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
-        """Finish a layer after its attention: add the output projection and the MLP to the residual
-        stream. Returns the hidden states [N, D] of the tokens that the next layer needs."""
+        """Finish a layer after its attention by adding the output projection and the MLP to the
+        residual stream. Returns the hidden states [N, D] of the tokens that the next layer
+        needs."""
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
@@ -348,7 +355,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Norm(nn.Module):
-    """RMS normalization: x / sqrt(mean(x²) + eps) · weight."""
+    """RMS normalization, which computes x / sqrt(mean(x²) + eps) · weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -360,13 +367,13 @@ class _Norm(nn.Module):
 
 
 def compile_layers(model: DenseModel, compiler: str | None) -> None:
-    """Compile what each layer computes before and after attention: norms, rotations, activations
-    and casts become a few kernels, which all layers share. ``compiler``: a backend of
-    ``torch.compile``, such as ``inductor``; None: do not compile any more.
+    """Compile what each layer computes before and after attention, so that norms, rotations,
+    activations and casts become a few kernels, which all layers share. ``compiler`` is a backend of
+    ``torch.compile``, such as ``inductor``; None turns compilation off again.
 
-    The first batch compiles them, which takes most of a minute. An engine that samples from the
-    same model (in inference mode) computes as before. Attention is never compiled: it walks a
-    different forest in every batch.
+    Compilation takes place in the first batch and takes most of a minute. An engine that samples
+    from the same model in inference mode is not affected. Attention is never compiled, since each
+    batch has a different forest.
     """
     for layer in model.model.layers:
         assert isinstance(layer, _Layer)
@@ -382,13 +389,13 @@ def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., An
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Return the rotary embedding's frequencies: how many radians each pair of a head turns per
-    position, [d / 2] in fp32. Pair i has theta^(-2i/d), scaled as in Llama 3.1 if the model asks
-    for it.
+    """Return the frequencies of the rotary embedding: how many radians each pair of a head's
+    dimensions turns per position, as fp32 [d / 2]. Pair i has the frequency theta^(-2i/d), which is
+    scaled as in Llama 3.1 if the model asks for it.
 
-    The scaling depends on the wavelength w = 2π/f. With window c and factor s, a frequency f stays
-    as it is if w < c / high, and becomes f / s if w > c / low. Between them it becomes (1 - m) f /
-    s + m f, with m = (c / w - low) / (high - low).
+    The scaling of a frequency f depends on its wavelength w = 2π/f, the original window c and the
+    factor s. If w < c / high, f is unchanged; if w > c / low, it becomes f / s. In between, it
+    becomes (1 - m) f / s + m f, with m = (c / w - low) / (high - low).
     """
     powers = torch.arange(0, shape.head_size, 2, dtype=torch.float, device="cpu") / shape.head_size
     f = 1.0 / (shape.rope_theta**powers)
@@ -402,15 +409,16 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of each head by the angle of the token's position. ``sin``
-    carries the signs. Under autocast, the angles are more precise than the result."""
+    """Rotate the pairs of dimensions (i, i + d/2) of each head by the angle for the token's
+    position. The sines already carry the signs. Under autocast, the angles are more precise than
+    the result."""
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Rotary parameters under the names of transformers 5, also for configurations of older
-    versions."""
+    """Return the parameters of the rotary embedding under the names of transformers 5, also for
+    configurations of older versions."""
     parameters = (
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
@@ -432,7 +440,8 @@ def _scaling(rope: dict[str, Any], window: int) -> Llama3Scaling | None:
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Number of tokens that a sliding-window layer sees; None if no layer has one."""
+    """Return the number of tokens that a sliding-window layer attends to; None if no layer has a
+    sliding window."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None

@@ -1,14 +1,14 @@
-"""Checksums of a folder's files, which detect a file whose bytes changed on disk before it is
-loaded.
+"""Checksums of the files in a folder, by which damage on disk is detected before a file is loaded.
 
     FOLDER/checksums.json
         {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
 
-For a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger file is read in
-chunks by several threads, and its checksum is that of the chunks' concatenated checksums. Folders
-without checksums.json are not checked: they are older, or were made by another program.
+The checksum of a file of at most ``CHUNK`` bytes is what ``sha256sum`` prints. A larger file is
+read in chunks by several threads, and its checksum is that of the chunks' concatenated checksums.
+Folders without checksums.json are not checked: they are older, or were made by another program.
 
-Not here: when checksums are written, and what happens with a damaged file.
+The code that saves and loads checkpoints decides when checksums are written, and what happens if a
+file is damaged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COPY = "restore the folder from an intact copy"
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and checksum of one file when it was written."""
+    """The size and checksum that a file had when it was written."""
 
     bytes: int
     """Its size."""
@@ -45,7 +45,8 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write(folder: Path) -> None:
-    """Write the checksums of all files below ``folder``; nothing if the folder does not exist."""
+    """Write ``checksums.json`` with the checksums of all files in a folder and its subfolders. Does
+    nothing if the folder does not exist."""
     if not folder.is_dir():
         return
     names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -57,15 +58,16 @@ def write(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Remove the checksums of a folder whose files are about to change."""
+    """Delete the recorded checksums of a folder, because its files are about to change."""
     (folder / FILE).unlink(missing_ok=True)
 
 
 def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
-    """Compare the files of ``folder`` whose path begins with ``under`` with its checksums, if it
-    has any.
+    """Verify the files of a folder whose path begins with ``under`` against the recorded checksums.
+    Does nothing if no checksums were recorded.
 
-    Raises StoreError, which names the first missing or different file and ends with ``advice()``.
+    Raises StoreError with the first file that is missing or has changed. The message ends with the
+    text that ``advice`` returns.
     """
     path = folder / FILE
     if not path.is_file():
@@ -81,8 +83,9 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
 
 
 def check_model(folder: Path) -> None:
-    """Compare the files of a model's folder with their recorded checksums. The folder may also be
-    the ``policy`` folder of a checkpoint. Raises StoreError if a file is missing or different."""
+    """Verify the files of a model's folder against their recorded checksums. The folder may also be
+    the ``policy`` folder of a training checkpoint. Raises StoreError if a file is missing or has
+    changed."""
     if (folder / FILE).is_file():
         check(folder)
     elif (folder.parent / "state.json").is_file():
@@ -90,8 +93,8 @@ def check_model(folder: Path) -> None:
 
 
 def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """Yield the name of each file that has changed, and what is wrong with it. Sizes are compared
-    first, since that costs nothing."""
+    """Yield the name of each file that has changed, with a description of the problem. All sizes
+    are compared first, since that does not require reading the files."""
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file():
@@ -112,8 +115,8 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Compute the current checksums of files, by name. Raises StoreError for a file that cannot be
-    read."""
+    """Compute the current checksums of files, and return them by file name. Raises StoreError if a
+    file cannot be read."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)
@@ -131,7 +134,7 @@ def _joined(digests: list[bytes]) -> str:
 
 
 def _chunk(path: Path, start: int) -> bytes:
-    """Return the SHA-256 of one chunk of a file, which begins at the offset ``start``."""
+    """Return the SHA-256 digest of the chunk of a file that begins at the offset ``start``."""
     digest, left = hashlib.sha256(), CHUNK
     buffer = memoryview(bytearray(_BLOCK))
     try:

@@ -1,5 +1,5 @@
-"""Attention over a packed forest: every token sees the tokens of its path, and shared tokens are
-stored once.
+"""Attention over a packed forest of token sequences: every token attends to the tokens before it in
+its own sequence, and tokens that several sequences share are stored once.
 
     segments      0 [prompt]            segment  own block (causal)   descendant blocks (all keys)
     in preorder   ├── 1 [turn, cells]      0        0 x 0                1 2 3 4 x 0
@@ -7,16 +7,18 @@ stored once.
                   │   └── 3 [child]        2, 3     2 x 2, 3 x 3
                   └── 4 [sibling]          4        4 x 4
 
-In preorder, the descendants of a segment are one contiguous range of queries. Its keys and values
-are therefore read once for all of them, without a mask and without a copy for each sibling; forks
-at any depth are just more blocks. The results of several blocks are combined by their log-sum-exps
-(2205.14135), and the backward pass runs over the same blocks. Forward and backward cost as much as
-the tree, and the numbers are those of the separate paths.
+In preorder, the descendants of a segment form one contiguous range of queries. The segment's keys
+and values are therefore read once for all descendants, without a mask and without a copy for each
+sibling; forks at any depth are simply more blocks. The results of several blocks are combined by
+their log-sum-exps (2205.14135), and the backward pass runs over the same blocks. The cost of both
+passes is proportional to the size of the tree, and the results are those of computing each sequence
+separately.
 
-The last layer's outputs matter only where a token is predicted that carries loss. There, a segment
-is cut at its first such row: the part before it, such as a prompt, has keys but no queries.
+The outputs of the last layer matter only for tokens whose prediction contributes to the loss. In
+that layer, each segment is cut at its first such token: the part before the cut, such as a prompt,
+has keys but no queries.
 
-Not here: windows and dropout (``trunk.py`` only uses models without them, or runs them on rows).
+Windows and dropout are not supported (``trunk.py`` runs models that have them on padded rows).
 
 Legend: T tokens, S segments, H query heads, K key-value heads, d head size, N queries or keys of
 one level, or the rows whose output matters.
@@ -47,8 +49,8 @@ Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel
 
 
 class DescendantAttentionBlock(NamedTuple):
-    """One block of attention without a mask: all tokens below a segment of the tree attend to all
-    of the segment's keys."""
+    """One block of attention without a mask, in which all tokens that descend from a segment of the
+    tree attend to all keys of that segment."""
 
     keys: tuple[int, int]
     """Tokens [start, end)."""
@@ -60,8 +62,8 @@ class DescendantAttentionBlock(NamedTuple):
 
 class ForestAttentionPlan(NamedTuple):
     """The dense blocks into which attention over a forest of token sequences is divided. Each
-    segment has a causal block for its own tokens, and a block in which its descendants attend to
-    it."""
+    segment has one causal block for its own tokens and one block in which the tokens of its
+    descendants attend to it."""
 
     own: list[int]
     """Lengths of the causal blocks, in order: the segments that have tokens, one after another."""
@@ -73,9 +75,9 @@ class ForestAttentionPlan(NamedTuple):
 
     @classmethod
     def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
-        """Plan the attention blocks of a packed forest. ``rows`` are the indices of the tokens
-        whose output is needed, in ascending order; None if all are. A segment's own block begins at
-        its first needed token and includes all tokens after it."""
+        """Plan the attention blocks for a packed forest. ``rows`` are the indices of the tokens
+        whose output is needed, in ascending order; by default all are. The causal block of a
+        segment begins at its first needed token and includes all tokens after that."""
         levels: list[int] = []
         ends = [segment.end for segment in segments]
         """Segment -> where its last descendant ends."""
@@ -108,7 +110,7 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class LayerOutputRows(NamedTuple):
-    """The rows of one layer whose output is needed."""
+    """Selects the rows of one layer's output that are needed."""
 
     layer: int
     rows: Tensor
@@ -116,7 +118,7 @@ class LayerOutputRows(NamedTuple):
 
 
 class ForestAttention:
-    """Attention over the forest of one batch; one object serves all layers. Implements
+    """Computes attention over the forest of one batch for all layers of a model. Implements
     ``dense.CausalAttentionFunction``."""
 
     def __init__(
@@ -125,9 +127,9 @@ class ForestAttention:
         kernel: Kernel | None = None,
         needed: LayerOutputRows | None = None,
     ) -> None:
-        """``kernel`` computes the blocks; the default is the fastest for the queries' device and
-        precision. ``needed`` names a layer in which only some rows of the output are used; the
-        others may have any value."""
+        """Plan the attention for the segments of a batch. By default, the fastest kernel for the
+        device and precision of the queries is used. ``needed`` names a layer in which only some
+        rows of the output are used; the other rows of that layer may have any value."""
         self._segments = segments
         self._kernel = kernel
         self._needed = needed
@@ -164,14 +166,14 @@ class _Walk(Protocol):
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the attention output [T, H, d], its log-sum-exp [H, T], and additional tensors
-        that ``backward`` needs."""
+        that the backward pass needs."""
         ...
 
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values. ``saved`` holds q, k, v, the output and
-        its log-sum-exp."""
+        """Return the gradients of the queries, keys and values. ``saved`` holds the queries, keys,
+        values, output and log-sum-exp of the forward pass."""
         ...
 
 
@@ -205,12 +207,12 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Runs the blocks of a plan one after another, on views of the tensors. It copies keys and
-    values only if several query heads share a key head, and queries only if not all rows are
-    needed.
+    """Runs the blocks of an attention plan one after another on views of the tensors. Keys and
+    values are copied only if several query heads share a key head, and queries only if some rows
+    are not needed.
 
-    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once if
-    possible.
+    Computing a block of a few dozen tokens takes only about 30 µs, so views are made for all blocks
+    at once where possible.
     """
 
     def __init__(
@@ -275,11 +277,12 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """Allocate a tensor like ``x``, with zeros where no causal block writes."""
+        """Allocate a tensor of the same shape as ``x``. It is filled with zeros if some rows are
+        not written by any causal block."""
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
-        """Split a tensor along its token dimension (2) into views, one for each causal block."""
+        """Split a tensor along its token dimension (2) into one view for each causal block."""
         own, skipped = self._plan.own, self._plan.skipped
         if not skipped:
             return torch.split(x, own, 2)
@@ -287,13 +290,13 @@ class _Blocks:
         return torch.split(x, lengths, 2)[1::2]
 
     def _needed(self, x: Tensor) -> Tensor:
-        """Select the tokens whose output is needed, along dimension 2."""
+        """Select the tokens whose output is needed, along the token dimension (2)."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
 
 
 class _Level(NamedTuple):
-    """All blocks between the segments at one depth of the forest and their descendants. One kernel
-    call computes them together."""
+    """All blocks in which the segments at one depth of the forest are attended to by their
+    descendants. One kernel call computes these blocks together."""
 
     rows: Tensor
     """[N] indices of the queries."""
@@ -304,8 +307,9 @@ class _Level(NamedTuple):
 
 
 class _Levels:
-    """Runs a plan in few kernel calls: one for the causal blocks of all segments, then one for each
-    level of the forest. The queries and keys of a level are gathered first."""
+    """Runs an attention plan in few kernel calls: one for the causal blocks of all segments, and
+    one for each level of the forest. The queries and keys of a level are gathered into one tensor
+    first."""
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device
@@ -376,33 +380,35 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into the attention so far, in place, weighted by their
-    log-sum-exp. Outputs are [1, H, n, d], log-sum-exps [1, H, n]."""
+    """Merge attention over further keys into an existing attention output in place, weighting both
+    by their log-sum-exp. Outputs are [1, H, n, d], and log-sum-exps [1, H, n]."""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """Repeat each key head for every query head that reads it. Returns [1, H, T, d]."""
+    """Repeat each key head once for every query head that reads it. Returns [1, H, T, d]."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
     x_KTd = x_TKd.transpose(0, 1)
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
 
 
 def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
-    """Add up the gradients of repeated key heads, which undoes ``_repeated`` in the backward pass.
-    Returns [T, K, d]."""
+    """Add up the gradients of key heads that were repeated in the forward pass, so that each
+    original head gets the sum. Returns [T, K, d]."""
     num, kv_heads, size = x_TKd.shape
     grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
     return grad_KTd.transpose(0, 1)
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
-    """Return a view of the tensor with the head dimension before the tokens: [1, H, T, d]."""
+    """Return a view of the tensor with the head dimension before the token dimension, [1, H, T,
+    d]."""
     return x_THd.transpose(0, 1)[None]
 
 
 def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Return a view of the tokens [start, end) of a tensor [1, H, T] or [1, H, T, d]."""
+    """Return a view of the tokens from ``start`` up to ``end``, exclusive, of a tensor [1, H, T] or
+    [1, H, T, d]."""
     return x.narrow(2, span[0], span[1] - span[0])

@@ -1,12 +1,12 @@
-"""A policy: a model with its tokenizer and renderer. Loads it from Hugging Face's layout, creates
-it from scratch, and saves it.
+"""Loads, creates and saves policies. A policy is a language model with its tokenizer and its
+renderer, which converts messages to token ids.
 
     policy = load("path/or/hub-name")               a folder, or a model in the Hugging Face cache
     policy = from_config(config, tokenizer, seed)   random weights
     save(policy, "folder")                          transformers loads it and computes the same
 
 Dense Llama, Mistral, Qwen2 and Qwen3 models run as ``DenseModel``; every other causal language
-model runs as transformers' own module. Nothing is downloaded, and no code of a checkpoint is run.
+model runs as transformers' own module. Nothing is downloaded, and no code from a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EMBEDDING_STD = 0.02
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling options for requests that do not set them, as stored in
+    """The sampling options for requests that do not set any, as stored in
     ``generation_config.json``."""
 
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclasses.dataclass
 class Policy:
-    """A model with its tokenizer, renderer and configuration."""
+    """A language model together with its tokenizer, renderer and configuration."""
 
     model: nn.Module
     """``DenseModel``, or a transformers module whose ``forward`` gives ``logits``."""
@@ -78,7 +78,7 @@ class Policy:
 
     @property
     def window(self) -> int:
-        """Maximum tokens of prompt and reply together."""
+        """Return the maximum number of tokens of a prompt and its reply together."""
         return (
             DenseShape.of(self.config).window
             if isinstance(self.model, DenseModel)
@@ -95,7 +95,7 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters; a tied matrix counts once."""
+        """Return the number of parameters. A matrix that is used in two places is counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -106,13 +106,13 @@ def load_policy(
     *,
     thinking: bool | None = None,
 ) -> Policy:
-    """The policy in a folder, or with a hub name whose files are already on disk.
+    """Load the policy from a folder, or by a Hugging Face name whose files are already on disk.
 
-    ``dtype``: by default fp32 on a CPU, otherwise as stored. ``device``: by default a GPU if there
-    is one; ``meta`` loads no weights, for callers that only render ids. ``thinking`` switches a
-    hybrid model's thinking, if its template supports that, and is saved with it. Raises
-    ConfigError for a missing folder, weights that do not match the configuration, or a tokenizer
-    that does not match its template.
+    By default, the precision is fp32 on a CPU and that of the stored weights otherwise, and the
+    device is a GPU if there is one. The device ``meta`` loads no weights, for callers that only
+    need token ids. ``thinking`` turns the thinking of a hybrid model on or off if its template
+    supports that; the choice is saved with the policy. Raises ConfigError if the folder is missing,
+    the weights do not match the configuration, or the tokenizer does not match its template.
 
     Example:
         policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)
@@ -194,10 +194,12 @@ def save_policy(
     *,
     write: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``policy`` in Hugging Face's layout, with weights cast to ``dtype`` if given:
-    config.json, generation_config.json, model.safetensors, the tokenizer with its chat template,
-    and policy.json if its card says anything. The folder may exist. ``write`` writes configuration
-    and weights if they are not in this process.
+    """Save a policy in Hugging Face's file layout, with its weights cast to ``dtype`` if given. The
+    folder may exist already.
+
+    The files are config.json, generation_config.json, model.safetensors, the tokenizer with its
+    chat template, and policy.json if the policy has training settings to record. ``write`` is
+    called to write the configuration and weights if they are not in this process.
 
     Example:
         inference.save_policy(policy, "runs/mine/policy", torch.bfloat16)
@@ -221,9 +223,9 @@ def save_policy(
 
 
 def load_into(policy: Policy, folder: str | Path) -> None:
-    """Replace the weights of ``policy`` by those of a checkpoint, in place.
+    """Replace the weights of a policy, in place, by those of a checkpoint.
 
-    Raises ConfigError, which names the first difference, if the checkpoint has another
+    Raises ConfigError, which names the first difference, if the checkpoint was made with another
     configuration.
     """
     folder = Path(folder)
@@ -236,9 +238,9 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would use a
-    class of the model's family, which may split text differently. Raises ConfigError if the file is
-    missing or unusable."""
+    """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would choose a
+    class for the model's family, which may split text differently. Raises ConfigError if the file
+    is missing or unusable."""
     check_tokenizer(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -251,8 +253,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """Read the configuration of a model, without loading anything else. The model is a folder, or a
-    hub name whose files are on disk. Raises ConfigError."""
+    """Read the configuration of a model without loading anything else. The model is a folder, or a
+    Hugging Face name whose files are on disk. Raises ConfigError if it cannot be found or read."""
     return _config(model_folder(path_or_name))
 
 
@@ -304,7 +306,7 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load a model as transformers' own module, for architectures that ``DenseModel`` does not
+    """Load a model as a transformers module, for architectures that ``DenseModel`` does not
     support."""
     try:
         with _without_progress_bars():
@@ -316,8 +318,7 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Context in which transformers draws no progress bars, which would mix with a run's log
-    lines."""
+    """Keep transformers from drawing progress bars, which would mix with the log lines of a run."""
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
@@ -340,8 +341,9 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Initialize one parameter. The random numbers depend on its name, so they do not depend on the
-    other parameters."""
+    """Initialize one parameter: norm weights and biases to constants, matrices at random. The
+    random numbers depend on the seed and the parameter's name, so they are the same whatever other
+    parameters the model has."""
     with torch.no_grad():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -402,16 +404,16 @@ def _stop_ids(
 
 
 def _architecture(policy: Policy) -> str:
-    """Return the name of the policy's class in transformers. The class itself is not imported,
-    which would take seconds."""
+    """Return the name of the transformers class for this policy. The class itself is not imported,
+    because that would take seconds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def stored_dtype(config: Any, device: str) -> torch.dtype:
-    """Precision for a checkpoint's weights on a kind of device: fp32 on a CPU, otherwise as
-    stored."""
+    """Return the precision in which a checkpoint's weights are loaded on a kind of device: fp32 on
+    a CPU, and otherwise the precision in which they are stored."""
     if device == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
@@ -419,8 +421,8 @@ def stored_dtype(config: Any, device: str) -> torch.dtype:
 
 
 def window_of(config: Any) -> int:
-    """Maximum tokens of prompt and reply together. Raises ConfigError if the configuration does not
-    say."""
+    """Return the maximum number of tokens of a prompt and its reply together, according to a
+    model's configuration. Raises ConfigError if the configuration does not say."""
     inner = config.get_text_config()
     for name in WINDOWS:
         if (window := getattr(inner, name, None)) is not None:

@@ -1,6 +1,6 @@
-"""How many experts a model has, and where. Needs no PyTorch.
+"""Describes how many experts a mixture-of-experts model has, and in which layers. Needs no PyTorch.
 
-Not here: how the shape of a model is found, and its routers (see ``routing.py``).
+``routing.py`` reads this shape from a model and handles its routers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class MixtureShape(NamedTuple):
-    """How many experts a model has, and where."""
+    """The number of experts in a mixture-of-experts model, and the layers that have them."""
 
     layers: tuple[int, ...]
     """Indices of the layers with experts, in ascending order."""

@@ -1,11 +1,10 @@
-"""Files of a checkpoint that can be read without PyTorch: its folder, its configuration as JSON,
-and whether it has a tokenizer.
+"""Reads the files of a checkpoint that need no PyTorch: where its folder is, what its configuration
+says, and whether it has a tokenizer.
 
     folder = model_folder("Qwen/Qwen3-0.6B")      a folder, or a model in the Hugging Face cache
     window_in(config_of(folder))                  40960
 
-A run checks them before it imports a heavy package. Not here: what the files mean to a model (see
-load.py).
+A run checks these files before it imports a heavy package. ``load.py`` creates a model from them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def model_folder(path_or_name: str | Path) -> Path:
-    """Return the folder of a model, which is given as a path or as a hub name in the local cache.
-    Raises ConfigError."""
+    """Return the folder of a model, which is given as a path or as a Hugging Face name in the local
+    cache. Raises ConfigError if there is no such model on disk."""
     folder = Path(path_or_name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -58,7 +57,7 @@ def model_folder(path_or_name: str | Path) -> Path:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ConfigError if a folder has no tokenizer."""
+    """Raise ConfigError if the folder does not contain a ``tokenizer.json``."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist: give a folder with a tokenizer.json")
     if not (folder / "tokenizer.json").is_file():
@@ -69,8 +68,8 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a model's folder as it is stored. Raises ConfigError if the file
-    is not a JSON object."""
+    """Read the configuration (``config.json``) of the model in a folder. Raises ConfigError if the
+    file is missing or not a JSON object."""
     path = folder / "config.json"
     try:
         config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -80,8 +79,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def window_in(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of tokens of prompt and reply together; None if the configuration
-    does not say."""
+    """Return the maximum number of tokens of a prompt and its reply together, according to a
+    model's configuration. Returns None if the configuration does not say."""
     inner = config.get("text_config")
     for part in (inner if isinstance(inner, Mapping) else {}, config):
         for name in WINDOWS:
@@ -91,8 +90,8 @@ def window_in(config: Mapping[str, Any]) -> int | None:
 
 
 def check_model_type(config: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, with the nearest name, if transformers does not know the type of a model,
-    unless the configuration brings its own code."""
+    """Raise ConfigError if transformers does not know the model's type and the configuration does
+    not bring its own code. The message suggests the most similar type."""
     name = config.get("model_type")
     known = _model_types()
     if isinstance(name, str) and name not in known and known and "auto_map" not in config:
@@ -106,9 +105,9 @@ def check_model_type(config: Mapping[str, Any], where: str) -> None:
 
 @functools.cache
 def _model_types() -> frozenset[str]:
-    """Return the model types that the installed transformers package supports. The source text of
-    its table is read, because importing the table would import PyTorch. Empty if the table has
-    moved."""
+    """Return the model types that the installed transformers package supports. They are parsed from
+    the source text of the package, because importing the package would import PyTorch. Returns an
+    empty set if the source is not found."""
     spec = find_spec("transformers")
     names: set[str] = set()
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -120,8 +119,8 @@ def _model_types() -> frozenset[str]:
 
 
 def _keys_of(module: ast.Module) -> set[str]:
-    """Return the keys of the literal ``CONFIG_MAPPING_NAMES``, which is a list of pairs or a
-    mapping."""
+    """Return the keys of ``CONFIG_MAPPING_NAMES`` in a parsed module, which defines this constant
+    as a list of pairs or as a mapping."""
     names: set[str] = set()
     for statement in module.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []

@@ -1,8 +1,9 @@
-"""The identity of a policy, which is recorded beside its token ids.
+"""Describes the identity of a policy, which is recorded together with the token ids that it
+sampled.
 
-Ids mean the same text for two policies exactly if their vocabularies are equal. A policy of the
-same architecture can learn from recorded log-probabilities; its weights may differ.
-Not here: whether weights are equal (``weights.fingerprint``).
+The same ids mean the same text for two policies only if their vocabularies are equal. A policy of
+the same architecture can learn from recorded log-probabilities even if its weights differ.
+``weights.fingerprint`` shows whether weights are equal.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def identity_of(policy: Policy) -> PolicyArchitectureIdentity:
-    """Describe a policy by its name, architecture and a digest of its vocabulary, so that recorded
-    token ids can be matched to it later."""
+    """Describe a policy by its name, architecture and a digest of its vocabulary, so that it can be
+    decided later whether recorded token ids belong to it."""
     vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
     digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
     return PolicyArchitectureIdentity(

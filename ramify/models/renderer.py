@@ -1,4 +1,5 @@
-"""Conversion of messages to token ids and back, in which a conversation only ever grows by ids.
+"""Converts messages to token ids and back, in such a way that a conversation only ever grows at its
+end: ids that were once part of a prompt are never changed.
 
     prompt(messages)              a conversation from its beginning, ready for a reply
     extend(messages, after=ids)   what to append to a path whose last sampled ids are ``ids``
@@ -8,20 +9,21 @@
                  ─ extend([o], after=r) ─▶  prompt([u]) + r + extend([o], after=r)
                                             = prompt([u, parse(r), o])
 
-The last line holds if ``r`` are the ids that the tokenizer itself gives to their text. The chat
-template and the tokens of a tokenizer decide which renderer it gets. A renderer is only chosen if
-it writes canned conversations exactly as the template does.
+The last line holds if encoding the text of the reply again gives the same ids ``r``. The chat
+template and the tokens of a tokenizer determine which renderer it gets. A renderer is only chosen
+if it writes a set of test conversations exactly as the template does.
 
-``ChatMarkerRenderer`` renders formats whose messages are each enclosed by fixed marks, by role. It
-writes the same tokens as the tokenizer's template, and never changes them later.
+``ChatMarkerRenderer`` renders formats in which each message is enclosed by fixed markers that
+depend on its role. It writes the same tokens as the tokenizer's template, and never changes them
+later.
 
     ChatML, Qwen   <|im_start|>user¶hello<|im_end|>¶<|im_start|>assistant¶
     Llama 3        <|start_header_id|>user<|end_header_id|>¶¶hello<|eot_id|>
                    <|start_header_id|>assistant<|end_header_id|>¶¶
     scratch        <|u|>hello<|a|>
 
-To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected
-by calling it once when a policy is loaded:
+To add a format, add an entry to ``FORMATS``. What a template adds to the format is detected by
+calling it once when a policy is loaded:
 
     prelude     the text before the first message: a default system message, the date, the tools
     opening     what begins a reply after its mark: an empty thinking block if thinking is off
@@ -30,8 +32,8 @@ by calling it once when a policy is loaded:
 Requests become token ids here and nowhere else (``prompt_ids``, ``spoken``), so the engine in this
 process and engines behind HTTP get the same ids for the same request.
 
-Conversations only grow: the thinking of earlier replies stays where the model wrote it, even if a
-template would drop it. So a path trains as one sequence, and its cache stays valid.
+The thinking of earlier replies stays where the model wrote it, even if a template would drop it. A
+conversation can therefore be trained on as one sequence, and its KV cache stays valid.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from ramify.types.message import Message, ToolCall
 
 
 class ChatTemplateMarkers(msgspec.Struct, frozen=True):
-    """One way to write a conversation."""
+    """A chat format: the markers that enclose the messages of a conversation, for each role."""
 
     name: str
     tokens: tuple[str, ...]
@@ -138,8 +140,8 @@ _TOOL_TALK = (
 
 
 class ChatMarkerRenderer:
-    """Renderer of one format. It is made by ``renderer.renderer_of``, which tests whether it
-    matches a tokenizer's template."""
+    """Writes conversations as token ids in one chat format. ``renderer_of`` creates it for a
+    tokenizer and tests whether it matches the tokenizer's chat template."""
 
     unstable = ""
 
@@ -152,8 +154,9 @@ class ChatMarkerRenderer:
         *,
         trims: bool = False,
     ) -> None:
-        """Raises ConfigError if the tokenizer has no token for a marker, or the template writes
-        something else."""
+        """Create a renderer for one chat format, and compare it with the chat template on test
+        conversations. Raises ConfigError if the tokenizer has no token for a marker, or if the
+        template writes something else."""
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
         markers = dict.fromkeys([*format.tokens, *pieces.special_tokens])
@@ -170,10 +173,8 @@ class ChatMarkerRenderer:
         """Whether it can offer tools and read their calls."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of the whole conversation and of the beginning of the next reply.
-
-        Raises ConfigError for a role that the format cannot write.
-        """
+        """Return the token ids of a whole conversation, up to the beginning of the next reply.
+        Raises ConfigError if the format has no such role or cannot offer tools."""
         if tools and not self.takes_tools:
             raise ConfigError(
                 f"the {self.name} renderer of this tokenizer cannot offer tools: remove native "
@@ -182,8 +183,8 @@ class ChatMarkerRenderer:
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the ids to append after a reply whose sampled ids are ``after``: its end if that
-        was not sampled, the new ``messages``, and the beginning of the next reply."""
+        """Return the token ids to append after a reply whose sampled ids are ``after``: the end of
+        that reply if it was not sampled, the new messages, and the beginning of the next reply."""
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
@@ -192,7 +193,8 @@ class ChatMarkerRenderer:
         )
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """The reply that sampled ids stand for, without the token that ended it."""
+        """Convert sampled token ids to the reply that they stand for, without the token that ended
+        it."""
         text = self._pieces.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
         if self._thinks and self._opening.endswith("<think>\n"):
             text = "<think>\n" + text
@@ -229,7 +231,8 @@ class ChatMarkerRenderer:
                 )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:
-        """A reply as it is on a path: the opening, then what the model wrote."""
+        """Write a reply as it is in the growing conversation: the text with which the format begins
+        a reply, then what the model wrote."""
         thought = message.reasoning is not None
         written_before = opening if thought == opening.endswith("<think>\n") else ""
         written = joined_reply(message).removeprefix(written_before if thought else "")
@@ -239,7 +242,7 @@ class ChatMarkerRenderer:
         yield from self._parts(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Write a tool's result. Consecutive results share one user message."""
+        """Write the result of a tool call. Consecutive results share one user message."""
         if index == 0 or messages[index - 1].role != "tool":
             yield from self._parts(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
@@ -253,14 +256,16 @@ class ChatMarkerRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _parts(self, text: str) -> Iterator[Part]:
-        """Split text that was written by the format or the template, not by a message. Its special
-        markers are replaced by their token ids."""
+        """Split text that comes from the format or the template, and replace the special markers in
+        it by their token ids. It must not be used for the text of messages, in which markers are
+        ordinary text."""
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
 
     def _prelude(self, tools: Sequence[Tool]) -> tuple[str, str]:
-        """Text that the template writes before and after an initial system message."""
+        """Return the texts that the template writes before and after a system message at the
+        beginning of a conversation."""
         opens, closes = self._format.opens, self._format.closes
         if "system" not in opens:
             return "", ""
@@ -277,7 +282,8 @@ class ChatMarkerRenderer:
         return self._preludes[key]
 
     def _bare_prelude(self, tools: Sequence[Tool]) -> str:
-        """Text that the template writes before a first message that is not a system message."""
+        """Return the text that the template writes at the beginning of a conversation without a
+        system message."""
         if not self._template.source:
             return self._format.prelude
         key = msgspec.json.encode(list(tools))
@@ -296,7 +302,8 @@ class ChatMarkerRenderer:
         return text.removesuffix(question)
 
     def _reply_opening(self) -> str:
-        """Text with which the template begins a reply, after the format's own mark."""
+        """Return the text with which the template begins a reply, after the marker of the format
+        itself."""
         if not self._template.source:
             return ""
         plain, generating = (
@@ -312,8 +319,9 @@ class ChatMarkerRenderer:
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
         """Raise ConfigError if this renderer and the chat template write a conversation
-        differently. The text that opens past replies, such as a thinking block, may be missing in
-        the template's version: templates drop it, while a growing conversation keeps it."""
+        differently. One difference is allowed: text that opens past replies, such as a thinking
+        block, may be missing in the template's version, since templates drop it and a growing
+        conversation keeps it."""
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
@@ -330,8 +338,8 @@ class ChatMarkerRenderer:
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Return the ids of the parts encoded as one text. A token may then span the end of a
-        reply's header and the start of the reply."""
+        """Encode the parts of a conversation as one text, and return its token ids. A token may
+        then span the end of a reply's header and the start of the reply."""
         return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
@@ -345,7 +353,7 @@ class ChatMarkerRenderer:
 
 
 class Renderer(Protocol):
-    """How one policy's conversations are written as token ids."""
+    """Converts the conversations of one policy to token ids and back."""
 
     name: str
     """``scratch``, ``chatml``, ``llama3`` or ``template``."""
@@ -357,22 +365,23 @@ class Renderer(Protocol):
     """Whether ``prompt`` can offer native tools."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of the whole conversation and of the beginning of the next reply."""
+        """Return the token ids of a whole conversation, up to the beginning of the next reply."""
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the ids to append after a reply whose sampled ids are ``after``: its end if that
-        was not sampled, the new messages, and the beginning of the next reply."""
+        """Return the token ids to append after a reply whose sampled ids are ``after``: the end of
+        that reply if it was not sampled, the new messages, and the beginning of the next reply."""
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled ids to the reply that they stand for. Without ``tool_calls``, tool calls
-        in the text are not parsed."""
+        """Convert sampled token ids to the reply that they stand for. If ``tool_calls`` is false,
+        tool calls in the text are left as text."""
         ...
 
 
 def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
-    """The whole prompt: the known ids, then the ids that the messages after them add."""
+    """Return the token ids of a request's whole prompt. If the ids of an earlier part of the
+    conversation are known, they are kept, and only the messages after them are rendered."""
     known = request.known
     if known is None or renderer.unstable:
         return renderer.prompt(request.messages, request.tools)
@@ -380,9 +389,9 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
 
 
 def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
-    """Return what a client needs to render prompts with this renderer: a function that gives their
-    token ids, one that gives the text of an id, and whether conversations only grow at their
-    end."""
+    """Return what a client needs to render prompts with this renderer: a function that returns the
+    token ids of a request, a function that returns the text of a token id, and whether
+    conversations only grow at their end."""
     return PromptRenderer(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,
@@ -393,10 +402,11 @@ def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> 
 def spoken(
     renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
-    """The message that the ``sampled`` ids stand for, cut before the first text of ``stop`` in it.
+    """Convert sampled token ids to a reply, whose text ends before the first of the ``stop`` texts
+    in it.
 
-    Without ``tool_calls`` (the request offers no tools), a call that the model wrote anyway stays
-    text: the caller would not look for it elsewhere.
+    If ``tool_calls`` is false because the request offers no tools, a call that the model wrote
+    anyway stays in the text, since the caller would not look for it elsewhere.
     """
     message = renderer.parse(sampled, tool_calls=tool_calls)
     ends = [at for text in stop if (at := message.content.find(text)) >= 0]
@@ -411,12 +421,12 @@ def renderer_of(
     stop_ids: Sequence[int] = (),
     thinking: bool | None = None,
 ) -> Renderer:
-    """The renderer for a tokenizer. ``stop_ids`` end a reply in addition to the format's own end;
-    ``thinking`` switches a hybrid model's thinking on or off, if its template uses
-    ``enable_thinking``.
+    """Return the renderer that matches a tokenizer and its chat template. ``stop_ids`` end a reply
+    in addition to the format's own end. ``thinking`` turns the thinking of a hybrid model on or off
+    if its template supports ``enable_thinking``.
 
-    Raises ConfigError for a tokenizer without its template's tokens, or with neither a template nor
-    known tokens.
+    Raises ConfigError if the tokenizer lacks tokens of its template, or has neither a template nor
+    the tokens of a known format.
     """
     pieces, template = MarkerAwareTokenizer(tokenizer), ChatTemplate(tokenizer, thinking)
     for format in FORMATS:

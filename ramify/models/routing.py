@@ -1,5 +1,5 @@
-"""Routers of a mixture of experts: what they choose, the load-balancing loss of a step, and replay
-of what an engine chose.
+"""Works with the routers of a mixture-of-experts model: records which experts they choose, computes
+the load-balancing loss of a training step, and replays the choices of an inference engine.
 
     router(hidden [R, D]) ── logits [R, E], weights [R, k], experts [R, k]
 
@@ -7,20 +7,21 @@ of what an engine chose.
                                     P_e  the sum of the probabilities that they gave it
                                     N    tokens times layers
 
-This is transformers' ``load_balancing_loss_func`` over a whole step. F has no gradient, so a pass
-that only counts it makes L a sum over tokens: how a step is cut into batches does not matter. The
-gradient is added where a router returns its weights, and reaches it in the model's own backward
-pass, also if layers are recomputed or their weights are gathered again.
+This is transformers' ``load_balancing_loss_func`` over a whole step. F has no gradient, so if a
+separate pass counts it first, L becomes a sum over tokens, and it does not matter how a step is
+divided into batches. The gradient of the loss is added where a router returns its weights, and
+reaches the router in the model's own backward pass, even if layers are recomputed or their weights
+are gathered again.
 
-In a replay a router's own ``topk`` returns the experts that were given for a token, so weights and
-gradients follow from them as they do for chosen ones. Decides how rows of a router belong to tokens
-of a batch, and when the load of a step is counted:
+In a replay, the router's own ``topk`` returns the experts that were given for a token, so weights
+and gradients are computed as they are for chosen experts. This module also matches the rows of a
+router to the tokens of a batch, and decides when the load of a step is counted:
 
     several batches   count every batch ── sum over ranks ── each batch: forward, backward
     one per rank      forward ── sum over ranks ── backward
 
-A step's tokens count once each, however often packing computes them. Not here: over which ranks
-(``WeightSharding.total``).
+Each token of a step counts once, however often packing computes it. ``WeightSharding.total``
+determines over which ranks the counts are summed.
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
 per token, L layers.
@@ -44,7 +45,8 @@ from ramify.types.sequence import Batch
 
 
 class RoutedCounts(NamedTuple):
-    """What the routers of a model chose. Sums over tokens, so counts of batches can be added."""
+    """How often the routers of a model chose each expert, and with which probabilities. The values
+    are sums over tokens, so the counts of several batches can be added."""
 
     chosen_LE: Tensor
     """fp64: how often each expert was chosen, by weight of the tokens."""
@@ -57,14 +59,14 @@ class RoutedCounts(NamedTuple):
         return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def balance_loss(self) -> Tensor:
-        """Return the load-balancing loss of a step, E sum_e F_e P_e / N², as a scalar. It equals k,
-        the number of experts per token, if all experts are used equally."""
+        """Return the load-balancing loss of a step, E sum_e F_e P_e / N², as a scalar. If all
+        experts are used equally, the loss is k, the number of experts per token."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
-        """Return the gradient of the load-balancing loss with respect to the probabilities of one
-        token, [E]."""
+        """Return the gradient of the load-balancing loss with respect to the expert probabilities
+        of one token, [E]."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -73,7 +75,8 @@ class RoutedCounts(NamedTuple):
 
 
 class ExpertLoad(NamedTuple):
-    """The counts of a step, or a part of it, and their metrics."""
+    """The expert counts of a training step, or of a part of one, from which its metrics are
+    computed."""
 
     counts: RoutedCounts
     weight: float
@@ -83,11 +86,11 @@ class ExpertLoad(NamedTuple):
         return ExpertLoad(self.counts.plus(other.counts), self.weight)
 
     def plain(self) -> ExpertLoad:
-        """Return a copy on the CPU."""
+        """Return a copy whose tensors are on the CPU."""
         return ExpertLoad(RoutedCounts(*(each.cpu() for each in self.counts)), self.weight)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step's routers.
+        """Return metrics of how evenly the routers of a training step used the experts.
 
         ``router_loss`` is the weighted load-balancing loss, if it has a weight. ``expert_load_max``
         is the load of a layer's busiest expert divided by the layer's mean load, in the worst
@@ -105,8 +108,8 @@ class ExpertLoad(NamedTuple):
 
 
 def mixture_shape(model: Any) -> MixtureShape | None:
-    """Return the layout of a transformers model's experts: layers, experts per layer, experts per
-    token. None if its routers are unknown."""
+    """Return how many experts a transformers model has, and in which layers. Returns None if the
+    model has no routers of a known kind."""
     routers = MixtureRouters.of(model)
     if routers is None:
         return None
@@ -115,11 +118,12 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 
 
 class MixtureRouters:
-    """The routers of one mixture-of-experts model. Between ``begin`` and ``end`` they are counted
-    and may be directed; otherwise they work unchanged."""
+    """The routers of one mixture-of-experts model. Between ``begin`` and ``end``, their choices are
+    counted and may be replaced by given experts; at other times they work as usual."""
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
-        """``layers`` holds the index of each router's layer in the model."""
+        """Attach hooks to the routers of a model. ``layers`` holds the index of each router's
+        layer."""
         self.layers = layers
         self.top_k: int = getattr(routers[0], "top_k", 0)
         self.num_experts: int = getattr(routers[0], "num_experts", 0)
@@ -138,8 +142,8 @@ class MixtureRouters:
 
     @classmethod
     def of(cls, model: Any) -> MixtureRouters | None:
-        """Return the routers of a transformers model; all callers get the same object. None if the
-        model has no routers that return logits, weights and experts."""
+        """Return the routers of a transformers model; every call returns the same object. Returns
+        None if the model has no routers of a known kind."""
         if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
             model = model.get_base_model()
         body = getattr(model, "base_model", model)
@@ -166,23 +170,24 @@ class MixtureRouters:
         return body.ramify_routers  # type: ignore[no-any-return]
 
     def record(self) -> None:
-        """Start to remember which experts the latest forward pass chose."""
+        """Start recording which experts each forward pass chooses."""
         self._recorded = {}
 
     def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
-        """Return the experts that the latest forward pass chose, as L x k ids per token. ``rows_N``
-        selects tokens; None takes all."""
+        """Return the experts that the latest forward pass chose, as L x k ids for each token.
+        ``rows_N`` selects tokens by their indices; by default all are returned."""
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
     def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
-        """Count in the next forward pass how often each expert is chosen. ``weight_T`` is how much
-        each token counts.
+        """Count how often each expert is chosen in the next forward pass. ``weight_T`` says how
+        much each token counts.
 
-        ``given_TJ`` sends each token to given experts, L x k ids; -1 lets the router choose. Raises
-        ConfigError if these ids do not fit the model's layers.
+        If ``given_TJ`` is set, it holds L x k expert ids for each token, which replace the router's
+        choices; -1 lets the router choose. Raises ConfigError if the number of ids does not fit the
+        model's layers.
         """
         self._weight_T, self._row_R, self._counts = weight_T, None, {}
         self._given_LTk = None
@@ -195,13 +200,13 @@ class MixtureRouters:
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
-        """Announce that the forward pass runs on padded rows. ``token_BL`` is the index of the
-        token at each position, and ``inside_BL`` is False for padding."""
+        """Say how the tokens are arranged if the forward pass runs on padded rows. ``token_BL`` is
+        the index of the token at each position, and ``inside_BL`` is False for padding."""
         if self._weight_T is not None:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
     def counted(self) -> RoutedCounts:
-        """Stop counting and return the counts of the forward pass. Raises ConfigError if a router
+        """Stop counting, and return the counts of the forward pass. Raises ConfigError if a router
         did not return logits, weights and experts."""
         counts, self._counts = self._counts or {}, None
         assert self._weight_T is not None
@@ -215,17 +220,17 @@ class MixtureRouters:
         return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
     def balance(self, pull_E: Tensor) -> None:
-        """Add the load-balancing loss's gradient in the backward pass. ``pull_E`` is its gradient
-        with respect to the expert probabilities of one token."""
+        """Add the gradient of the load-balancing loss in the backward pass. ``pull_E`` is the
+        gradient with respect to the expert probabilities of one token."""
         self._pull_E = pull_E
 
     def end(self) -> None:
-        """Stop counting, directing and balancing: the routers work unchanged until the next
+        """Stop counting, replaying and balancing, so that the routers work as usual until the next
         ``begin``."""
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return how much each row of a router counts, [R]; padding counts zero."""
+        """Return how much each row of a router counts, [R]. Padding counts zero."""
         assert self._weight_T is not None
         if self._row_R is None:
             return self._weight_T
@@ -270,8 +275,8 @@ class MixtureRouters:
         return logits_RE, balanced, experts_Rk
 
     def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
-        """Return the gradient of the load-balancing loss with respect to a router's logits, [R, E];
-        None if no loss was set by ``balance``."""
+        """Return the gradient of the load-balancing loss with respect to a router's logits, [R, E].
+        Returns None if ``balance`` was not called."""
         if self._pull_E is None:
             return None
         p_RE = logits_RE.float().softmax(-1)
@@ -281,16 +286,16 @@ class MixtureRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how often each expert was chosen, and the sum of its probabilities, [E] each. Rows
-    count by their weight."""
+    """Return how often each expert was chosen and the sum of its probabilities, [E] each. Each row
+    counts according to its weight."""
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
 
 
 class _GivenExperts(TorchFunctionMode):
-    """Context in which a router's ``topk`` returns given experts instead of choosing. Where the
-    given id is -1, the router's own choice stays."""
+    """A context manager in which a router's ``topk`` returns given experts. Where the given id is
+    -1, the router's own choice is kept."""
 
     def __init__(self, given_Rk: Tensor) -> None:
         super().__init__()
@@ -309,8 +314,8 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class _Balanced(torch.autograd.Function):
-    """The routing weights, unchanged. Its backward pass adds the gradient of the load-balancing
-    loss to the logits."""
+    """Passes the routing weights through unchanged. The backward pass adds the gradient of the
+    load-balancing loss to the gradient of the router's logits."""
 
     @staticmethod
     def forward(
@@ -326,10 +331,12 @@ class _Balanced(torch.autograd.Function):
 
 
 class RouterLoadBalancingLoss:
-    """The load-balancing loss of one model with routers, over one optimizer step at a time."""
+    """The load-balancing loss for the routers of one model, computed for one optimizer step at a
+    time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """``total`` sums a tensor over the ranks that compute different batches."""
+        """Create the loss for the routers of a model. ``total`` sums a tensor over the ranks that
+        compute different batches."""
         self._routers = routers
         self._total = total
         self._weight = 0.0
@@ -338,9 +345,9 @@ class RouterLoadBalancingLoss:
     def count(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
-        """Begin an optimizer step. If the load-balancing loss has a ``weight`` and the step has
-        several batches, run all forward passes first, since its gradient needs the counts of the
-        whole step. ``run`` runs the forward pass of one batch."""
+        """Begin an optimizer step. If the step has several batches and the loss a nonzero weight,
+        all forward passes are run once in advance, since the gradient needs the counts of the whole
+        step. ``run`` runs the forward pass of one batch."""
         self._weight = weight
         self._step = None
         if len(batches) < 2 or not weight:
@@ -356,8 +363,8 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def passing(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Context for the forward and backward pass of a batch. The routers count its tokens, and
-        use the experts that an engine reported for it, if any."""
+        """Return a context manager for the forward and backward pass of a batch. In it, the routers
+        count the batch's tokens, and use the experts that an engine reported for them, if any."""
         weight = batch.token_weights
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
         self._routers.begin(weight_T.to(device), _given(batch, device))
@@ -367,8 +374,8 @@ class RouterLoadBalancingLoss:
             self._routers.end()
 
     def load(self) -> ExpertLoad:
-        """Return the expert load of the batch whose forward pass has just run. The backward pass of
-        this batch will add the gradient of the load-balancing loss."""
+        """Return the expert load of the batch whose forward pass has just run, and prepare its
+        backward pass to add the gradient of the load-balancing loss."""
         counts = self._routers.counted()
         if self._weight:
             step = self._summed(counts) if self._step is None else self._step
@@ -380,14 +387,15 @@ class RouterLoadBalancingLoss:
 
 
 def configured_weight(config: Any) -> float:
-    """Weight of the load-balancing loss in a Hugging Face configuration."""
+    """Return the weight of the load-balancing loss in a Hugging Face configuration; 0 if it is
+    turned off."""
     is_on = getattr(config, "output_router_logits", False)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) * is_on
 
 
 def _given(batch: Batch, device: torch.device) -> Tensor | None:
-    """Return the experts that an engine reported, [T, J], for each token that predicts an entry; -1
-    for other tokens. None if the batch has no reports."""
+    """Return the experts that an engine reported, [T, J], for each token whose prediction
+    contributes to the loss; -1 for all other tokens. Returns None if the batch has no reports."""
     if batch.routes is None:
         return None
     given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)

@@ -1,5 +1,5 @@
-"""Weights of a checkpoint that are read in parts, when they are needed: a rank reads its own rows
-or experts, and never holds more of the files than a few megabytes.
+"""Reads the weights of a checkpoint in parts, when they are needed. A rank reads only its own rows
+or experts, and holds no more than a few megabytes of the files at a time.
 
     stored = stored_tensors(folder, model)         name in the model -> StoredTensor
     stored["model.norm.weight"][...]               the whole tensor
@@ -7,10 +7,11 @@ or experts, and never holds more of the files than a few megabytes.
                                                    of four experts, each from its own tensor on disk
 
 A mixture of experts has one tensor for all experts of a layer in memory, and one for each expert on
-disk; transformers knows the names (``conversion_mapping``). ``disk_tensors`` is the way back.
+disk; transformers knows how their names correspond (``conversion_mapping``). ``disk_tensors``
+converts in the other direction.
 
-Not here: writing (``train/backends/safetensors_export.py``), and what a model needs
-(``weights.check_weights``).
+``train/backends/safetensors_export.py`` writes weights, and ``weights.check_weights`` checks
+whether they are what a model needs.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ _STACK, _JOIN = "MergeModulelist", "Concatenate"
 
 
 class SafetensorsReader:
-    """The safetensors files of one checkpoint, opened when they are read."""
+    """Opens the safetensors files of one checkpoint when they are read, and closes them again from
+    time to time, because the pages that were read count as memory until then."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
         self._read = 0
 
     def slice(self, path: Path, name: str) -> Any:
-        """Return a handle on the tensor ``name``; nothing is read yet."""
+        """Return a handle from which parts of a tensor can be read. Nothing is read yet."""
         return self._file(path).get_slice(name)
 
     def names(self, path: Path) -> list[str]:
         return list(self._file(path).keys())
 
     def add_bytes_read(self, num_bytes: int) -> None:
-        """Note that ``num_bytes`` were read."""
+        """Count bytes that were read, and close all files when enough have accumulated."""
         self._read += num_bytes
         if self._read > _AT_ONCE:
             self._open.clear()
@@ -69,7 +71,7 @@ class SafetensorsReader:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk."""
+    """A tensor in a safetensors file. Indexing reads the selected part from disk."""
 
     files: SafetensorsReader
     path: Path
@@ -87,8 +89,8 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTensor:
-    """A tensor [experts, rows, columns] whose experts are on disk one by one, each in one or more
-    parts that follow each other along the rows."""
+    """A tensor [experts, rows, columns] that is read from separate tensors on disk. Each expert is
+    stored there as one or more tensors, whose rows follow one another."""
 
     parts: Sequence[Sequence[StoredTensor]]
     """Part -> expert -> tensor [rows of the part, columns]."""
@@ -128,8 +130,8 @@ Stored = StoredTensor | StackedTensor
 
 
 def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by their name on disk, without reading them. Raises
-    StoreError."""
+    """Return the tensors of a checkpoint by their names on disk, without reading their values.
+    Raises StoreError if the files are missing or broken."""
     files = SafetensorsReader()
     found = {}
     for path in weight_files(folder):
@@ -141,10 +143,11 @@ def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
-    """Return the tensors of a checkpoint by their name in ``model``, without reading them.
-    ``names`` are the names to match, if the model's own differ because it has adapters.
+    """Return the tensors of a checkpoint by their names in a model, without reading their values.
+    If the model's own names differ because it has adapters, ``names`` gives the names to match.
 
-    Tensors that fit nothing keep the name that they have on disk. Raises StoreError.
+    Tensors that match nothing in the model keep their names on disk. Raises StoreError if the files
+    are missing or broken.
     """
     raw = raw_tensors(folder)
     conversions = _conversions(model)
@@ -179,8 +182,8 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
 
 
 def is_read_in_parts(model: Any) -> bool:
-    """Return True if single tensors of the checkpoint can be read without reading others: its
-    tensors differ from the model's at most in their names and in how experts are stacked."""
+    """Return True if each tensor of the model can be read from its checkpoint without reading
+    others. This is the case if the two differ at most in names and in how experts are stacked."""
     return all(
         type(operation).__name__ == _STACK
         or (type(operation).__name__ == _JOIN and operation.dim == 1)
@@ -191,7 +194,7 @@ def is_read_in_parts(model: Any) -> bool:
 
 def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Convert one tensor of a model to the tensors that its checkpoint has on disk, and yield their
-    names and values. The values are views if possible, and may be on the meta device."""
+    names and values. The values are views where possible, and may be on the meta device."""
     if not _conversions(model):
         yield name, tensor
         return
@@ -201,8 +204,8 @@ def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, T
 
 
 def _conversions(model: Any) -> list[Any]:
-    """Return the rules by which transformers turns names and tensors of a checkpoint into those of
-    the model."""
+    """Return the rules by which transformers converts the names and tensors of a checkpoint to
+    those of a model."""
     if not hasattr(model, "base_model_prefix"):  # our own model has the names of the checkpoint
         return []
     try:

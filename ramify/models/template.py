@@ -1,5 +1,5 @@
-"""Conversion of text to ids and back, and a renderer for any chat template: it appends what a
-conversation's text gains when messages are added.
+"""Converts text to token ids and back, and renders conversations with any chat template by
+appending the text that the template adds for new messages.
 
 ``MarkerAwareTokenizer`` separates markers from text: a message's content is never read as a marker.
 
@@ -10,14 +10,15 @@ conversation's text gains when messages are added.
 A reply's text is split into thinking, content and tool calls, and joined again exactly.
 
 ``TemplateRenderer`` renders a conversation once without and once with the added messages, and takes
-the difference. That is only right if a template never changes what it wrote before. Canned
-conversations are tested when a policy is loaded, one of them long, since some templates only
-rewrite replies far back or their thinking. ``unstable`` contains the result: if it is not empty,
-``prompt`` works but ``extend`` does not. If the end of a reply's header and the beginning of the
-reply would form one token, a path has two tokens and a fresh ``prompt`` one.
+the difference. This is only correct if the template never changes what it wrote before. When a
+policy is loaded, this is tested on a few conversations; one of them is long, since some templates
+only rewrite replies far back or the thinking in them. ``unstable`` contains the result: if it is
+not empty, ``prompt`` works but ``extend`` does not. If the end of a reply's header and the
+beginning of the reply would form one token, a conversation that grew has two tokens there, and a
+newly rendered one has one.
 
-The formats of ``renderer.py`` are better rendered there: it never reads a marker in a message as
-one. Here, a zero-width space makes a message's markers harmless.
+Formats that ``renderer.py`` knows are better rendered there, because it never reads text in a
+message as a marker. Here, a zero-width space is inserted into such text to make it harmless.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Part = str | int | None
 
 
 class MarkerAwareTokenizer:
-    """A tokenizer's two ways of reading text: with markers, and literally."""
+    """A tokenizer that can read text in two ways: with special markers recognized, or literally."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         backend = tokenizer.backend_tokenizer
@@ -54,15 +55,17 @@ class MarkerAwareTokenizer:
         )
 
     def text(self, text: str) -> list[int]:
-        """Ids of ``text`` taken literally."""
+        """Return the token ids of a text that is taken literally, in which markers are ordinary
+        text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
     def marked(self, text: str) -> list[int]:
-        """Ids of ``text``, with its markers read as such."""
+        """Return the token ids of a text in which special markers are recognized."""
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def joined(self, parts: Iterable[Part]) -> list[int]:
-        """Ids of ``parts``; consecutive texts are joined to one text."""
+        """Return the token ids of a sequence of texts and ids. Consecutive texts are encoded as one
+        text."""
         ids: list[int] = []
         texts: list[str] = []
         for part in parts:
@@ -76,12 +79,13 @@ class MarkerAwareTokenizer:
         return ids + self.text("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, with markers written out; an incomplete character at an end becomes
-        U+FFFD."""
+        """Return the text of token ids, with special markers written out. An incomplete character
+        at either end becomes U+FFFD."""
         return str(self._marked.decode(list(ids), skip_special_tokens=False))
 
     def token(self, marker: str) -> int:
-        """The id of a marker. Raises ConfigError if it is not exactly one token."""
+        """Return the token id of a special marker. Raises ConfigError if the marker is not exactly
+        one token."""
         ids = self.marked(marker)
         if len(ids) != 1:
             raise ConfigError(
@@ -92,7 +96,8 @@ class MarkerAwareTokenizer:
 
 
 def first_difference(ours: str, theirs: str) -> str:
-    """Where two texts begin to differ, for an error: ``"'…abc' against '…abd'"``."""
+    """Describe for an error message where two texts begin to differ: ``"'…abc' against
+    '…abd'"``."""
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),
@@ -108,9 +113,9 @@ def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
     r"""Split a reply's text into thinking, content and tool calls. For example,
     ``"<think>\nhm\n</think>\n\nyes"`` has the reasoning ``"hm"`` and the content ``"yes"``.
 
-    With ``thinks``, a thinking block at the beginning is reasoning, even if it was cut off. With
-    ``tool_calls``, calls at the end, in Qwen's format, are tool calls; one that is not JSON stays
-    text.
+    If ``thinks`` is true, a thinking block at the beginning is reasoning, even if it was cut off.
+    If ``tool_calls`` is true, calls in Qwen's format at the end become tool calls; if one of them
+    is not valid, all of them stay text.
     """
     reasoning = None
     if thinks and (text.startswith("<think>") or "</think>" in text):
@@ -131,10 +136,10 @@ _OPENS_CALL = "<tool_call>"
 
 
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
-    """Return the part of an unfinished reply that further tokens cannot change, so that it can be
-    streamed. ``message`` is what ``split_reply`` made of the tokens so far. Its end is held back if
-    it may be an incomplete character, or the beginning of a marker or of a text of ``stop``. With
-    ``tool_calls``, what may become a tool call is held back, too."""
+    """Return the part of an unfinished reply that later tokens cannot change, so that it can be
+    streamed now. ``message`` is the result of ``split_reply`` for the tokens so far. Its end is
+    held back if it may be an incomplete character, or the beginning of a marker, a stop text or a
+    tool call."""
     content = message.content
     marks = [*stop, "</think>"]
     if message.reasoning is None and len(content) < len("<think>"):
@@ -161,7 +166,7 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 
 
 def joined_reply(message: Message) -> str:
-    """Write a reply's thinking, content and tool calls as one text, in the spacing that the
+    """Join a reply's thinking, content and tool calls to one text, with the spacing that chat
     templates use. This reverses ``split_reply``."""
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
@@ -197,7 +202,7 @@ recognized."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """Return a conversation of many replies, each of which begins with ``thought``."""
+    """Return a conversation of many replies, each of which begins with the given thinking."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -221,15 +226,15 @@ _HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(tru
 
 def stored_thinking(tokenizer: PreTrainedTokenizerFast) -> bool | None:
     """Return the default for thinking that ``store_thinking`` wrote into a tokenizer's chat
-    template; None if there is none."""
+    template. Returns None if it wrote none."""
     found = _HAS_THINKING.match(_source(tokenizer))
     return None if found is None else found[1] == "true"
 
 
 def store_thinking(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
-    """Make thinking on or off the default of a tokenizer's chat template, if the template has the
-    switch ``enable_thinking``. The default is saved with the template, so every program that loads
-    it uses the same setting."""
+    """Make a tokenizer's chat template turn thinking on or off by default, if the template supports
+    ``enable_thinking``. The default is saved with the template, so every program that loads the
+    template uses the same setting."""
     source, template = _source(tokenizer), tokenizer.chat_template
     if "enable_thinking" not in source:
         return
@@ -239,10 +244,11 @@ def store_thinking(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, applied to our messages."""
+    """Applies a tokenizer's chat template to Ramify's messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, thinking: bool | None) -> None:
-        """``thinking`` is passed as ``enable_thinking`` unless it is None."""
+        """Use the chat template of a tokenizer. ``thinking`` is passed to the template as
+        ``enable_thinking`` unless it is None."""
         self._tokenizer = tokenizer
         self._fields: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self.source = _source(tokenizer)
@@ -251,9 +257,10 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
     ) -> str:
-        """The conversation as text; ``generate`` adds the beginning of the next reply.
+        """Render a conversation as text. If ``generate`` is true, the text ends with the beginning
+        of the next reply.
 
-        Raises ConfigError if the template refuses these messages.
+        Raises ConfigError if the template rejects these messages.
         """
         from jinja2 import TemplateError
 
@@ -281,7 +288,8 @@ class ChatTemplate:
 
 
 class TemplateRenderer:
-    """Renderer that uses the tokenizer's own template."""
+    """Renders conversations with the tokenizer's own chat template, for formats that Ramify does
+    not know."""
 
     name = "template"
     takes_tools = False
@@ -289,8 +297,8 @@ class TemplateRenderer:
     def __init__(
         self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
     ) -> None:
-        """Test the template on canned conversations. Raises ConfigError if the tokenizer lacks
-        tokens that its template writes."""
+        """Test the template on a few conversations, and record whether it can extend a
+        conversation. Raises ConfigError if the tokenizer lacks tokens that its template writes."""
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
         self._template = template
@@ -301,7 +309,7 @@ class TemplateRenderer:
         self.unstable = self._why_unstable()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of the whole conversation and of the beginning of the next reply."""
+        """Return the token ids of a whole conversation, up to the beginning of the next reply."""
         if tools:
             raise ConfigError(
                 "this tokenizer's replies are not parsed for tool calls: remove native tools"
@@ -310,24 +318,24 @@ class TemplateRenderer:
         return self._pieces.marked(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the ids of new messages, to append to a conversation that ends with the sampled
-        ids ``after``. Raises ConfigError if the template is ``unstable``: it rewrites what came
-        before."""
+        """Return the token ids of new messages, to append after a reply whose sampled ids are
+        ``after``. Raises ConfigError if the template is unstable, which means that it rewrites
+        earlier messages."""
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
         added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled ids to the reply that they stand for. Tool calls in the text are never
-        parsed."""
+        """Convert sampled token ids to the reply that they stand for. Tool calls in the text are
+        never parsed."""
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
         return split_reply(
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False
         )
 
     def _gain(self, messages: Sequence[Message]) -> str:
-        """What the template writes after a reply's text when ``messages`` follow it."""
+        """Return the text that the template adds after a reply when further messages follow."""
         text = self._template.text([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
@@ -335,8 +343,8 @@ class TemplateRenderer:
         return gain
 
     def _why_unstable(self) -> str:
-        """Explain how a conversation that is extended differs from one that is rendered from
-        scratch; empty if they are equal."""
+        """Compare extended conversations with newly rendered ones, and describe the first
+        difference. Returns an empty text if there is none."""
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
@@ -345,9 +353,9 @@ class TemplateRenderer:
         return ""
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
-        """Compare two ways to write a conversation: extending it after the reply at index
-        ``reply``, and rendering it from scratch. Describe the first difference; empty if there is
-        none."""
+        """Compare two ways of writing a conversation: extending it after the reply at index
+        ``reply``, and rendering it from the beginning. Returns a description of the first
+        difference, or an empty text if there is none."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])
@@ -374,7 +382,8 @@ class TemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the source of the chat template, or of the default one if there are several."""
+    """Return the source of a tokenizer's chat template, or of the default one if there are
+    several."""
     template = tokenizer.chat_template
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 

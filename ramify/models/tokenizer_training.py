@@ -1,13 +1,14 @@
-"""A small byte-level BPE tokenizer, trained on given texts, for policies that are trained from
+"""Trains small byte-level BPE tokenizers on given texts, for policies that are trained from
 scratch.
 
     <|u|>count rows of 'red'<0x0A>len 812<|a|>print(context[:70])<|end|>
 
 Text is split into words with the space before them, single digits, newlines, runs of punctuation
-and runs of blanks. So numbers are copied digit by digit, and 'red' keeps its quote separate
-(GPT-2's rule for English contractions would make it 're + d). Every byte has a token, so any text
-can be written. The conversation format is ``scratch`` of ``renderer.py``, also written as
-a chat template, so that other programs render the same.
+and runs of blanks. A model can therefore copy numbers digit by digit, and the quote before 'red'
+stays a separate token (GPT-2's rule for English contractions would split it as 're + d). Every byte
+has a token, so any text can be written. Conversations have the format ``scratch`` of
+``renderer.py``, which is also stored as a chat template, so that other programs render the same
+ids.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _NUM_BYTES = 256
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 512, *, is_exact: bool = True
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of ``vocab_size`` tokens: 4 special ones, 256 bytes, and the most frequent merges
-    in ``texts``.
+    """Train a tokenizer with ``vocab_size`` tokens: 4 special ones, 256 bytes, and the most
+    frequent merges in the texts.
 
-    The same texts give the same tokenizer. Raises ConfigError if the texts contain fewer merges
-    than requested, since the model's embedding would then have rows that no id reaches, unless
-    ``is_exact`` is false: then ``vocab_size`` is the most.
+    The same texts always give the same tokenizer. If the texts contain fewer merges than needed,
+    the model's embedding would have rows that no id reaches, so ConfigError is raised; if
+    ``is_exact`` is false, the vocabulary is smaller instead.
     """
     least = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < least:
@@ -74,11 +75,11 @@ def train_tokenizer(
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that knows only ``words``: at each position the longest match is one token, and
-    text between matches is unknown. For languages made up for a policy. A text of words survives a
-    round trip exactly.
+    """Create a tokenizer that knows only the given words, for artificial languages. At each
+    position, the longest matching word becomes one token, and text between matches is unknown. A
+    text that consists of words is decoded exactly as it was encoded.
 
-    Raises ConfigError for a word that is duplicate, empty, or a marker.
+    Raises ConfigError if a word is empty, given twice, or a special marker.
     """
     vocabulary = [*SPECIAL_TOKENS, UNKNOWN, *words]
     if not words or len(set(vocabulary)) < len(vocabulary) or "" in vocabulary:
@@ -99,7 +100,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Add the markers and the template of conversations to a tokenizer."""
+    """Add the special markers and the chat template for conversations to a tokenizer."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -1,13 +1,14 @@
-"""A model as the trainer sees it: hidden states over one packed token axis, and log-probabilities
-at some of them.
+"""A model as the trainer uses it: it computes hidden states for a packed batch of tokens, and the
+log-probabilities of some of them.
 
     DenseModel             forest attention
     transformers module    forest attention through its attention interface, if a probe gives the
                            numbers of separate rows; otherwise padded rows of whole paths, with its
                            own attention
 
-A model whose layers keep a state (linear attention, state spaces), use a sliding window or scale
-scores in a special way cannot run a forest. It runs on rows, and ``shares`` tells the packer so.
+A model cannot run on a forest of shared sequences if its layers keep a state (linear attention,
+state spaces), use a sliding window or scale scores in a special way. Such a model runs on padded
+rows, and ``shares`` is false so that the packer does not share prefixes.
 
 ``compute_logprobs_and_entropies`` gives log-probabilities of entries without holding all of their
 logits at once:
@@ -48,22 +49,24 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class ModelWithoutLoss(Protocol):
-    """A model without its loss: hidden states and logits."""
+    """A language model without its loss, which computes hidden states and logits for packed
+    batches."""
 
     @property
     def shares(self) -> bool:
-        """Whether segments may have parents."""
+        """Return True if the model supports batches in which sequences share prefixes."""
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Context for forward and backward passes; outside it the model is unchanged."""
+        """Return a context manager for forward and backward passes. Outside of it, the model is
+        unchanged."""
         ...
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states [N, D] after the last norm, for the tokens at the indices
-        ``rows_N``. The indices are distinct and ascending."""
+        """Return the hidden states after the last norm, [N, D], of the tokens at the indices
+        ``rows_N``, which are distinct and ascending."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -72,15 +75,16 @@ class ModelWithoutLoss(Protocol):
 
 
 def trunk_of(model: Any) -> ModelWithoutLoss:
-    """The trunk of a model in evaluation mode. Raises ConfigError if its output cannot be computed
-    from hidden states."""
+    """Return an object that runs a model for the trainer; the model must be in evaluation mode.
+    Raises ConfigError if the model's output cannot be computed from its hidden states."""
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
     return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
 
 
 def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
-    """The trunk of a ``DenseModel`` in fixed shapes. Raises ConfigError for any other model."""
+    """Return an object that runs a ``DenseModel`` in fixed shapes, so that results do not depend on
+    the batch. Raises ConfigError for any other model."""
     if not isinstance(model, DenseModel):
         raise ConfigError(
             f"deterministic=true: a {type(model).__name__} cannot compute in fixed shapes; dense "
@@ -90,7 +94,8 @@ def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
 
 
 class DenseTrunk:
-    """Trunk of a ``DenseModel``. Implements ``ModelWithoutLoss``."""
+    """Runs a ``DenseModel`` for the trainer, with forest attention. Implements
+    ``ModelWithoutLoss``."""
 
     shares = True
 
@@ -113,7 +118,8 @@ class DenseTrunk:
 
 
 class TransformersTrunk:
-    """Trunk of a transformers causal language model. Implements ``ModelWithoutLoss``."""
+    """Runs a causal language model of transformers for the trainer, with forest attention if the
+    model supports it and on padded rows otherwise. Implements ``ModelWithoutLoss``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -155,9 +161,9 @@ class TransformersTrunk:
     def attended(
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionFunction
     ) -> Tensor:
-        """Return the last hidden states [T, D], with ``attend`` in place of the model's own
-        attention. Works only inside ``forward_context``, and only for a model that supports shared
-        prefixes (``shares``)."""
+        """Return the last hidden states [T, D], computed with the given attention in place of the
+        model's own. Works only inside ``forward_context``, and only for a model that supports
+        shared prefixes."""
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
         self._current.attend = attend
@@ -173,7 +179,8 @@ class TransformersTrunk:
         return self._scale(self._model.get_output_embeddings()(h_ND).float())
 
     def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
-        """Hidden states of whole paths, padded at their ends, which a causal model ignores."""
+        """Return the hidden states of whole sequences, which are run as rows of one batch. The rows
+        are padded at their ends, where padding has no effect on a causal model."""
         if any(segment.parent >= 0 for segment in segments):
             raise ConfigError(
                 "this model runs on rows, but the batch has shared segments: pack it with "
@@ -191,7 +198,8 @@ class TransformersTrunk:
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
     def _can_share(self, ids: Tensor) -> bool:
-        """Whether the model gives the same numbers for a small forest as for its separate paths."""
+        """Return True if the model computes the same results for a small forest as for its separate
+        sequences."""
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
@@ -255,8 +263,8 @@ output (``output_…``); any other argument that is set is rejected."""
 
 
 def register() -> None:
-    """Register Ramify's attention function with transformers under ``NAME``. Repeated calls do no
-    harm."""
+    """Register Ramify's attention function with transformers under the name ``ramify_forest``.
+    Calling this repeatedly does no harm."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -273,9 +281,9 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function that transformers calls in each layer: it passes queries [1, H, T, d] and
-    keys and values [1, K, T, d] to the current forest attention. Returns [1, T, H, d] and no
-    attention weights."""
+    """Compute a layer's attention on behalf of transformers, by passing queries [1, H, T, d] and
+    keys and values [1, K, T, d] to the current forest attention. Returns the output [1, T, H, d]
+    and no attention weights."""
     unknown = [
         name
         for name, argument in more.items()
@@ -293,8 +301,8 @@ def _attention(
 
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
-    """Transformation of the logits in some families: soft caps (Gemma), a factor (Cohere), a
-    divisor (Granite)."""
+    """Return the function that some model families apply to their logits: a soft cap (Gemma), a
+    factor (Cohere) or a divisor (Granite). For other models, it returns the logits unchanged."""
     cap, factor = (
         getattr(config, "final_logit_softcapping", None),
         getattr(config, "logit_scale", None),
@@ -311,7 +319,8 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 class LmHeadRequest(NamedTuple):
-    """What the output head computes for each of the E entries of a batch."""
+    """What to compute from the logits at each entry of a batch. An entry is a token that
+    contributes to the loss, and has target ids, a temperature and a sampling support."""
 
     targets: Tensor
     """[E, j] ids."""
@@ -332,12 +341,12 @@ def compute_logprobs_and_entropies(
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities [E, j] of each entry's target ids, and its entropy [E] in nats.
-    Entropies that were not requested are zero. Logits are computed in chunks of at most
-    ``max_elements`` numbers.
+    """Return the log-probabilities [E, j] of the target ids of each entry, and the entropies [E] in
+    nats. Entropies that were not requested are zero. Logits are computed in chunks of at most
+    ``max_elements`` numbers to limit memory.
 
-    ``num_ids`` is the vocabulary size. With ``fixed``, chunks have a fixed shape, as in the engine
-    of a deterministic run.
+    ``num_ids`` is the vocabulary size. If ``fixed`` is true, chunks have the same fixed shape as in
+    the engine of a deterministic run.
     """
     num = len(h_ED)
     size = BLOCK if fixed else max(1, max_elements // num_ids)
@@ -378,7 +387,7 @@ def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor
 
 
 def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
+    """Compute the log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
     block."""
     num = len(h_nD)
     z_nV = in_blocks(logits, h_nD)
@@ -392,8 +401,8 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
-    """Return the entropy of each row of logits, [n], from the logits and their log-sum-exps. Zeros
-    if it was not requested."""
+    """Return the entropy of each row of logits, [n], from the logits and their log-sum-exps.
+    Returns zeros if entropies were not requested."""
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
     with torch.set_grad_enabled(request.entropy == "gradient" and torch.is_grad_enabled()):
@@ -401,8 +410,8 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Return a mask [n, V] of the ids outside each entry's sampling support. It is all False for an
-    entry with an empty support."""
+    """Return a mask [n, V] of the ids that could not be sampled at each entry. For an entry without
+    restrictions, the mask is False everywhere."""
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
     outside = (sizes > 0)[:, None].repeat(1, num_ids)

@@ -1,14 +1,15 @@
-"""Weights of a policy on disk: safetensors in Hugging Face's layout, one file or several with an
-index.
+"""Reads and writes the weights of a policy as safetensors in Hugging Face's layout, in one file or
+in several files with an index.
 
-Reading compares before it copies, and names the first tensor that does not fit. Writing casts if
-requested, stores a tied output matrix once, and splits files larger than five gigabytes.
+Before weights are copied into a model, they are compared with it, and an error names the first
+tensor that does not fit. Writing casts the weights if requested, stores a matrix that is used twice
+only once, and splits files larger than five gigabytes.
 
 A fingerprint of weights is equal for equal bits, on every device, and different if one bit or the
-order of rows changes. A parameter's bytes are read as 64-bit integers w_i, padded with zeros, and
-Σ w_i · (2i + 1) is taken modulo 2^64. Name, shape and precision are hashed together with this sum.
-Integer sums do not depend on the order in which a device adds. With i = W r + c the sum is
-Σ_c (2c + 1) Σ_r w_rc + 2W Σ_r r Σ_c w_rc: sums of rows and columns, at the speed of memory.
+order of rows changes. A parameter's bytes are read as 64-bit integers w_i, padded with zeros, and Σ
+w_i · (2i + 1) is taken modulo 2^64. Name, shape and precision are hashed together with this sum.
+Integer sums do not depend on the order in which a device adds. With i = W r + c the sum is Σ_c (2c
++ 1) Σ_r w_rc + 2W Σ_r r Σ_c w_rc: sums of rows and columns, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _UNCHECKED = frozenset(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, mapped from disk. Raises StoreError if there are none or a file
-    is broken."""
+    """Return all tensors of a checkpoint by name, memory-mapped from disk. Raises StoreError if
+    there are no files or a file is broken."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -61,8 +62,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, which names the first tensor that is missing, unexpected, or has another
-    shape."""
+    """Raise ConfigError if the weights do not fit the module. The error names the first tensor that
+    is missing, unexpected, or of another shape."""
     expected = module.state_dict()
     shared = _shared(module)
     for name, tensor in expected.items():
@@ -87,8 +88,8 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> 
 def load_weights(
     module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint"
 ) -> None:
-    """Copy ``weights`` into the parameters of ``module``, in place and in their precision. Raises
-    like ``check_weights``."""
+    """Copy weights into the parameters of a module, in place and in the precision of the
+    parameters. Raises ConfigError if the weights do not fit the module."""
     check_weights(module, weights, where)
     expected = module.state_dict()
     with torch.no_grad():
@@ -97,7 +98,7 @@ def load_weights(
 
 
 def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the parameters of ``module`` to ``folder``, cast to ``dtype`` if given."""
+    """Write the parameters of a module to a folder as safetensors, cast to ``dtype`` if given."""
     from huggingface_hub import save_torch_state_dict
 
     state = module.state_dict()
@@ -107,8 +108,8 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
 
 
 def config_difference(ours: Any, theirs: Any) -> str:
-    """The first relevant field in which two Hugging Face configurations differ; empty if there is
-    none."""
+    """Describe the first relevant field in which two Hugging Face configurations differ. Returns an
+    empty text if there is none."""
     mine, other = ours.to_dict(), theirs.to_dict()
     for name in ["model_type", *sorted(mine.keys() | other.keys())]:
         if name not in _UNCHECKED and mine.get(name) != other.get(name):
@@ -117,8 +118,8 @@ def config_difference(ours: Any, theirs: Any) -> str:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """The safetensors files of a checkpoint. Raises StoreError if there are none, or some are
-    missing."""
+    """Yield the paths of a checkpoint's safetensors files. Raises StoreError if there are none, or
+    if some are missing."""
     if (folder / _SINGLE).is_file():
         yield folder / _SINGLE
         return
@@ -142,8 +143,8 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _shared(module: nn.Module) -> dict[str, str]:
-    """Return the second name of each parameter that has two, such as a tied output matrix, with its
-    first name as value."""
+    """Find the parameters that have two names, such as an output matrix that is also the embedding.
+    Returns the first name of each by its second name."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -173,12 +174,14 @@ _WORD = 8
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Fingerprint of all parameters; sixteen hexadecimal digits."""
+    """Return a fingerprint of all parameters of a module, as sixteen hexadecimal digits. Equal
+    weights give equal fingerprints on every device."""
     return fingerprint_of(module.named_parameters())
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Fingerprint of named tensors, independent of their order."""
+    """Return a fingerprint of named tensors, as sixteen hexadecimal digits. The order in which they
+    are given does not matter."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(
@@ -200,8 +203,8 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Compute the weighted sum of the words in whole rows. ``first`` is the index of the first
-    row."""
+    """Return the weighted sum of the 64-bit words in whole rows, for the fingerprint. ``first`` is
+    the index of the first row."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

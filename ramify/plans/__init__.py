@@ -1,4 +1,5 @@
-"""Plans: fixed programs over bounded leaves, whose calls and cost are known before they are paid.
+"""Plans: fixed programs that answer a question about a text through many small, bounded model
+calls. Their number of calls and their cost are known before anything is paid.
 
     >>> from ramify import plans
     >>> plan = plans.aggregate(["error", "warning", "fine"])
@@ -11,8 +12,8 @@
     predicates    Pattern (regular expression) Relevance (BM25) Comparison (fields), or a Leaf
     ready         search classify aggregate pairwise summarise multi_hop; ready_plan plan_for
                   strategy_for
-    values        Plan Leaf PlanStrategy PlanCost CallBound SplitText Part
-    measured      Calibration CalibrationPoint calibration_of
+    values        Plan Leaf PlanStrategy PlanCost CallBound SplitText TextPart
+    measured      PartSizeCalibration CalibrationPoint calibration_of
 
 These are all the public names (``__all__``); modules below this package are private.
 """

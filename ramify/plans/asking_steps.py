@@ -1,10 +1,11 @@
-"""Steps that cut the context and ask leaves: split, peek, map, filter, ask, reduce.
+"""The steps of a plan that divide the context or ask a model: split, peek, map, filter, ask and
+reduce. A model is asked through leaves, which are questions of bounded size.
 
     context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
                                                               └ groups that fit a leaf's bound
 
-Not here: how a leaf is asked (``plan_leaf_runner.py``), and the steps that ask no model
-(``symbolic_steps.py``).
+``plan_leaf_runner.py`` sends the questions, and ``symbolic_steps.py`` has the steps that need no
+model.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ _MIN_TOKENS = 16
 
 
 class AskingStep(PlanStep, frozen=True):
-    """A step of a plan that may ask a model bounded questions, called leaves, or that cuts the
-    context for them."""
+    """A step of a plan that divides the context or may ask a model bounded questions, called
+    leaves."""
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
-        """Add the model calls of this step to ``sheet``, before any is made, and return what is
-        then known of the result. ``shape`` is what is known of the input, and ``given`` is its
-        type."""
+        """Estimate this step before the plan runs: add its model calls to ``sheet``, and return the
+        bounds of its result. ``shape`` has the bounds of the input, and ``given`` is the type of
+        the input."""
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
-        """Apply the step to ``value`` and return the result. ``shape`` is what was known of
-        ``value`` before the plan ran."""
+        """Apply the step to a value and return the result. ``shape`` has the bounds of the value
+        that were known before the plan ran."""
         raise NotImplementedError
 
 
 class SplitText(AskingStep, frozen=True, tag="split"):
-    """Cuts the context into parts with a hard bound.
+    """A step that cuts the context into parts whose size is strictly bounded.
 
     >>> print([part.text for part in plans.SplitText("lines", 16).parts("a b\\n" * 20)])
     ['a b\\na b\\n...', 'a b\\na b\\n...']
@@ -105,7 +106,8 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
-        """Return the parts of ``context``. Raises ConfigError for a record beyond the bound."""
+        """Divide a context into parts of bounded size. Raises ConfigError if a single record is
+        larger than the bound and must not be cut."""
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
         texts = items_of(context) if self.by == "items" else texts_of(context)
         return split_texts_into_parts(texts, rule)
@@ -133,7 +135,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
 
 
 class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
-    """Lets the filters that follow read only the beginning of each part."""
+    """A step that lets the filters after it read only the beginning of each part of the text."""
 
     tokens: int = 500
 
@@ -165,7 +167,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
 
 
 class MapLeaf(AskingStep, frozen=True, tag="map"):
-    """Asks a leaf about each item of a list."""
+    """A step that asks a model the same bounded question about each item of a list."""
 
     leaf: Leaf
 
@@ -192,7 +194,8 @@ class MapLeaf(AskingStep, frozen=True, tag="map"):
 
 
 class FilterItems(AskingStep, frozen=True, tag="filter"):
-    """Keeps the items for which a predicate is true: a pattern, BM25, a comparison or a leaf."""
+    """A step that keeps the items for which a predicate is true: a regular expression, a BM25
+    ranking, a comparison, or a yes-or-no question to a model."""
 
     predicate: Pattern | Relevance | Comparison | Leaf
 
@@ -249,7 +252,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
 
 
 class AskLeaf(AskingStep, frozen=True, tag="ask"):
-    """Asks a leaf once about the whole value."""
+    """A step that asks a model one bounded question about the whole value."""
 
     leaf: Leaf
 
@@ -281,8 +284,8 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
 
 
 class ReduceTree(AskingStep, frozen=True, tag="reduce"):
-    """Asks a leaf to merge the items of a list to one of their type, in a tree: each call reads as
-    many as fit the leaf's bound."""
+    """A step that lets a model merge the items of a list into a single one. The calls form a tree:
+    each one reads as many items as fit its bound, and their results are merged in turn."""
 
     leaf: Leaf
 
@@ -354,7 +357,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
 
 
 class ReductionGrouping(NamedTuple):
-    """How the items of a reduction are grouped."""
+    """Determines how the items of a reduction are grouped into model calls, level by level."""
 
     first: int
     """Items that a call of the first level reads."""
@@ -368,11 +371,12 @@ class ReductionGrouping(NamedTuple):
         return [items[at : at + size] for at in range(0, len(items), size)]
 
     def is_asked(self, group: Sequence[T], *, is_first: bool) -> bool:
-        """Whether a group is merged by a call; a single answer is passed on."""
+        """Return True if a group needs a model call to be merged. A single answer is passed on as
+        it is."""
         return len(group) > 1 or (is_first and self.asks_single)
 
     def waves(self, num: int) -> list[int]:
-        """Return the number of calls of each level, for ``num`` items.
+        """Return the number of model calls on each level of the tree for a number of items.
 
         >>> ReductionGrouping(4, 4, False).waves(17)
         [4, 1, 1]
@@ -390,9 +394,8 @@ class ReductionGrouping(NamedTuple):
 
 
 def _check_items(step: str, leaf: Leaf, shape: ValueBounds) -> None:
-    """Raise ConfigError if an item is already known and is larger than the leaf, the step's
-    question to a model, may read. Parts of a text are not checked here, because their type has the
-    bound."""
+    """Raise ConfigError if an item is known before the plan runs and is larger than the model call
+    may read. Parts of a text are not checked here, because their type already has a bound."""
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
@@ -410,8 +413,8 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
-    """Return what is known in advance of the answers that a leaf gives. A leaf is one bounded
-    question to a model. ``shape`` describes the items that it is asked about."""
+    """Return the bounds of the answers to a leaf, which is one bounded question to a model, before
+    it is asked. ``shape`` has the bounds of the items that it is asked about."""
     most = leaf.max_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)

@@ -1,11 +1,12 @@
-"""The measured accuracy of a model's leaves against their size, and the best size of parts.
+"""Stores how accurately a model answers questions about text parts of several sizes, and derives
+the best size from that.
 
     ramify calibrate MODEL ──> points (size, accuracy, price) ──> a file in the store
     ready_plan("search", model=MODEL) ──> calibration_of(MODEL) ──> part_tokens=4000
 
-Decides which size is the best, and which stored files are trusted: only those that no other user
-can write. A file that is damaged, or of another version, is named in a warning and ignored. Not
-here: the measurement (``cli/calibrate_leaf_size_command.py``).
+This module decides which size is the best, and which stored files are trusted: only those that no
+other user can write. A file that is damaged or of another version is reported in a warning and
+ignored. ``cli/calibrate_leaf_size_command.py`` does the measurement.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def part_tokens(self) -> int:
-        """The best size by accuracy and cost: of the sizes that lose no more than ``tolerance``,
-        the smallest one that reads a text at nearly the lowest price. Without a price, it is the
-        largest of them, which needs the fewest calls.
+        """Return the size of text parts, in tokens, that is best by accuracy and cost. Among the
+        sizes that lose no more accuracy than ``tolerance``, this is the smallest one that reads a
+        text at nearly the lowest price. If prices are unknown, it is the largest, which needs the
+        fewest calls.
 
-        Errors of the measurement are smoothed first: a larger size is taken to be no more accurate
-        than a smaller one.
+        The measured accuracies are smoothed first, on the assumption that larger parts are never
+        answered more accurately than smaller ones.
         """
         smooth = _falling(self.points)
         good = [
@@ -94,14 +96,14 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def note(self) -> str:
-        """A few words that say where the size of a plan's parts comes from, for the description of
-        the plan."""
+        """Return a short note that says where the size of a plan's parts comes from, for the
+        description of the plan."""
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
 
 
 def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration | None:
-    """Return the stored calibration of ``model``, or None if there is none that can be used.
-    ``root`` is the folder of the store, by default the user's.
+    """Return the stored calibration of a model, or None if there is none that can be used. ``root``
+    is the folder of the store, which defaults to the user's store.
 
     Example:
         plans.calibration_of("openai:gpt-5-mini")
@@ -134,9 +136,9 @@ def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration 
 def part_size(
     model: Any, given: int | None = None, root: Path | None = None
 ) -> tuple[int | None, str]:
-    """Return the size of a text part in tokens that suits ``model`` (a name, a ``Model`` or a
-    client), and a note that says where the size comes from. This is ``given`` if it is set, or else
-    the size from the model's stored calibration. Returns (None, "") if there is neither."""
+    """Return the size of a text part, in tokens, that suits a model, and a note on where the size
+    comes from. The size is ``given`` if it is set, and otherwise that of the model's stored
+    calibration. Returns None and an empty note if there is neither."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if given is not None or not isinstance(name, str):
         return given, ""
@@ -145,7 +147,8 @@ def part_size(
 
 
 def store_calibration(calibration: PartSizeCalibration, root: Path | None = None) -> Path:
-    """Write the file of a calibration, in place of an earlier one, and return its path."""
+    """Write a calibration to the store, replacing an earlier one of the same model, and return the
+    path of its file. Raises StoreError if the file cannot be written."""
     path = calibration_path(calibration.model, root)
     make_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -163,7 +166,7 @@ def store_calibration(calibration: PartSizeCalibration, root: Path | None = None
 
 
 def calibration_path(model: str, root: Path | None = None) -> Path:
-    """Return the file of a model's calibration."""
+    """Return the path of the file that holds a model's calibration."""
     return (root or default_root()) / FOLDER / f"{quote(model, safe='')}.json"
 
 
@@ -172,8 +175,8 @@ def _ignored(path: Path, why: str) -> None:
 
 
 def _falling(points: Sequence[CalibrationPoint]) -> list[float]:
-    """Return the accuracies as the closest sequence that never rises, each point weighted by its
-    number of questions (pool adjacent violators)."""
+    """Smooth measured accuracies into the closest sequence that never rises, by pooling adjacent
+    violators. Each point is weighted by its number of questions."""
     pools: list[tuple[float, int, int]] = []
     for point in points:
         mean, weight, num = point.accuracy, max(1, point.items), 1

@@ -1,10 +1,11 @@
-"""A leaf: one bounded question to a model, with the type of its answer.
+"""A leaf: one question to a model whose input and answer have bounded sizes and whose answer has a
+type.
 
     Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True)
         part with 3 records ──> prompt, records "1: …", "2: …", "3: …" ──> ["spam", "ham", "ham"]
 
-Decides the prompt of a leaf, the check of its reply, and the most that either can hold. Not here:
-how it is sent, recorded and paid for (``engine/leaf_calls.py``).
+This module decides the prompt of a leaf, how its reply is checked, and the maximum size of both.
+The request is sent, recorded and paid for in ``engine/leaf_calls.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MORE_TOKENS = 32
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="leaf"):
-    """A bounded question to a model.
+    """A question to a model whose input and answer are bounded in size.
 
     >>> plans.Leaf("Is the passage about money?", {"type": "boolean"}).type.kind
     'boolean'
@@ -67,23 +68,25 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def type(self) -> ValueType:
-        """Type of the answer. With ``each``, the answer is a list, and this is the type of one
-        value."""
+        """Return the type of the answer. If the leaf gives one value for each record, this is the
+        type of one value."""
         return ValueType("text") if self.schema is None else type_of_schema(self.schema)
 
     @property
     def max_bytes(self) -> int:
-        """Maximum size of the answer in bytes. With ``each``, of one value in it."""
+        """Return the maximum size of the answer in bytes. If the leaf gives one value for each
+        record, this is the maximum size of one value."""
         return REPLY_BYTES_PER_TOKEN * self.reply_tokens
 
     @property
     def read_bytes(self) -> int:
-        """Maximum size in bytes of the value that the question is asked about."""
+        """Return the maximum size, in bytes, of the value that the question is asked about."""
         return BYTES_PER_TOKEN * self.tokens
 
     def read_by(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the answer about a value of type ``given``. ``step`` names the step of
-        the plan in errors. Raises ConfigError if the leaf cannot read such a value."""
+        """Return the type of the answer to this question about a value of the type ``given``.
+        Raises ConfigError if the leaf cannot read such a value; ``step`` is the name of the plan's
+        step in the error."""
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
                 f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
@@ -99,7 +102,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return list_of(self.type)
 
     def request_prompt(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the prompt about ``given``, a part or another value."""
+        """Return the prompt that asks this question about a part of a text or another value."""
         asked = self.prompt.replace(QUESTION, question)
         return f"{asked}\n\n{self._shown(given, is_preview)}"
 
@@ -113,7 +116,8 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return f"[{given.place}]\n{text}"
 
     def answer_kind(self, given: Any) -> AnswerType | None:
-        """Return the type of the answer about ``given``, with its bounds; None for text."""
+        """Return the type that the answer about a value must have, with its bounds. Returns None if
+        the answer is plain text."""
         if self.schema is None:
             return None
         if self.each and isinstance(given, TextPart):
@@ -121,19 +125,21 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return _kind(self)
 
     def max_reply_tokens(self, given: Any) -> int:
-        """Return the maximum number of tokens in the reply about the value ``given``."""
+        """Return the maximum number of tokens in the reply about a value."""
         if self.each and isinstance(given, TextPart):
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
 
     def sent(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the text of the request about ``given``."""
+        """Return the full text of the request about a value, including the instructions on the
+        answer's format."""
         prompt = self.request_prompt(question, given, is_preview=is_preview)
         return asked_for(prompt, self.answer_kind(given))
 
 
 def rendered(value: Any) -> str:
-    """Write a value for a leaf: a text as it is, texts with lines between them, others as JSON."""
+    """Write a value as text for a prompt: texts as they are, lists of texts with separators between
+    them, and other values as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, TextPart):
@@ -174,8 +180,8 @@ def _kind(leaf: Leaf) -> AnswerType:
 
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerType:
-    """Return the answer type of a leaf that gives one value per record: a list of exactly ``num``
-    values."""
+    """Return the answer type of a leaf that gives one value for each of ``num`` records: a list of
+    exactly that many values."""
     base, most = _base(leaf.schema), leaf.max_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
@@ -199,15 +205,15 @@ def _check_size(value: Any, most: int) -> None:
 
 
 def json_bytes(value: Any) -> int:
-    """Return the size of a value as JSON, in bytes. A text is counted without its quotes, but with
-    its escapes, because it may later become a key in a JSON object of counts."""
+    """Return the size of a value in bytes when written as JSON. Texts are counted with their
+    escapes but without their quotes, because they may later become keys in a JSON object."""
     size = len(msgspec.json.encode(value))
     return size - 2 if isinstance(value, str) else size
 
 
 def bounded_text(text: str, most: int) -> str:
-    """Shorten ``text`` to at most ``most`` bytes, both as UTF-8 and as a JSON string without its
-    quotes."""
+    """Shorten a text to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
+    string."""
     text = shortened(text, most)
     while (size := json_bytes(text)) > most:
         text = shortened(text, min(num_bytes(text) - 1, num_bytes(text) * most // size))

@@ -1,13 +1,13 @@
-"""The modes ``plan`` and ``auto``: which ready plan answers a question, and whether a plan, a
-session or one plain call does.
+"""The modes ``plan`` and ``auto``: rules that decide whether a question is answered by a plan, by a
+Python session or by one plain call, and which ready-made plan is used.
 
     what only a session has ─> free     a small context ─> direct     words of the question ─> plan
     words of what code counts ─> free   a plan that cannot run ─> free
     none of these, or a table ─> one call, with size and ends of the context ─> free or a plan
 
-A rule reads the question, the size of the context and the settings, and asks nothing. Not here: the
-plans and the words that ask for each (``ready_plans.py``), and how a choice is recorded
-(``engine/answer_mode_choice.py``).
+The rules look at the question, the size of the context and the settings; they do not call a model.
+``ready_plans.py`` has the plans and the words that ask for each, and
+``engine/answer_mode_choice.py`` records the choice.
 """
 
 from __future__ import annotations
@@ -84,15 +84,14 @@ question names, if it names them. Do not answer the question."""
 
 
 def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
-    """Choose a ready plan by the words of the question."""
+    """Choose a ready-made plan according to the words of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
 def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
-    """Choose by rules how the question is answered: by one plain call, in a session, or by a plan,
-    which is then chosen too. If the rules do not decide, return the call that lets a model
-    choose."""
+    """Decide by rules whether a question is answered by one plain call, in a Python session, or by
+    a plan, and by which one. If the rules do not decide, return a call that lets a model choose."""
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -115,7 +114,7 @@ def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
 
 
 def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
-    """Return the call that lets a model choose between a session and the plans."""
+    """Prepare the call in which a model chooses between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
     prompt = _PROMPT.format(
@@ -139,7 +138,7 @@ def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
 
 
 def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> ModeChoice:
-    """Choose the plan called ``name`` if it can run, or else a session."""
+    """Choose the plan with this name if it can run, and otherwise a session."""
     try:
         strategy = strategy_for(
             facts.question.text,
@@ -157,7 +156,8 @@ def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> M
 
 
 def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
-    """Return the characters of the longest context for one plain call, and how that is known."""
+    """Return the maximum number of characters of a context that one plain call may read, and a note
+    on where this number comes from."""
     found = calibration_of(facts.root.name)
     if found is None:
         return facts.direct_chars, ""
@@ -165,7 +165,8 @@ def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
 
 
 def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
-    """Return why the plan cannot read the context within the budget; empty if it can."""
+    """Return the reason why a plan cannot read the context within the budget; an empty text if it
+    can."""
     question = facts.question
     try:
         cost, _ = strategy.plan.measured(question.context, question.text, _model(facts))

@@ -1,4 +1,5 @@
-"""A plan: steps from the context to the answer, checked when they are composed.
+"""A plan: a sequence of steps from the context to the answer, whose types are checked when the plan
+is composed.
 
     >>> from ramify import plans
     >>> leaf = plans.Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True, label="label")
@@ -6,8 +7,8 @@
     >>> plan.cost("Buy now!\\nSee you at noon.\\n", "openai:gpt-5-mini").calls
     1
 
-``Plan.__or__`` appends. The types of all steps are checked at once, from the first step that cuts
-the context. Not here: the steps, and how a run of the plan asks its leaves (``plan_strategy.py``).
+The operator ``|`` appends one plan to another. The types of all steps are checked at once, starting
+with the step that cuts the context. ``plan_strategy.py`` answers a run by a plan.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fixed program over bounded leaves.
+    """A fixed sequence of steps from a context to an answer. Its steps may ask a model questions of
+    bounded size, so the cost of the plan is known before it runs.
 
     >>> print(plans.split("lines", 2000) | plans.map(plans.Leaf("Summarise.", label="sum up")))
     context
@@ -72,8 +74,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan((*self.steps, *other.steps))
 
     def with_table_header(self) -> Plan:
-        """Return the plan for tables: the first line of each text names the columns. A plan that
-        does not cut its context into lines is returned as it is."""
+        """Return this plan adapted to tables, in which the first line of each text names the
+        columns. A plan that does not divide its context into lines is returned unchanged."""
         first = self.steps[0]
         if not isinstance(first, SplitText) or first.by != "lines" or first.overlap:
             return self
@@ -81,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def types(self, given: ValueType | None = None) -> list[ValueType]:
         """Return the type of the value before the first step and after each step. Raises
-        ConfigError for the first step that cannot use what it gets."""
+        ConfigError if a step cannot use the value that it gets."""
         begins = isinstance(self.steps[0], SplitText)
         types = [given or (TEXT if begins else ANY)]
         for step in self.steps:
@@ -90,11 +92,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def type(self) -> ValueType:
-        """Type of the answer."""
+        """Return the type of the plan's answer."""
         return self.types()[-1]
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield the leaf of each step that has one."""
+        """Yield the questions to a model (leaves) that the steps of this plan ask."""
         for step in self.steps:
             if isinstance(step, RunTwoPlans):
                 yield from step.left.leaves()
@@ -107,41 +109,43 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shapes(
         self, first: ValueBounds, sheet: CostSheet, given: ValueType | None = None
     ) -> list[ValueBounds]:
-        """Return what is known in advance of the value before the first step and after each step,
-        and add the model calls to ``sheet``. Raises ConfigError for a context that the plan cannot
-        read."""
+        """Compute the bounds of the value before the first step and after each step, without
+        running the plan, and add the model calls to ``sheet``. Raises ConfigError if the plan
+        cannot read the context."""
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
     async def run(self, value: Any, shapes: list[ValueBounds], flow: PlanLeafRunner) -> Any:
-        """Apply the steps to ``value`` one after the other, and return the answer. ``shapes`` holds
-        what is known of the value before the first step and after each step. A step whose result is
-        already known is not run."""
+        """Apply the steps to a value one after another, and return the answer. ``shapes`` has the
+        bounds that were computed before; a step whose result is already known from them is not run
+        again."""
         for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value
 
     def cost(self, context: Any, model: Any, question: str = "", *, limits: Any = None) -> PlanCost:
-        """Return the calls, tokens and dollars of the plan over ``context``, before any is paid.
+        """Return the number of calls, tokens and dollars that the plan needs at most for a context,
+        before anything is paid.
 
-        ``model`` is a name such as ``openai:gpt-5-mini``, a ``Model`` or a client. ``limits`` are
-        those of the run. Raises ConfigError for what the plan cannot read. BM25 is computed here,
-        since it decides how many calls follow.
+        ``model`` is a name such as ``openai:gpt-5-mini``, a ``Model`` or a client, and ``limits``
+        are those of the run. Raises ConfigError if the plan cannot read the context. BM25 rankings
+        are computed here, since they determine how many calls follow.
         """
         return self.measured(context, question, model_of(model, limits))[0]
 
     def check_begin(self) -> None:
-        """Raise ConfigError if the plan does not begin by cutting the context."""
+        """Raise ConfigError if the first step of the plan does not divide the context into
+        parts."""
         if not isinstance(self.steps[0], SplitText):
             raise ConfigError("a plan must cut the context first: begin with split(…)")
 
     def measured(
         self, context: Any, question: str, model: PlanModel
     ) -> tuple[PlanCost, list[ValueBounds]]:
-        """Compute what the plan would cost over ``context``. Returns the cost, and what is known in
-        advance of the value before the first step and after each step."""
+        """Compute what the plan would cost for a context. Returns the cost, and the bounds of the
+        value before the first step and after each step."""
         self.check_begin()
         sheet = CostSheet(question)
         first = ValueBounds(context, True)
@@ -149,12 +153,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cost_of(sheet.steps, model), shapes
 
     def to_json(self) -> str:
-        """Return the plan as JSON, which ``from_json`` reads."""
+        """Return the plan as JSON text, which ``Plan.from_json`` can read."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Read a plan from JSON. Raises ConfigError if it is not a valid plan."""
+        """Read a plan from JSON text. Raises ConfigError if the text is not a valid plan."""
         try:
             return _DECODER.decode(text)
         except msgspec.MsgspecError as error:
@@ -163,7 +167,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"the plan cannot be read: {why}") from None
 
     def picture(self) -> str:
-        """Return the steps with the types between them, as lines of text."""
+        """Draw the steps of the plan and the types between them as lines of text."""
         return "\n".join(["context", *_lines(self, "  ")])
 
     def __str__(self) -> str:
@@ -171,7 +175,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunTwoPlans(AskingStep, frozen=True, tag="both"):
-    """Runs two plans on one value and gives the pair of their results."""
+    """A step that runs two plans on the same value and returns the pair of their results."""
 
     left: Plan
     right: Plan

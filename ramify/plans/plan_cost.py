@@ -1,11 +1,11 @@
-"""What a plan costs, known before its first call.
+"""Computes what a plan costs before its first call.
 
     calls of each step, price of the model ──> calls, tokens, dollars, time; retries are separate
 
-The number of calls is exact if no model reply decides how many follow, and no call fails; otherwise
-it is an upper bound. Tokens and dollars are always upper bounds: a prompt is counted with one token
-for each byte, as in the ledger, and a reply with its maximum length. English text has about a
-quarter as many tokens as bytes. Not here: how a step finds its calls (``value_bounds.py``).
+The number of calls is exact if it does not depend on the model's replies and no call fails;
+otherwise it is an upper bound. Tokens and dollars are always upper bounds: a prompt is counted as
+one token per byte, as in the budget of a run, and a reply with its maximum length. English text has
+about a quarter as many tokens as bytes. ``value_bounds.py`` determines the calls of each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _BYTES_PER_WORD_TOKEN = 4
 
 
 class PlanModel(msgspec.Struct, frozen=True):
-    """The facts about a model on which the cost of a plan depends."""
+    """The properties of a model on which the cost of a plan depends, such as its price and context
+    window."""
 
     name: str
     window: int
@@ -45,7 +46,8 @@ class PlanModel(msgspec.Struct, frozen=True):
 
 
 def model_of(model: Any, limits: Limits | None = None) -> PlanModel:
-    """Return what is known of a model, without connecting to it."""
+    """Look up the properties of a model without connecting to it. Raises ConfigError if ``model``
+    is not a model name, a ``Model`` or a client."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if not isinstance(name, str) or not isinstance(model, str | Model | Client):
         raise ConfigError(
@@ -60,7 +62,7 @@ def model_of(model: Any, limits: Limits | None = None) -> PlanModel:
 
 
 class CallBound(msgspec.Struct, frozen=True):
-    """Upper bound on the number, tokens and dollars of some model calls."""
+    """An upper bound on the number, tokens and dollars of some model calls."""
 
     calls: int
     input_tokens: int
@@ -74,7 +76,7 @@ class CallBound(msgspec.Struct, frozen=True):
 
 
 class PlanCost(msgspec.Struct, frozen=True):
-    """What a plan costs at most."""
+    """The maximum cost of a plan: its calls, tokens and dollars."""
 
     calls: int
     is_exact: bool
@@ -96,23 +98,25 @@ class PlanCost(msgspec.Struct, frozen=True):
         return self.input_tokens + self.output_tokens
 
     def likely_dollars(self, model: PlanModel) -> float | None:
-        """Dollars for English text, with replies of full length."""
+        """Return the likely cost in dollars if the text is English and all replies have full
+        length."""
         return _dollars(self.input_tokens // _BYTES_PER_WORD_TOKEN, self.output_tokens, model)
 
     def rounds(self, concurrency: int = 64) -> int:
-        """Number of times that ``concurrency`` calls, or the rest of them, run at once."""
+        """Return how many rounds of calls the plan needs if ``concurrency`` calls run at a time."""
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}: give 1 or more")
         return sum(math.ceil(wave / concurrency) for step in self.steps for wave in step.waves)
 
     def seconds(self, call_s: float, concurrency: int = 64) -> float:
-        """Time to the answer if each call takes ``call_s`` seconds, without retries."""
+        """Return the seconds until the answer if each call takes ``call_s`` seconds and none is
+        repeated."""
         return self.rounds(concurrency) * call_s
 
     def check(self, budget: BudgetAmount, *, is_rest: bool = False) -> None:
-        """Raise ConfigError if the plan may need more calls, tokens or dollars than ``budget``. The
-        error states both numbers. ``is_rest`` is True if the budget is the unused part of a run's
-        limits, which changes the advice in the error."""
+        """Raise ConfigError if the plan may need more calls, tokens or dollars than a budget
+        allows. The error states both numbers. ``is_rest`` says that the budget is the unused part
+        of a run's limits, which changes the advice in the error."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),
@@ -130,8 +134,8 @@ class PlanCost(msgspec.Struct, frozen=True):
 
 
 def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
-    """Return the cost of ``steps`` with ``model``. Raises ConfigError if a prompt and its reply may
-    not fit the model's window."""
+    """Return the cost of the steps of a plan with a model. Raises ConfigError if a prompt and its
+    reply may not fit the model's context window."""
     for step in steps:
         # A prompt's bytes bound its tokens; a third of them is what the parts are measured in.
         likely = math.ceil(step.largest_input / 3) + step.largest_output

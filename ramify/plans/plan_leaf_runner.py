@@ -1,10 +1,10 @@
-"""A plan in progress: asks its leaves through the run, and notes which of them failed.
+"""Asks the questions of a plan while it runs, and notes which of them failed.
 
     MapLeaf ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers, in order; LEAF_FAILED for some
 
-A leaf whose replies do not fit its schema fails alone. A limit of the run ends the asking: the
-steps that need no model still compute an answer from what there is. Not here: the steps
-(``asking_steps.py``, ``symbolic_steps.py``).
+If the replies to a question do not fit its schema, only that question fails. If the run reaches a
+limit, no further questions are asked, but the steps that need no model still compute an answer from
+what is known. The steps are in ``asking_steps.py`` and ``symbolic_steps.py``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LEAF_FAILED = object()
 
 
 class PlanStopped(Exception):
-    """A limit of the run has been reached, and a step needs further calls."""
+    """Raised if a step needs further model calls after a limit of the run has been reached."""
 
 
 class PlanLeafRunner:
-    """Asks the leaves (bounded questions to a model) of one run of a plan, and collects their
+    """Asks a model the questions (leaves) of a plan that is running, and collects their
     failures."""
 
     def __init__(self, calls: LeafCalls) -> None:
@@ -44,15 +44,16 @@ class PlanLeafRunner:
         self._calls = calls
 
     async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Run ``call(*args)`` in a thread, so that it does not block the event loop, and return its
+        """Run a function in a thread, so that it does not block the event loop, and return its
         result."""
         return await asyncio.to_thread(call, *args)
 
     async def ask(
         self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
     ) -> list[Any]:
-        """Return the answer of ``leaf`` about each item, or LEAF_FAILED. Raises PlanStopped after a
-        limit, and RamifyError if every leaf failed."""
+        """Ask a model a bounded question, called a leaf, about each item, and return the answers in
+        order. The answer to a question that failed is ``LEAF_FAILED``. Raises PlanStopped if the
+        run has reached a limit before, and RamifyError if every question failed."""
         if self.stop is not None and items:
             raise PlanStopped
         requests = self._requests(leaf, items, is_preview)
@@ -86,7 +87,7 @@ class PlanLeafRunner:
 
 
 def _about(leaf: Leaf, item: Any) -> str:
-    """Return what a leaf call is about, for readers of the record."""
+    """Describe in a few words what a model call is about, for readers of the run's record."""
     if isinstance(item, TextPart):
         return f"{leaf.label}: {item.place}"
     if isinstance(item, list):

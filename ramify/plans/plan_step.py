@@ -1,5 +1,5 @@
-"""What every step of a plan has, whether it asks leaves (``asking_steps.py``) or computes its
-result (``symbolic_steps.py``)."""
+"""The base of all steps of a plan, both those that ask a model (``asking_steps.py``) and those that
+compute their result (``symbolic_steps.py``)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ramify.plans.value_types import ValueType, check_fields
 
 
 class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
-    """A step of a plan. Its options are checked when it is made."""
+    """One step of a plan. Its options are checked when it is created."""
 
     def __post_init__(self) -> None:
         check_fields(self, str(self.__struct_config__.tag))
 
     @property
     def title(self) -> str:
-        """Name of the step, as in a picture."""
+        """Return the name of the step, as pictures of a plan show it."""
         return str(self.__struct_config__.tag)
 
     def shown(self) -> str:
-        """The step with its options, for a picture."""
+        """Describe the step and its options for the picture of a plan."""
         return self.title
 
     def infer_output_type(self, given: ValueType) -> ValueType:

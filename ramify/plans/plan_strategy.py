@@ -1,11 +1,12 @@
-"""How a run is answered by a plan: its cost is compared with the budget, and then its leaves are
-asked.
+"""Answers a run by a plan: compares the plan's maximum cost with the budget, and then runs its
+steps.
 
     RLM.completion(text, query, strategy=PlanStrategy(plan)) ──> engine ──> PlanStrategy(calls)
         cost ──> more than the run may use? refused ──> leaves ──> answer, and how many failed
 
-The engine records the strategy with the run, so a killed run is resumed with the same plan. Not
-here: the engine's side (``engine/strategies.py``, ``engine/leaf_calls.py``).
+The engine records the strategy with the run, so a killed run is resumed with the same plan. The
+engine calls strategies in ``engine/strategies.py`` and sends their questions in
+``engine/leaf_calls.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SHOWN_CHARS = 200
 class PlanStrategy(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="plan"
 ):
-    """Answers a question by a plan, in place of a session.
+    """Answers the question of a run by a plan instead of a Python session.
 
     >>> leaf = plans.Leaf("Answer: {question}")
     >>> plan = plans.split("lines") | plans.map(leaf) | plans.concat()
@@ -45,8 +46,8 @@ class PlanStrategy(
     """Why this plan was chosen."""
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Answer the question of a run. Raises ConfigError, before any call, if the plan cannot
-        read the context or may use more than the run may."""
+        """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
+        read the context or may exceed the budget of the run."""
         self.plan.check_begin()
         return await answer_by(self.plan, ValueBounds(calls.question.context, True), None, calls)
 
@@ -54,10 +55,9 @@ class PlanStrategy(
 async def answer_by(
     plan: Plan, first: ValueBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
-    """Run ``plan`` and return the outcome. ``first`` is what is known of the plan's input, and
-    ``given`` is the input's type, or None for a context that the plan cuts itself. Raises
-    ConfigError, before any call, if the plan cannot read the input or may exceed the budget of
-    ``calls``."""
+    """Run a plan and return its outcome. ``first`` has the bounds of the plan's input, and
+    ``given`` is the input's type, or None if the plan divides the context itself. Raises
+    ConfigError before any model call if the plan cannot read the input or may exceed the budget."""
     client, sheet = calls.client, CostSheet(calls.question.text)
     model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
@@ -72,7 +72,8 @@ async def answer_by(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Return the answer, and what it does not cover."""
+    """Return the outcome of a run with the plan's answer, and an error that says what the answer
+    does not cover, if anything."""
     errors = []
     if flow.failures:
         shown = "; ".join(cut(each, _SHOWN_CHARS) for each in flow.failures[:_SHOWN_FAILURES])

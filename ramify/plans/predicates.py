@@ -1,5 +1,5 @@
-"""What a ``filter`` keeps: parts that match a pattern or rank high for some words, and items whose
-fields compare as given. None of these asks a model; a leaf is the fourth kind of predicate.
+"""The predicates by which the step ``filter`` of a plan keeps items without asking a model: a
+pattern, a BM25 ranking, or a comparison of fields.
 
     Pattern("error|failed")                  parts with a match
     Relevance(top=20)                        the 20 parts that fit the question best, by BM25
@@ -35,7 +35,7 @@ _KIND_OF = {str: ("text", "date", "part"), bool: ("boolean",), int: ("number",),
 
 
 class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="regex"):
-    """Keeps the parts, texts or fields in which a regular expression matches.
+    """A predicate that keeps the parts, texts or fields in which a regular expression matches.
 
     >>> plans.Pattern("error|failed").keeps(["1 error", "fine"])
     [True, False]
@@ -55,15 +55,16 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
-        Raises ConfigError if items of the type ``given`` cannot be searched."""
+        """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
+        items of the type ``given`` cannot be searched; ``step`` is the name of the plan's step in
+        the error."""
         kind = given.field(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
             raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
         return BOOLEAN
 
     def keeps(self, items: Sequence[Any]) -> list[bool]:
-        """Return for each item whether it is kept."""
+        """Return one boolean for each item, which is True if the item is kept."""
         pattern = self._compiled()
         texts = (_text(value_at(item, self.field)) for item in items)
         return [isinstance(text, str) and pattern.search(text) is not None for text in texts]
@@ -75,7 +76,8 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class Relevance(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
 ):
-    """Keeps the parts with the passages that match some words best (BM25), in their order.
+    """A predicate that keeps the parts whose passages match some words best according to BM25, in
+    their original order.
 
     >>> plans.Relevance(top=3).top
     3
@@ -94,16 +96,17 @@ class Relevance(
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
-        Raises ConfigError if items of the type ``given`` cannot be ranked."""
+        """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
+        items of the type ``given`` cannot be ranked; ``step`` is the name of the plan's step in the
+        error."""
         if given.kind not in ("part", "text", "any"):
             raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return for each item whether it is among those that match the words best (BM25). Blocks
-        while the search index is built. Raises ConfigError if the package ``tantivy`` is
-        missing."""
+        """Return one boolean for each item, which is True for the items that match the words best
+        according to BM25. Blocks while the search index is built. Raises ConfigError if the package
+        ``tantivy`` is missing."""
         from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearchTool, has_tantivy
 
         if not has_tantivy():
@@ -132,7 +135,7 @@ class Relevance(
 class Comparison(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="field"
 ):
-    """Keeps the items with a field that compares as given.
+    """A predicate that keeps the items whose field compares with a given value as required.
 
     >>> plans.Comparison("n", ">", 2).keeps([{"n": 1}, {"n": 3}])
     [False, True]
@@ -150,8 +153,9 @@ class Comparison(
             raise ConfigError("the comparison 'in' needs a list of values")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result. ``step`` names the step of the plan in errors.
-        Raises ConfigError if items of the type ``given`` cannot be compared."""
+        """Return the type of the predicate's result. Raises ConfigError if items of the type
+        ``given`` cannot be compared with the value; ``step`` is the name of the plan's step in the
+        error."""
         kind = given.field(self.field, step)
         if not self.op:
             return kind
@@ -173,7 +177,7 @@ class Comparison(
         return BOOLEAN
 
     def keeps(self, items: Sequence[Any]) -> list[bool]:
-        """Return for each item whether it is kept."""
+        """Return one boolean for each item, which is True if the item is kept."""
         return [self._keeps(value_at(item, self.field)) for item in items]
 
     def _keeps(self, value: Any) -> bool:
@@ -191,7 +195,7 @@ class Comparison(
 
 
 def value_at(item: Any, field: str) -> Any:
-    """Return a field of a record; the item itself without ``field``."""
+    """Return the value of a field of a record. If no field is named, return the item itself."""
     if not field:
         return item
     return item.get(field) if isinstance(item, dict) else None

@@ -1,4 +1,4 @@
-"""Six ready plans, and the rules by which one is chosen for a question.
+"""Six ready-made plans for common kinds of questions, and the rules by which one is chosen.
 
     search      split ─ filter (BM25) ─ map ─ filter ─ best       the place that answers it
     classify    split ─ map ─ concat                              a label for each record
@@ -7,8 +7,8 @@
     summarise   split ─ map ─ reduce                              a summary of everything
     multi_hop   split ─ peek ─ filter ─ map ─ reduce ─ ask        facts that must be combined
 
-Each is a function that returns a ``Plan``; the question is filled in when the plan runs. Not here:
-the combinators that they are made of (``step_constructors.py``).
+Each of these is a function that returns a ``Plan``; the question is filled in when the plan runs.
+The functions from which they are composed are in ``step_constructors.py``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
 def search(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, top: int = 20, cut: bool = False
 ) -> Plan:
-    """Find the passage that answers the question. Of all parts, the ``top`` best by BM25 are
-    read; 0 reads all of them.
+    """Return a plan that finds the passage which answers the question. Only the ``top`` parts that
+    match the question best by BM25 are read; 0 reads all parts.
 
     >>> str(plans.search(top=5).type)
     'text'
@@ -70,7 +70,8 @@ def search(
 def classify(
     labels: Sequence[str], part_tokens: int = _PART_TOKENS, by: By = "lines", *, cut: bool = False
 ) -> Plan:
-    """Give each record one of ``labels``; the answer has them in order.
+    """Return a plan that gives each record one of several labels. The answer is the list of labels
+    in the order of the records.
 
     >>> str(plans.classify(["spam", "ham"]).type)
     'list of text'
@@ -86,8 +87,9 @@ def aggregate(
     answers: bool = True,
     cut: bool = False,
 ) -> Plan:
-    """Count what the question asks about. Without ``labels``, the leaf finds its own words. With
-    ``answers=False`` the counts are the answer; otherwise one more call answers from them.
+    """Return a plan that counts what the question asks about. If no labels are given, the model
+    finds its own words for what it counts. If ``answers`` is false, the counts are the answer;
+    otherwise one more call answers the question from the counts.
 
     >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
     'counts'
@@ -114,10 +116,10 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """Return a plan for questions that ask for pairs. A first model call names, for each record,
-    whom it is about and the value that the condition depends on. These values are counted. A second
-    call reads the counts and decides who fits which side of a pair, so a condition may depend on
-    several records. Code then makes the pairs.
+    """Return a plan for questions that ask for pairs. For each record, a model names whom it is
+    about and the value on which the condition depends, and these values are counted. A second call
+    decides from the counts who fits which side of a pair, so a condition may depend on several
+    records. Code then forms the pairs.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'
@@ -151,7 +153,7 @@ def pairwise(
 
 
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
-    """Summarise all of the context with the question in mind.
+    """Return a plan that summarises the whole context with regard to the question.
 
     >>> print([step.title for step in plans.summarise().steps])
     ['split', 'map summarise', 'reduce merge']
@@ -178,8 +180,9 @@ def multi_hop(
     overlap: int = 100,
     cut: bool = False,
 ) -> Plan:
-    """Answer a question whose facts are in several places. A leaf looks at the beginning of each
-    part; those that may matter are read for facts, and the facts are combined.
+    """Return a plan for questions whose facts are in several places. A model looks at the beginning
+    of each part and picks the relevant ones; these are read for facts, and the facts are combined
+    into an answer.
 
     >>> str(plans.multi_hop(overlap=200).type)
     'text'
@@ -239,7 +242,7 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
 
 
 class ChosenPlan(NamedTuple):
-    """A ready plan for a question."""
+    """The name of a ready-made plan that was chosen for a question, and the reason."""
 
     name: str
     reason: str
@@ -261,7 +264,8 @@ _RULES = (
 
 
 def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
-    """Choose a ready plan by the words of ``question``.
+    """Choose a ready-made plan according to the words of a question. If they ask for none, the
+    choice is ``classify`` if labels are given, and ``search`` otherwise.
 
     >>> plans.plan_for("How many errors are there?").name
     'aggregate'
@@ -275,7 +279,8 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
 
 
 def asked_plan(question: str) -> ChosenPlan | None:
-    """Return the ready plan that words of ``question`` ask for; None if no words do."""
+    """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
+    "how many". Returns None if they ask for none."""
     for name, pattern in _RULES:
         if found := re.search(pattern, question, re.IGNORECASE):
             return ChosenPlan(name, f"the question says {found[0]!r:.60}")
@@ -283,9 +288,9 @@ def asked_plan(question: str) -> ChosenPlan | None:
 
 
 def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
-    """Return a ready plan by its name. Without ``part_tokens``, its parts have the size that
-    ``ramify calibrate`` found for ``model``, the model of the leaves. Raises ConfigError for an
-    unknown name, or an option that the plan does not have.
+    """Return a ready-made plan by its name. Unless ``part_tokens`` is given, its parts have the
+    size that ``ramify calibrate`` found for the model that answers the plan's questions. Raises
+    ConfigError for an unknown name, or an option that the plan does not have.
 
     >>> plans.ready_plan("search", top=5) == plans.search(top=5)
     True
@@ -311,12 +316,12 @@ def strategy_for(
     is_table: bool = False,
     **options: Any,
 ) -> PlanStrategy:
-    """Return the strategy that answers ``question`` by the ready plan ``name``. Without a name, the
-    words of the question choose the plan. ``is_table`` is True if the context is CSV, whose first
-    line names the columns.
+    """Return the strategy that answers a question by the ready-made plan with this name. Without a
+    name, the plan is chosen by the words of the question. ``is_table`` says that the context is
+    CSV, whose first line names the columns.
 
-    The reason of the strategy says ``why`` the plan was named, or which rule chose it. If ``model``
-    is calibrated, it also says how large the parts are.
+    The strategy records as its reason ``why`` the plan was named, or which rule chose it. If the
+    model has a calibration, the reason also says how large the parts are.
 
     Example:
         strategy = plans.strategy_for("How many of these are complaints?", labels=("yes", "no"))
@@ -344,8 +349,8 @@ def _merged_tokens(part_tokens: int) -> int:
 
 
 def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """Return the leaf that labels each record, either with one of ``labels`` or in its own
-    words."""
+    """Return the question by which a model labels each record, with one of the given labels or,
+    without labels, in its own words."""
     if labels is None:
         return Leaf(
             "Question: {question}\n\nFor each numbered record, give in one to three words the "

@@ -1,13 +1,14 @@
-"""Plans in a session: the host's side of the module ``ramify_plans``.
+"""Lets code in a Python session run plans: the host's side of the module ``ramify_plans``, which
+such code can import.
 
     session: classify(…) ──> SessionPlans.strategy ──> PlanFunctionCall(calls) ──> labels
                                                        └ leaves: calls 0.3.0, 0.3.1, …
 
-A function of the module becomes a plan of one or several steps, which runs over the value that the
-session gave by the same code as a plan of the user. So it cuts, asks and counts in the same way,
-and is refused for the same reasons. What a session sends is untrusted: it is decoded and checked
-here. Not here: the functions that a model calls (``session_module.py``), and how a call of the
-session is recorded and paid for (``engine/host.py``).
+Each call of a function of the module becomes a plan of one or more steps, which runs over the value
+that the session sent. The same code runs the plans of users, so both cut, ask and count in the same
+way and are refused for the same reasons. What a session sends is untrusted: it is decoded and
+checked here. The functions that the session calls are in ``session_module.py``, and
+``engine/host.py`` records the calls and pays for them.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ without a model; `help(ramify_plans.map)` says more"""
 
 
 class SessionPlans:
-    """The tool behind the session's module ``ramify_plans``. Each call of a function of this module
-    is answered by a plan, whose questions to a model are recorded."""
+    """The tool that gives sessions the module ``ramify_plans``. Each call of a function of that
+    module is answered by a plan, whose questions to a model are recorded."""
 
     __name__ = "ramify_plans"
     __doc__ = "Plans in a session."
@@ -96,12 +97,13 @@ class SessionPlans:
 
     @property
     def session_source(self) -> str:
-        """Source code of the module ``ramify_plans``, which is installed in the session."""
+        """Return the source code of the module ``ramify_plans``, which is installed in each
+        session."""
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> PlanFunctionCall:
-        """Return the strategy that answers one call of a function of the module. Raises ConfigError
-        if the function or its options are not valid."""
+        """Return the strategy that answers one call of a function of ``ramify_plans``. Raises
+        ConfigError if there is no such function or its options are not valid."""
         if name not in _STEPS and name not in _READY:
             raise ConfigError(f"unknown function: {nearest(str(name), [*_STEPS, *_READY])}")
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
@@ -117,7 +119,7 @@ def _module_source() -> str:
 
 
 class PlanFunctionCall:
-    """Answers one call of a function of ``ramify_plans``."""
+    """Answers one call of a function of ``ramify_plans`` that code in a session made."""
 
     def __init__(
         self, name: str, value: Any, options: dict[str, Any], question: str | None
@@ -130,23 +132,23 @@ class PlanFunctionCall:
         self._options = options
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Run the plan and return the outcome, with the answer in the form that the session
-        decodes. Raises ConfigError, before any call, if the plan cannot read the value or may
-        exceed the budget."""
+        """Run the plan for this call and return its outcome, with the answer in the form that the
+        session decodes. Raises ConfigError before any model call if the plan cannot read the value
+        or may exceed the budget."""
         plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
         outcome = await answer_by(plan, first, given, calls)
         return msgspec.structs.replace(outcome, answer=self._sent(outcome.answer, first.value))
 
     @property
     def may_ask(self) -> bool:
-        """Whether this call may ask a model."""
+        """Return True if this call may ask a model."""
         by = self._options.get("predicate")
         is_leaf = isinstance(by, dict) and by.get("by") == "leaf"
         return self.title in ("map", "reduce", "ask", *_READY) or is_leaf
 
     @property
     def gives_parts(self) -> bool:
-        """Whether the answer is a list of parts."""
+        """Return True if the answer to this call is a list of text parts."""
         return self.title in ("split", "peek")
 
     def _prepared(self, context: Any) -> tuple[Plan, ValueBounds, ValueType | None]:
@@ -183,8 +185,9 @@ class PlanFunctionCall:
 
 
 def _received(sent: Any, context: Any) -> Any:
-    """Decode a value that code in a session sent. ``context`` is the session's context, which the
-    code names instead of sending it. Raises ConfigError if the value cannot be read."""
+    """Decode a value that a session sent to a plan function. A session only names its own context
+    instead of sending it, and ``context`` is put in its place. Raises ConfigError if the value
+    cannot be read."""
     if not isinstance(sent, dict):
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
@@ -208,7 +211,8 @@ def _received(sent: Any, context: Any) -> Any:
 
 
 def _part(fields: Any) -> TextPart:
-    """Return a part that a session gave back. Its records may have been forged."""
+    """Decode a text part that a session sent back, and check it, since the session may have forged
+    it."""
     is_valid = isinstance(fields, list) and len(fields) == 4
     if not is_valid or not all(isinstance(each, str) for each in fields):
         raise ConfigError("a part cannot be read: give what split returns")
@@ -230,8 +234,8 @@ def _fields(part: TextPart) -> list[str]:
 
 
 def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the indices of the kept items in ``value``. Each item of ``kept`` is an item of
-    ``value``, and the order is the same."""
+    """Return the indices of the kept items in the original list. Items are compared by identity and
+    must be in their original order."""
     places, found = iter(enumerate(value)), list[int]()
     for each in kept:
         found.append(next(index for index, item in places if item is each))
@@ -243,8 +247,8 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 
 
 def _built(name: str, value: Any) -> Any:
-    """Convert an option that the session sent to the value that a plan takes. Raises ConfigError if
-    it is not valid."""
+    """Convert an option that a session sent to the value that a plan needs, such as a ``Leaf``.
+    Raises ConfigError if the option is not valid."""
     if name not in _KINDS:
         return value
     try:
@@ -259,8 +263,8 @@ def _are_parts(value: Any) -> bool:
 
 
 def _type_of(value: Any) -> ValueType:
-    """Return the type that a plan uses for a value from a session, or ``ANY`` if it has no specific
-    one. Raises ConfigError for None."""
+    """Return the type that a plan uses for a value from a session; ``ANY`` if the value has no more
+    specific type. Raises ConfigError if the value is None."""
     match value:
         case bool():
             return BOOLEAN
@@ -290,7 +294,8 @@ def _part_type(parts: Sequence[TextPart]) -> ValueType:
 
 
 def _item_type(items: Sequence[Any]) -> ValueType:
-    """Return the type that all ``items`` have; None stands for an item that failed."""
+    """Return the type that all items of a list have in common, ignoring None, which stands for an
+    item that failed. Returns ``ANY`` if the types differ."""
     given = [item for item in items if item is not None]
     if given and all(isinstance(item, Mapping) for item in given):
         names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))

@@ -1,8 +1,9 @@
-"""The combinators: functions that each give a plan of one step, to be joined by ``|``.
+"""The functions from which plans are composed. Each returns a plan of one step, and ``|`` joins
+plans to longer ones.
 
     plans.split("lines") | plans.map(leaf) | plans.concat() | plans.count()
 
-Not here: what the steps do (``asking_steps.py``, ``symbolic_steps.py``).
+The steps themselves are in ``asking_steps.py`` and ``symbolic_steps.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ramify.plans.text_parts import By
 
 
 def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
-    """Cut the context into parts: see ``SplitText``.
+    """Cut the context into parts of bounded size. The options are the fields of ``SplitText``.
 
     >>> plans.split("lines", 2000, max_records=50).steps[0].shown()
     'split by lines, at most 2,000 tokens, 50 at most in one'
@@ -47,7 +48,7 @@ def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
 
 
 def peek(tokens: int = 500) -> Plan:
-    """Let the filters that follow read only the beginning of each part.
+    """Let the filters that follow read only the beginning of each part of the text.
 
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
@@ -56,7 +57,7 @@ def peek(tokens: int = 500) -> Plan:
 
 
 def map(leaf: Leaf) -> Plan:
-    """Ask ``leaf`` about each item.
+    """Ask a model a bounded question, called a leaf, about each item of a list.
 
     >>> plans.map(plans.Leaf("Summarise.", label="sum up")).steps[0].shown()
     'map sum up'
@@ -65,7 +66,8 @@ def map(leaf: Leaf) -> Plan:
 
 
 def filter(predicate: Pattern | Relevance | Comparison | Leaf) -> Plan:
-    """Keep the items for which the predicate is true.
+    """Keep the items for which a predicate is true, such as a pattern or a yes-or-no question to a
+    model.
 
     >>> plans.filter(plans.Pattern("error|failed")).steps[0].shown()
     'filter: /error|failed/'
@@ -74,7 +76,7 @@ def filter(predicate: Pattern | Relevance | Comparison | Leaf) -> Plan:
 
 
 def ask(leaf: Leaf) -> Plan:
-    """Ask ``leaf`` once about the whole value.
+    """Ask a model a bounded question, called a leaf, about the whole value.
 
     >>> plans.ask(plans.Leaf("Answer: {question}", label="answer")).steps[0].shown()
     'ask answer'
@@ -83,7 +85,8 @@ def ask(leaf: Leaf) -> Plan:
 
 
 def reduce(leaf: Leaf) -> Plan:
-    """Let ``leaf`` merge all items to one, in a tree of bounded fan-in.
+    """Let a model merge all items into one, in a tree of calls that each read a limited number of
+    items.
 
     >>> plans.reduce(plans.Leaf("Merge.", label="merge")).steps[0].shown()
     'reduce merge'
@@ -92,7 +95,8 @@ def reduce(leaf: Leaf) -> Plan:
 
 
 def both(left: Plan, right: Plan) -> Plan:
-    """Run two plans on one value, for ``join`` or ``combine``.
+    """Run two plans on the same value. The pair of their results can be passed to ``join`` or
+    ``combine``.
 
     >>> str(plans.both(plans.count("user"), plans.total("price")).type)
     'pair of counts and number'
@@ -101,7 +105,7 @@ def both(left: Plan, right: Plan) -> Plan:
 
 
 def concat() -> Plan:
-    """Join lists to one list, or texts to one text.
+    """Join a list of lists into one list, or a list of texts into one text.
 
     >>> plans.concat().steps[0].apply([["a"], ["b"]])
     ['a', 'b']
@@ -116,8 +120,8 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Return a plan that pairs the values of field ``key``: each value of an item that meets the
-    condition ``left`` with each value of an item that meets ``right``.
+    """Pair the values of a field: each value of an item that meets the condition ``left`` with each
+    value of an item that meets the condition ``right``.
 
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
@@ -126,7 +130,7 @@ def cross(
 
 
 def best(by: str = "") -> Plan:
-    """Take the item with the highest value of a field.
+    """Take the item that has the highest value of a field.
 
     >>> plans.best("score").steps[0].apply([{"score": 1}, {"score": 3}])
     {'score': 3}
@@ -135,7 +139,7 @@ def best(by: str = "") -> Plan:
 
 
 def field(name: str) -> Plan:
-    """Take one field of a record, or of each record of a list.
+    """Take one field of a record, or of each record in a list.
 
     >>> plans.field("user").steps[0].apply({"user": "a"})
     'a'
@@ -144,7 +148,7 @@ def field(name: str) -> Plan:
 
 
 def count(*by: str) -> Plan:
-    """Count the values of fields.
+    """Count how often each value of the given fields occurs.
 
     >>> plans.count("day").steps[0].apply([{"day": "Mon"}, {"day": "Mon"}])
     {'Mon': 2}
@@ -153,7 +157,7 @@ def count(*by: str) -> Plan:
 
 
 def spread() -> Plan:
-    """Count how many values have each count.
+    """Count how many values share each count, which turns counts into a histogram of counts.
 
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -162,7 +166,7 @@ def spread() -> Plan:
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:
-    """Add up the numbers of a field.
+    """Compute the sum of a numeric field over all items, or the mean, minimum or maximum.
 
     >>> plans.total("n", "mean").steps[0].apply([{"n": 1}, {"n": 2}])
     1.5
@@ -171,7 +175,7 @@ def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") ->
 
 
 def top(k: int, by: str = "") -> Plan:
-    """Keep the ``k`` highest.
+    """Keep the ``k`` items with the highest values, or the ``k`` highest counts.
 
     >>> plans.top(1).steps[0].apply({"ham": 1, "spam": 2})
     {'spam': 2}
@@ -180,7 +184,7 @@ def top(k: int, by: str = "") -> Plan:
 
 
 def distinct(field: str = "") -> Plan:
-    """Take the set of the values of a field.
+    """Take the distinct values of a field.
 
     >>> plans.distinct().steps[0].apply(["b", "a", "b"])
     ['a', 'b']
@@ -189,7 +193,7 @@ def distinct(field: str = "") -> Plan:
 
 
 def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
-    """Combine the two lists of ``both`` as sets.
+    """Combine the two lists that ``both`` returned as sets, by union, intersection or difference.
 
     >>> plans.combine("union").steps[0].apply((["a"], ["b"]))
     ['a', 'b']
@@ -198,7 +202,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
 
 
 def join(on: str) -> Plan:
-    """Join the records of the two lists of ``both``.
+    """Join the records of the two lists that ``both`` returned on a common field.
 
     >>> plans.join("id").steps[0].apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]
@@ -207,7 +211,7 @@ def join(on: str) -> Plan:
 
 
 def periods(field: str = "", per: Literal["day", "week", "month", "year"] = "day") -> Plan:
-    """Replace dates by their day, week, month or year.
+    """Replace dates by the day, week, month or year in which they are.
 
     >>> plans.periods("", "month").steps[0].apply(["May 3, 2024"])
     ['2024-05']

@@ -1,11 +1,12 @@
-"""Steps that ask no model: counts, sums, best, top, sets, joins, dates and pairs.
+"""The steps of a plan that compute their result without a model: counts, sums, maxima, sets, joins,
+dates and pairs.
 
     ["spam", "ham", "spam"]                    ──count──>    {"spam": 2, "ham": 1}
     [{"user": "a"}, {"user": "b"}]             ──cross──>    [["a", "b"]]
     [{"day": "2024-05-01"}]                    ──periods──>  [{"day": "2024-05"}]
 
-A value None stands for a record whose leaf failed, and is not counted. Not here: the steps that ask
-(see ``asking_steps.py``).
+A value None stands for a record about which the model call failed; it is not counted. The steps
+that ask a model are in ``asking_steps.py``.
 """
 
 from __future__ import annotations
@@ -46,30 +47,31 @@ _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
 
 
 class SymbolicStep(PlanStep, frozen=True):
-    """A step that computes its result without a model."""
+    """A step of a plan that computes its result without asking a model."""
 
     def apply(self, value: Any) -> Any:
-        """Compute the step's result for ``value``."""
+        """Compute the result of this step for a value."""
         raise NotImplementedError
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
-        """Return what is known in advance of the step's result if model replies decide its input.
-        ``shape`` is what is known of the input, and ``given`` is its type."""
+        """Return the bounds of the step's result if its input depends on model replies. ``shape``
+        has the bounds of the input, and ``given`` is the type of the input."""
         raise NotImplementedError
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
-        """Return what is known of the step's result before the plan runs. ``shape`` is what is
-        known of the input, and ``given`` is its type. The step asks no model, so nothing is added
-        to ``sheet``."""
+        """Return the bounds of the step's result before the plan runs; if the input is known
+        already, the result is computed. ``shape`` has the bounds of the input, and ``given`` is its
+        type. Nothing is added to ``sheet``, since the step makes no model calls."""
         return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
-        """Compute the step's result for ``value`` in a thread."""
+        """Compute the result of this step for a value in a thread, so that the event loop is not
+        blocked."""
         return await flow.in_thread(self.apply, value)
 
 
 class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
-    """Joins lists to one list, or texts and parts to one text.
+    """A step that joins a list of lists into one list, or a list of texts or parts into one text.
 
     >>> plans.ConcatLists().apply([["a"], ["b", "c"]])
     ['a', 'b', 'c']
@@ -97,8 +99,8 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """Pairs each value of a field, from items that meet one condition, with each different value
-    from items that meet another. Without conditions, all items count.
+    """A step that pairs values of a field: each value from items that meet one condition with each
+    different value from items that meet another. Without conditions, all items are used.
 
     >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
@@ -151,7 +153,8 @@ class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
 
 
 class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
-    """Takes the item with the highest value of a field; the first of several.
+    """A step that takes the item with the highest value of a field. If several have it, the first
+    one is taken.
 
     >>> plans.TakeMaxItem("score").apply([{"score": 1}, {"score": 3}])
     {'score': 3}
@@ -177,7 +180,7 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
 
 
 class TakeField(SymbolicStep, frozen=True, tag="field"):
-    """Takes one field of a record, or of each record of a list.
+    """A step that takes one field of a record, or of each record in a list.
 
     >>> plans.field("user").steps[0].apply([{"user": "a"}, {"user": "b"}])
     ['a', 'b']
@@ -203,7 +206,7 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
 
 
 class CountValues(SymbolicStep, frozen=True, tag="count"):
-    """Counts the values of one or several fields, most frequent first.
+    """A step that counts how often each value of one or several fields occurs, most frequent first.
 
     >>> plans.CountValues().apply(["ham", "spam", "spam"])
     {'spam': 2, 'ham': 1}
@@ -238,7 +241,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
 
 
 class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
-    """Counts the counts: how many values occur once, how many twice, and so on.
+    """A step that counts the counts: how many values occur once, how many twice, and so on.
 
     >>> plans.HistogramOfCounts().apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -257,7 +260,8 @@ class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
 
 
 class AggregateField(SymbolicStep, frozen=True, tag="total"):
-    """Adds up the numbers of a field, or takes their mean, least or greatest.
+    """A step that computes the sum of a numeric field over all items, or the mean, minimum or
+    maximum.
 
     >>> plans.AggregateField("price").apply([{"price": 2}, {"price": 3.5}])
     5.5
@@ -290,7 +294,8 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
 
 
 class TopItems(SymbolicStep, frozen=True, tag="top"):
-    """Keeps the ``k`` highest: of counts, or of records by a field.
+    """A step that keeps the ``k`` highest counts, or the ``k`` records with the highest values of a
+    field.
 
     >>> plans.TopItems(1).apply({"ham": 1, "spam": 2})
     {'spam': 2}
@@ -327,7 +332,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
 
 
 class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
-    """The set of the values of a field, sorted.
+    """A step that returns the distinct values of a field, sorted.
 
     >>> plans.DistinctValues().apply(["b", "a", "b"])
     ['a', 'b']
@@ -350,7 +355,7 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
 
 
 class SetOperation(SymbolicStep, frozen=True, tag="combine"):
-    """Combines two lists as sets.
+    """A step that combines two lists as sets, by union, intersection or difference.
 
     >>> plans.SetOperation("intersection").apply((["a", "b"], ["b", "c"]))
     ['b']
@@ -384,7 +389,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
 
 
 class JoinRecords(SymbolicStep, frozen=True, tag="join"):
-    """Joins the records of two lists that have the same value in a field.
+    """A step that joins the records of two lists which have the same value in a field.
 
     >>> plans.JoinRecords("id").apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]
@@ -425,8 +430,8 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
 
 
 class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
-    """Replaces the dates of a field by their day, week, month or year, so that they can be counted
-    and compared. A date that is not understood becomes None.
+    """A step that replaces the dates in a field by their day, week, month or year, so that they can
+    be counted and compared. A date in an unknown format becomes None.
 
     >>> plans.TruncateDates("day", "month").apply([{"day": "May 3, 2024"}])
     [{'day': '2024-05'}]
@@ -468,7 +473,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
 
 
 def number_at(item: Any, field: str) -> float | int | None:
-    """Return the number in a field of ``item``; None if there is none."""
+    """Return the number in a field of an item; None if the field holds no finite number."""
     value = value_at(item, field)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None

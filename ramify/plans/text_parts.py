@@ -1,12 +1,13 @@
-"""How a context is cut into parts: at lines, records, sentences, words or items of a list, with a
-hard bound.
+"""Cuts a context into parts that never exceed a given size, at the boundaries of lines, records,
+sentences, words or list items.
 
     texts ──> units (lines, …) ──> as many as fit the bound ──> Part, Part, …
 
-A token counts as three bytes of UTF-8, as in ``chunks`` of a session, so a part has at most
-``3 * tokens`` bytes, with the headers that name its texts. A part ends at the last unit that fits.
-Every character is in exactly one part, except those that an overlap repeats, which are counted.
-A unit that is larger than the bound is refused, or cut at a space if ``cut`` allows it.
+A token counts as three bytes of UTF-8, as in a session's function ``chunks``, so a part has at most
+``3 * tokens`` bytes, including the headers that name its texts. A part ends at the last unit that
+fits. Every character is in exactly one part, except those that an overlap repeats, which are
+counted. A unit that is larger than the bound is an error, or is cut at a space if ``cut`` allows
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _UNITS = {
 
 
 class TextSpan(msgspec.Struct, frozen=True):
-    """A range of characters in one text of the context."""
+    """A range of characters in one of the texts of a context."""
 
     name: str
     """Name of the text; empty if the context is a single text."""
@@ -47,7 +48,7 @@ class TextSpan(msgspec.Struct, frozen=True):
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A part of the context."""
+    """A part of a context, with its text, its place in the context, and the records in it."""
 
     text: str
     """What a leaf reads: the characters of ``spans``, after those that an overlap repeats, and
@@ -66,8 +67,8 @@ class TextPart(msgspec.Struct, frozen=True):
     """First line of a table, which names its columns; empty if the part is not of a table."""
 
     def numbered(self) -> str:
-        """Return the records with their numbers, one after the other, after the line with the names
-        of their columns, if there is one."""
+        """Return the records of this part as numbered lines. If the part belongs to a table, the
+        line that names the columns comes first."""
         return f"{self.columns}\n" * bool(self.columns) + "\n".join(
             f"{number}: {self.text[start:end]}"
             for number, (start, end) in enumerate(self.records, 1)
@@ -75,7 +76,8 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """How a context is cut."""
+    """The rule by which a context is cut into parts: at which boundaries, and how large a part may
+    be."""
 
     by: By
     tokens: int
@@ -98,8 +100,8 @@ def num_bytes(text: str) -> int:
 
 
 def items_of(context: Any) -> list[tuple[str, str]]:
-    """Return (name, text) of each item of a context: its texts, or its rows as JSON. Raises
-    ConfigError."""
+    """Return the items of a context as pairs of a name and a text: the texts of a list or dict, or
+    the rows of a table as JSON. Raises ConfigError if the context has no text."""
     texts = texts_of(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
@@ -108,8 +110,9 @@ def items_of(context: Any) -> list[tuple[str, str]]:
 
 
 def texts_of(context: Any) -> list[tuple[str, str]]:
-    """Return (name, text) of each text of a context. The name of a single text is empty. Values
-    that are not texts are written as lines of JSON. Raises ConfigError."""
+    """Return the texts of a context as pairs of a name and a text. A single text has an empty name.
+    Values that are not texts become lines of JSON. Raises ConfigError if the context cannot be read
+    as text."""
     if isinstance(context, TextPart):
         return [("", context.text)]
     if context is None:
@@ -138,7 +141,8 @@ def texts_of(context: Any) -> list[tuple[str, str]]:
 
 
 def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Cut ``texts`` into parts. Raises ConfigError for a unit that is larger than the bound."""
+    """Cut named texts into parts according to a rule. Raises ConfigError if a unit, such as a line,
+    is larger than a part may be and must not be cut."""
     if rule.by == "items":
         return _split_items(texts, rule)
     parts = _OpenPart(rule)
@@ -150,7 +154,7 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> lis
 
 
 def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Return parts of whole texts. Each text is one record, also a blank one."""
+    """Collect whole texts into parts. Each text counts as one record, even if it is blank."""
     parts = _OpenPart(rule)
     for number, (name, text) in enumerate(texts, 1):
         line = text if text.endswith("\n") else f"{text}\n"
@@ -173,7 +177,7 @@ def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart
 
 
 def truncate_to_bytes(text: str, most: int) -> str:
-    """Return the longest beginning of ``text`` that has at most ``most`` bytes."""
+    """Return the longest beginning of a text that has at most ``most`` bytes in UTF-8."""
     head = text[:most]
     if head.isascii():
         return head
@@ -185,7 +189,8 @@ def truncate_to_bytes(text: str, most: int) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the beginning of ``text`` up to a line end or a space, with at most ``most`` bytes."""
+    """Shorten a text to at most ``most`` bytes in UTF-8, if possible at a line end or a space. An
+    ellipsis marks the cut."""
     if num_bytes(text) <= most:
         return text
     head = truncate_to_bytes(text, max(1, most - 3))
@@ -194,7 +199,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class _Units:
-    """The units of one text, with sums of their sizes up to each of them."""
+    """The units of one text, such as lines or sentences, with cumulative sums of their sizes."""
 
     def __init__(self, text: str, rule: SplitRule) -> None:
         self.text = text
@@ -217,7 +222,7 @@ class _Units:
         self.filled = [0, *itertools.accumulate(filled)]
 
     def bytes_before(self, at: int) -> int:
-        """Return the number of UTF-8 bytes before the character with the index ``at``."""
+        """Return the number of UTF-8 bytes before the character at the index ``at``."""
         if self._is_ascii:
             return at
         unit = bisect.bisect_right(self.ends, at)
@@ -225,9 +230,9 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return the end of a part that begins at the index ``at``: the last unit boundary such
-        that the part has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if no
-        unit fits."""
+        """Return where a part that begins at the index ``at`` must end: at the last unit boundary
+        for which it has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if not
+        even one unit fits."""
         if room < 1:
             return at
         most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1
@@ -238,14 +243,14 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return the index at which the overlap before ``at`` begins: the first unit boundary such
-        that the overlap has at most ``most`` bytes."""
+        """Return where the overlap before the index ``at`` begins: at the first unit boundary for
+        which the overlap has at most ``most`` bytes."""
         first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
         start = self.ends[first - 1] if first else 0
         return min(at, start)
 
     def records(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, end) of each record from ``start`` to ``end`` that is not blank."""
+        """Yield the start and end of each record between two indices that is not blank."""
         if not self.has_records:
             return
         unit = bisect.bisect_right(self.ends, start)
@@ -270,7 +275,8 @@ def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
 
 
 def compiled(pattern: str) -> Any:
-    """Compile a regular expression whose search takes linear time. Raises ConfigError."""
+    """Compile a regular expression with RE2, which searches in linear time. Raises ConfigError if
+    the expression is not valid."""
     import re2
 
     options = re2.Options()
@@ -284,7 +290,8 @@ def compiled(pattern: str) -> Any:
 
 
 class _OpenPart:
-    """The part that is being filled, and those that are complete."""
+    """Collects pieces of text into the part that is currently being filled, and keeps the parts
+    that are complete."""
 
     def __init__(self, rule: SplitRule) -> None:
         self.closed: list[TextPart] = []
@@ -312,8 +319,9 @@ class _OpenPart:
     def add(
         self, header: str, text: str, lead: int, span: TextSpan, place: str, records: Any
     ) -> None:
-        """Add a piece of a text, which begins with ``lead`` characters of an overlap. ``records``
-        are (start, end) in ``text``."""
+        """Add a piece of a text to the current part. The first ``lead`` characters of the piece are
+        an overlap with the part before. ``records`` are the start and end of each record in the
+        piece."""
         before = "\n" if self._texts and not self._texts[-1].endswith("\n") and header else ""
         start = self._chars + len(before) + len(header)
         added = f"{before}{header}{text}"
@@ -327,7 +335,7 @@ class _OpenPart:
         self.room -= num_bytes(added)
 
     def close(self) -> None:
-        """End the part, if it has any text."""
+        """Complete the current part, unless it is empty, and begin a new one."""
         if self._spans:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
@@ -388,8 +396,8 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
 
 
 def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int) -> int:
-    """Return how many characters of a unit that is larger than ``room`` bytes go into one part.
-    Raises ConfigError if it may not be cut."""
+    """Return how many characters of a unit that is larger than ``room`` bytes go into one part,
+    which ends at a space if possible. Raises ConfigError if the unit must not be cut."""
     unit = bisect.bisect_right(units.ends, at)
     size = units.bytes_before(units.ends[unit]) - units.bytes_before(at)
     if not rule.cut and rule.by != "tokens":

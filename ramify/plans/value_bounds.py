@@ -1,10 +1,12 @@
-"""What is known about the values of a plan before any model is asked, and the calls that follow.
+"""Bounds on the values of a plan that are known before any model is asked, and on the model calls
+that follow from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
     CostSheet:               4 calls, exactly                                 1 call
 
-A step computes with a ``ValueBounds`` as it will compute with the value. So the cost of a plan is
-not a second description of it. Not here: prices (see ``plan_cost.py``).
+Each step transforms the bounds of its input in the same way as it will transform the value. The
+cost of a plan therefore needs no separate description, which might differ from what the plan does.
+``plan_cost.py`` adds prices.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ MAX_ITEMS = 10**15
 
 
 class ValueBounds(msgspec.Struct, frozen=True):
-    """What is known about one value of a plan before any model is asked: bounds on its size, and
-    the value itself if no model reply decides it."""
+    """Bounds on the size of one value of a plan, known before any model is asked. If the value does
+    not depend on a model's replies, the value itself is known too."""
 
     value: Any = None
     """The value, if ``is_known``; otherwise, for a list, the items of which some remain, or
@@ -48,12 +50,12 @@ class ValueBounds(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Maximum size in bytes of the whole value, as text in a prompt."""
+        """Return the maximum size in bytes of the whole value when it is written into a prompt."""
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> ValueBounds:
-        """Return the shape of a list that keeps at most ``num`` of the items, if it is not known
-        which."""
+        """Return the bounds of a list that keeps at most ``num`` of these items, when it is not
+        known which ones are kept."""
         num, total = min(num, self.num), self.total_bytes
         if self.value is None:  # the sizes of parts also have their places
             total = min(total, num * self.item_bytes)
@@ -63,7 +65,8 @@ class ValueBounds(msgspec.Struct, frozen=True):
 
 
 def known(value: Any) -> ValueBounds:
-    """Return the shape of a value that no model reply decides."""
+    """Return the bounds of a value that does not depend on a model's replies, together with the
+    value itself."""
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
         sides = known(value[0]), known(value[1])
@@ -80,8 +83,8 @@ def known(value: Any) -> ValueBounds:
 def unknown(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> ValueBounds:
-    """Return the shape of a value that depends on model replies, with upper bounds on its size:
-    ``num`` items of at most ``item_bytes`` bytes each."""
+    """Return the bounds of a value that depends on a model's replies: at most ``num`` items of at
+    most ``item_bytes`` bytes each."""
     total = num * item_bytes if total_bytes is None else total_bytes
     return ValueBounds(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
 
@@ -98,7 +101,7 @@ def _size(value: Any) -> int:
 
 
 class PlanStepCalls(msgspec.Struct, frozen=True):
-    """The model calls that one step of a plan makes, with upper bounds on their tokens."""
+    """The model calls that one step of a plan will make, with upper bounds on their tokens."""
 
     step: str
     """Name of the step with that of its leaf."""
@@ -119,7 +122,8 @@ class PlanStepCalls(msgspec.Struct, frozen=True):
 
 
 class CostSheet:
-    """Collects the model calls that the steps of a plan will make, to compute their cost."""
+    """Collects the model calls that the steps of a plan will make, from which the cost of the plan
+    is computed."""
 
     def __init__(self, question: str) -> None:
         self.question = question
@@ -133,8 +137,8 @@ class CostSheet:
         inputs: Iterable[int],
         outputs: Iterable[int],
     ) -> None:
-        """Add the calls of a step. ``inputs`` and ``outputs`` are upper bounds on the tokens of
-        each call's prompt and reply."""
+        """Add the model calls of a step whose prompts are known. ``inputs`` and ``outputs`` are
+        upper bounds on the tokens of each call's prompt and reply."""
         given, replied = list(inputs), list(outputs)
         self.steps.append(
             PlanStepCalls(
@@ -152,8 +156,8 @@ class CostSheet:
     def add_bounded(
         self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
     ) -> None:
-        """Add the calls of a step whose prompts are not known. ``total`` bounds the bytes that all
-        of them read, and ``largest`` those that one reads."""
+        """Add the model calls of a step whose prompts are not known yet. ``total`` bounds the bytes
+        that all calls read together, and ``largest`` the bytes that one call reads."""
         num = sum(waves)
         prompt = self.prompt_tokens(leaf)
         self.steps.append(
@@ -170,12 +174,12 @@ class CostSheet:
         )
 
     def prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the tokens of a leaf's request without the value that it
-        reads."""
+        """Return an upper bound on the tokens of a question's prompt, not counting the value that
+        it is asked about."""
         return self.tokens_of(leaf, "")
 
     def tokens_of(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Return an upper bound on the tokens of the request about ``given``."""
+        """Return an upper bound on the tokens of the request that asks a question about a value."""
         text = leaf.sent(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforced if kind else None
@@ -184,7 +188,7 @@ class CostSheet:
     def add_map(
         self, name: str, leaf: Leaf, shape: ValueBounds, *, is_preview: bool = False
     ) -> None:
-        """Add one call for each item of ``shape``."""
+        """Add one model call for each item of a list whose bounds are given."""
         if shape.value is None and not shape.is_known:
             largest = shape.item_bytes + BETWEEN_BYTES
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)

@@ -1,9 +1,9 @@
-"""Types of the values that flow through a plan, so that a plan is checked before it runs.
+"""Types of the values that pass through a plan, by which a plan is checked before it runs.
 
     split ──> list of part ──> map (leaf with an enum) ──> list of text ──> count ──> counts
 
-A leaf's type comes from its JSON schema. Not here: how a leaf's answer is checked against that
-schema (``engine/typed.py``), and which types a step accepts (see ``steps.py``).
+The type of a model's answer is derived from its JSON schema. ``engine/typed.py`` checks answers
+against their schemas, and each step says which types it accepts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.plugins import explained
 
 
 class ValueType(msgspec.Struct, frozen=True):
-    """Type of a value in a plan."""
+    """The type of a value in a plan, such as a text, a number or a list of records."""
 
     kind: str
     """``text``, ``part``, ``number``, ``boolean``, ``date``, ``record``, ``list``, ``counts``,
@@ -49,7 +49,7 @@ class ValueType(msgspec.Struct, frozen=True):
                 return self.kind
 
     def accepts(self, other: ValueType) -> bool:
-        """Whether a value of type ``other`` can stand where this type is needed."""
+        """Return True if a value of the type ``other`` can be used where this type is required."""
         if "any" in (self.kind, other.kind):
             return True
         if self.kind != other.kind:
@@ -63,7 +63,7 @@ class ValueType(msgspec.Struct, frozen=True):
         )
 
     def items(self, step: str) -> ValueType:
-        """Return the type of the items. Raises ConfigError if this is not a list."""
+        """Return the type of the items of a list. Raises ConfigError if this is not a list type."""
         if self.kind == "any":
             return ANY
         if self.kind != "list" or self.item is None:
@@ -73,7 +73,7 @@ class ValueType(msgspec.Struct, frozen=True):
         return self.item
 
     def field(self, name: str, step: str) -> ValueType:
-        """Return the type of a field; an empty ``name`` stands for the value itself. Raises
+        """Return the type of a record's field; an empty name stands for the value itself. Raises
         ConfigError if there is no such field."""
         if self.kind == "any" or not name:
             return self
@@ -104,8 +104,8 @@ def pair_of(first: ValueType, second: ValueType) -> ValueType:
 
 
 def check_fields(part: msgspec.Struct, what: str) -> None:
-    """Raise ConfigError if a field of ``part``, which is called ``what``, has a value of another
-    type than it declares."""
+    """Raise ConfigError if a field of a struct has a value of another type than the struct
+    declares. ``what`` is the name of the struct in the error."""
     for field in msgspec.structs.fields(part):
         value = getattr(part, field.name)
         if field.type is Any:
@@ -123,8 +123,8 @@ _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
 
 
 def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
-    """Return the type of the values that match a JSON schema. A value that may also be null has the
-    type of the other values."""
+    """Return the type of the values that match a JSON schema. Null is ignored, so a number that may
+    be null has the type of a number."""
     whole = schema if whole is None else whole
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     if name and name in whole.get("$defs", {}):

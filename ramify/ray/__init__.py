@@ -1,10 +1,10 @@
-"""Ramify in pipelines of Ray Data; needs the extra ``ray``.
+"""Asks questions within pipelines of Ray Data. Requires the extra ``ray``.
 
     asker = ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini")
     dataset.map_batches(asker, batch_size=500)
 
-These are all the public names (``__all__``). A whole map on a cluster needs none of them:
-``ramify.map(…, placement="ray")``.
+These are all the public names (``__all__``). To run a whole map on a cluster, use ``ramify.map(…,
+placement="ray")`` instead.
 """
 
 from ramify import lazy_namespace

@@ -1,7 +1,7 @@
-"""Sandboxes: each session of a model's code lives in a separate process, which this folder starts,
-talks to and ends.
+"""Sandboxes for code that models write. Each session runs in a separate process, which this package
+starts, communicates with and ends.
 
-A folder says which process runs its files, and under which module name:
+The files of each folder run in a particular process, under a particular module name:
 
     base.py, host/,   this process: the API, one      ramify.sandbox.…
     providers/        session, one kind of sandbox
@@ -12,14 +12,15 @@ A folder says which process runs its files, and under which module name:
                       and each session's first steps
     guest/            each session                    ramify_guest      hostile from its first cell
 
-Whatever runs below the line uses the standard library only, and ``host/server_files.py`` says how
-it is loaded. The modules of ``guest/`` are also imported here: both ends speak one protocol with
-one codec. So are constants and structures of ``server/`` and ``jail/``.
+The code below the line uses only the standard library, and ``host/server_files.py`` loads it into
+its process. The modules of ``guest/`` are also imported in this process, since both ends speak the
+same protocol with the same codec, and so are constants and structures of ``server/`` and ``jail/``.
 
-A session is forked from the fork server. Once its guest serves, cells may change everything in that
-process, so this process treats each of its frames as hostile: ``host/session_wire.py`` checks its
-form and size, and ``host/session.py`` whether it may arrive now.
+A session is forked from the fork server. Once it runs cells (pieces of model-written code), they
+may change everything in that process, so this process treats each message from a session as
+hostile: ``host/session_wire.py`` checks the form and size of the message, and ``host/session.py``
+checks whether it may arrive now.
 
-Imports go one way: ``providers`` → ``host`` → ``base.py`` → ``guest``; and ``jail`` → ``server`` →
-``guest``. Sandboxes of other vendors are in ``ramify/extras/sandboxes/``.
+Imports go in one direction: ``providers`` → ``host`` → ``base.py`` → ``guest``; and ``jail`` →
+``server`` → ``guest``. Sandboxes of other vendors are in ``ramify/extras/sandboxes/``.
 """

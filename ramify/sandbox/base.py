@@ -1,18 +1,20 @@
-"""The sandbox API: a live Python session, wherever it runs. The engine uses this protocol and every
-provider implements it.
+"""The sandbox API: a live Python session, wherever it runs. The engine uses this interface, and
+every sandbox provider implements it.
 
     engine ── Session.run(code, answer=…) ──> Transport (a byte stream) ──> guest/: one namespace
                      ^                                                         │
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
-A provider is little more than a ``Transport``; ``host/session.py`` speaks the guest's protocol over
-it. ``testing/conformance`` is the test suite that a provider must pass before it is documented.
+A provider mainly supplies a ``Transport``, over which ``host/session.py`` communicates with the
+code in the session. ``testing/conformance`` is the test suite that a provider must pass before it
+is documented.
 
-A context is encoded once: sessions are opened over it, a store keeps it by its digest, and child
-runs share it. A large one is in an anonymous memory file, which the fork server maps; a small one
-in a bytes object, which is sent to the session. A text in a file (``MappedText``) is not part of
-it: the encoded form refers to it by its hash, and sessions map the file. Not here: where and when
-it is decoded (see ``providers/process.py``), and the codec (see ``guest/values.py``).
+A context, the input of a session, is encoded once: sessions are opened with it, a store keeps it by
+its digest, and child runs share it. The encoded form of a large context is an anonymous memory
+file, which the fork server maps; that of a small one is a bytes object, which is sent to the
+session. A text that stays in its file (``MappedText``) is not copied: the encoded form refers to it
+by its hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the codec
+is in ``guest/values.py``.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ MAX_UNMAPPED_BYTES = 1 << 30
 
 
 class SharedContext:
-    """One value, encoded for any number of sessions. Raises SandboxError for a value that no
-    session can hold."""
+    """A value, such as the input of a run, that is encoded once and then shared by any number of
+    sessions. Raises SandboxError if the value has a type that no session can hold."""
 
     __slots__ = (
         "__weakref__",
@@ -114,13 +116,13 @@ class SharedContext:
 
     @property
     def fd(self) -> int | None:
-        """File descriptor of the encoded form if it is large, else None. Valid as long as this
-        object."""
+        """Return the file descriptor of the encoded form if the context is large; otherwise None.
+        The descriptor is valid as long as this object exists."""
         return self._fd if self._fd >= 0 else None
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of the encoded form; computed on first use."""
+        """Return the SHA-256 of the encoded form in hexadecimal. It is computed on first use."""
         import hashlib
 
         if self._digest is None:
@@ -128,16 +130,16 @@ class SharedContext:
         return self._digest
 
     def buffer(self) -> memoryview:
-        """Return the encoded form, read-only."""
+        """Return a read-only view of the encoded form."""
         return memoryview(self._data)
 
     @classmethod
     def decode(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
-        """Return the context whose encoded form (``buffer()``) is ``data``; the digest is equal,
-        too. ``references`` are the files that its texts stay in. Raises SourceError, which names
-        the file, if one has changed."""
+        """Create a context from its encoded form, so that its digest is the same as before.
+        ``references`` are the files in which some of its texts are. Raises SourceError, which names
+        the file, if one of them has changed."""
         files = {each.digest: ReferencedFile(check_unchanged(each)) for each in references}
         try:
             value, chars = unpack_value(data, files)
@@ -148,8 +150,8 @@ class SharedContext:
         return context
 
     def with_texts(self, value: Any) -> Any:
-        """Return ``value``, which a session over this context has given, with the texts in files to
-        which it refers. Raises LookupError for one that is not in this context."""
+        """Return a value that a session has sent, with its references to texts in files replaced by
+        these texts. Raises LookupError if a referenced text is not in this context."""
         if isinstance(value, FileDigest):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
@@ -159,8 +161,8 @@ class SharedContext:
         return value
 
     def unmapped(self) -> SharedContext:
-        """Return this context with the texts of its files in it, for a sandbox that cannot map
-        files. Raises SandboxError if they are too large for that."""
+        """Return this context with the texts of its files copied into it, for sandboxes that cannot
+        map files. Raises SandboxError if the files are too large for that."""
         if not self.files:
             return self
         size = sum(map(len, self.files))
@@ -172,8 +174,8 @@ class SharedContext:
         return SharedContext(_unmapped(self.value))
 
     def pack(self) -> dict[str, Any]:
-        """Return the value as data for any JSON writer, such as a journal; ``unpack`` reverses
-        it."""
+        """Return the value in a form that any JSON writer can store, such as the journal of a run.
+        ``unpack`` reverses this."""
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -182,7 +184,8 @@ class SharedContext:
 
     @staticmethod
     def unpack(packed: Any) -> Any:
-        """Return the value that ``pack`` turned into ``packed``."""
+        """Return the value that ``pack`` converted. Raises SandboxError if the data cannot be
+        read."""
         try:
             blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
@@ -193,8 +196,8 @@ class SharedContext:
 def mapped_text(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> MappedText:
-    """Return the text of the open file ``fd``, which stays in the file ``path``. It is read once,
-    and ``on_bytes`` is called with the number of bytes read so far."""
+    """Return the text of an open file without loading it into memory. ``path`` is the path of the
+    file. The file is read once, and ``on_bytes`` is called with the number of bytes read so far."""
     reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = ReferencedFile(reference, counts.start)
     return MappedText(
@@ -203,14 +206,14 @@ def mapped_text(
 
 
 def stays_in_files(value: Any) -> bool:
-    """Return True if a context is a text that stays in its file, or a dict with one."""
+    """Return True if a context is a text that stays in its file, or a dict that has such a text."""
     if isinstance(value, Mapping):
         return any(isinstance(item, MappedText) for item in value.values())
     return isinstance(value, MappedText)
 
 
 def _mapped_texts(value: Any) -> dict[str, MappedText]:
-    """Return the texts of a context that stay in their files, keyed by the digest of their file."""
+    """Return the texts of a context that stay in their files, by the digests of the files."""
     if isinstance(value, MappedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -226,8 +229,8 @@ def _unmapped(value: Any) -> Any:
 
 
 def anonymous_file(name: str) -> int:
-    """Create an anonymous memory file and return its descriptor; on platforms without memory files,
-    a file on disk that is already unlinked."""
+    """Create an anonymous memory file and return its file descriptor. On platforms without memory
+    files, it is a file on disk that has already been unlinked."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     import tempfile
@@ -237,8 +240,8 @@ def anonymous_file(name: str) -> int:
 
 
 def _seal(fd: int) -> None:
-    """Make a memory file immutable, if the platform can. No process may have it mapped at that
-    moment."""
+    """Make a memory file immutable, if the platform supports that. No process may have the file
+    mapped at that moment."""
     if hasattr(os, "memfd_create"):
         import fcntl
 
@@ -251,9 +254,10 @@ that it raises is raised in the session."""
 
 
 class SandboxCapabilities(msgspec.Struct, frozen=True):
-    """What a provider supports on this machine. The jail has tested its claims by attacking its own
-    walls. The other providers report what Docker, the cloud service or Monty promises;
-    ``testing/conformance`` tests those claims.
+    """What a sandbox provider can do on this machine, such as isolating files or forking sessions.
+    The default provider, the jail, has tested its claims by attacking itself. Other providers
+    report what Docker, the cloud service or Monty promises; ``testing/conformance`` tests these
+    claims.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session
@@ -295,7 +299,8 @@ configurations."""
 
 
 class _SpecFields(StrictKeywordsMeta):
-    """Metaclass of the specs: a field that another spec has is reported with what to write."""
+    """Metaclass of the sandbox configurations. If a field is given that only another configuration
+    has, the error says what to write instead."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         for name, value in fields.items():
@@ -317,8 +322,8 @@ class _SpecFields(StrictKeywordsMeta):
 
 
 class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unknown_fields=True):
-    """Configuration of a sandbox: the provider, and the limits of each session that all providers
-    have. A provider that has more options has another spec, such as ``JailSpec``.
+    """The configuration of a sandbox: its provider, and the limits of a session that all providers
+    support. A provider with more options has a subclass, such as ``JailSpec``.
 
     Example:
         SandboxSpec(provider="process", memory_bytes=1 << 30)
@@ -359,7 +364,8 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
 
 
 def listed(spec: SandboxSpec, name: str) -> None:
-    """Store a field that was given as a list as a tuple. Raises ConfigError if it is neither."""
+    """Convert a field that was given as a list to a tuple. Raises ConfigError if the value is not a
+    collection of items."""
     given = getattr(spec, name)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
@@ -369,7 +375,8 @@ def listed(spec: SandboxSpec, name: str) -> None:
 
 
 class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the default provider, the jail.
+    """The configuration of the default sandbox provider, the jail, which isolates sessions by means
+    of the Linux kernel.
 
     Example:
         JailSpec(tier="A", mounts=(("/srv/data", "/data"),))
@@ -416,7 +423,7 @@ it cannot know a plug-in's spec: ``provider_spec`` completes it."""
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """Result of one cell.
+    """The result of running one cell, which is a piece of code, in a session.
 
     Example:
         result = await session.run("1 + 1", answer=answer)
@@ -433,8 +440,9 @@ class CellResult(msgspec.Struct, frozen=True):
 
 
 class Session(Protocol):
-    """One live Python namespace. Only one ``run`` at a time; ``interrupt`` and ``close`` may be
-    called at any time.
+    """A live Python session that runs one piece of code (a cell) after another in the same
+    namespace. Only one ``run`` is allowed at a time; ``interrupt`` and ``close`` may be called at
+    any time.
 
     Example:
         await session.set("x", 2)
@@ -444,27 +452,28 @@ class Session(Protocol):
     caps: SandboxCapabilities
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Execute a cell; its calls to the host go to ``answer``, several at once if the code uses
-        threads.
+        """Run a piece of code in the session and return its output. ``answer`` handles the calls
+        that the code makes to the host, several at a time if the code uses threads.
 
-        ``timeout_s`` counts only while the session works. Raises SessionDied if the session crashed
-        or had to be killed.
+        ``timeout_s`` limits the time that the session works, without the time that it waits for
+        answers. Raises SessionDied if the session crashed or had to be killed.
         """
         ...
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        """Bind ``name``. A reserved name is restored after every cell that rebinds it. Raises
-        SandboxError, with the type, for a value that the codec does not support."""
+        """Bind a name in the session to a value. A reserved name is restored after every cell that
+        rebinds it. Raises SandboxError, which names the type, if the value cannot be sent to a
+        session."""
         ...
 
     async def get(self, name: str) -> Any:
-        """Return the value of ``name``. Raises HostCallError("NameError", …) or ("TypeError", …),
-        like the session itself would."""
+        """Return the value of a name in the session. Raises HostCallError of the kind "NameError"
+        if the name is unknown, or "TypeError" if the value cannot be sent."""
         ...
 
     async def install(self, module: str, source: str) -> None:
-        """Execute ``source`` as a module in the session and bind the names in its ``__all__`` as
-        reserved names.
+        """Run source code as a module in the session, and bind the names in its ``__all__`` as
+        reserved names, which cells cannot rebind for good.
 
         The module finds these names: ``call_host(name, *args, **kwargs)`` calls the host and raises
         ``HostError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
@@ -476,8 +485,8 @@ class Session(Protocol):
         ...
 
     async def fork(self) -> Session:
-        """Fork a branch: a second session that continues from this point and shares no mutable
-        state with this one.
+        """Fork the session: return a second one that continues from the same state and shares no
+        mutable state with this one.
 
         A session can be forked while it is idle, or while its cell waits for the host (in another
         task's ``run``); in that case, call ``resume`` on the branch first. Raises SandboxError if
@@ -488,34 +497,37 @@ class Session(Protocol):
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """In a branch that was forked in the middle of a cell, continue the cell to its end. The
-        host calls that were pending are sent to ``answer`` again, so each branch can get different
-        answers."""
+        """Continue a cell to its end in a branch that was forked in the middle of that cell. Calls
+        to the host that were pending are passed to ``answer`` again, so each branch can get
+        different answers."""
         ...
 
     async def close_tree(self) -> None:
-        """Close this session, the sessions it was forked from, and all their branches."""
+        """Close this session, the sessions from which it was forked, and all their other
+        branches."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """Stop the running cell: raise KeyboardInterrupt in its main thread, and kill the session
-        after the grace time."""
+        """Stop the running cell by raising KeyboardInterrupt in its main thread. The session is
+        killed if the cell has not stopped after the grace time."""
         ...
 
     async def close(self) -> None:
-        """End the session and every process it started. Idempotent."""
+        """End the session and every process that it started. Closing it again has no effect."""
         ...
 
 
 class PreparedContext(Protocol):
-    """A context that is prepared once for any number of sessions, such as a ``SharedContext``."""
+    """A context that is prepared once and then used by any number of sessions, such as a
+    ``SharedContext``."""
 
     @property
     def digest(self) -> str: ...
 
 
 class Sandbox(Protocol):
-    """A provider on this machine, ready to open sessions. One per RLM and event loop.
+    """A sandbox provider that is ready to open sessions on this machine. Each RLM has its own, for
+    one event loop.
 
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec())
@@ -527,9 +539,11 @@ class Sandbox(Protocol):
     """What the user must know before running hostile code here; None if the provider isolates."""
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
-        """Open a fresh session, with ``context`` (if given) bound as the reserved name ``context``.
+        """Open a new session. If a context is given, it is bound in the session as the reserved
+        name ``context``.
 
-        ``seed`` seeds ``random`` in the session, so that a replay draws the same numbers.
+        ``seed`` seeds the module ``random`` in the session, so that a replay draws the same
+        numbers.
         """
         ...
 
@@ -552,9 +566,9 @@ SANDBOXES = Registry(
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start in the background what the next sandbox of ``spec`` needs, if its provider supports
-    this. Use it while the caller has other work to do. Errors are ignored here; ``open_sandbox``
-    reports them."""
+    """Start in the background what the next sandbox with this configuration needs, if its provider
+    supports that, while the caller does other work. Errors are ignored here, because
+    ``open_sandbox`` reports them."""
     with contextlib.suppress(RamifyError, OSError):
         launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
         if launch_provider is not None:
@@ -562,11 +576,12 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
-    """Open the sandbox that ``spec`` describes. No process starts before its first session.
+    """Open the sandbox that a configuration describes. No process is started before its first
+    session is opened.
 
-    Raises ConfigError for an unknown provider or package, or for mounts that the provider does not
-    support. Raises SandboxError, with the missing feature, if this machine cannot run the provider,
-    and for whatever else a plug-in raises.
+    Raises ConfigError if the provider or a package is unknown, or if the provider does not support
+    the given mounts. Raises SandboxError if this machine lacks a feature that the provider needs,
+    or if a plug-in raises any other error.
 
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec(provider="docker"))
@@ -598,22 +613,23 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return the warning of ``sandbox``, unless the user both named the weak provider and accepted
-    it. ``allow_weaker`` with the jail does not say how much weaker, so that warning stays."""
+    """Return the warning of a sandbox, or None if the user named this weak provider and accepted
+    it. With the jail, ``allow_weaker`` does not say how much weaker it may be, so that warning is
+    always returned."""
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
 def check_provider(spec: SandboxSpec) -> None:
-    """Raise ConfigError if the spec's sandbox provider does not exist. A plug-in is imported for
-    this check; a built-in provider is not."""
+    """Raise ConfigError if the sandbox provider of a configuration does not exist. To find out,
+    plug-ins are imported; built-in providers are not."""
     if spec.provider not in SANDBOXES.ours:
         _provider(spec.provider)
 
 
 def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
-    """Return ``given`` (a spec, its fields as they are stored, or the name of a provider) as the
-    spec of its provider. Fields that are not given have their defaults. Raises ConfigError for a
-    field that the provider does not have.
+    """Return the full configuration of a sandbox in the class of its provider. ``given`` is a
+    configuration, its fields as they are stored, or the name of a provider. Fields that are missing
+    get their defaults. Raises ConfigError for a field that the provider does not have.
 
     Example:
         provider_spec({"provider": "jail", "tier": "A"})    # JailSpec(tier="A")
@@ -646,9 +662,9 @@ def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
 
 
 def spec_class(provider: str) -> type[SandboxSpec]:
-    """Return the class of a provider's spec: the annotated type of the parameter of its
-    ``open_provider``. It is the common class if there is no such annotation, or if the provider is
-    unknown, which ``check_provider`` reports."""
+    """Return the configuration class of a sandbox provider, which is the annotated type of the
+    parameter of its ``open_provider``. Returns ``SandboxSpec`` if there is no such annotation, or
+    if the provider is unknown."""
     if provider == "jail":
         return JailSpec  # without importing the jail
     try:
@@ -678,6 +694,6 @@ def _provider(name: str) -> Callable[[Any], Sandbox]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest that identifies ``value`` as a context in journals and trajectories. Raises
-    SandboxError if no session can hold the value."""
+    """Return the digest by which journals and trajectories identify a value as a context. Raises
+    SandboxError if the value has a type that no session can hold."""
     return SharedContext(value).digest
