@@ -60,8 +60,8 @@ def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: flo
 
 
 def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-    """Answer requests from standard input, by calling ``answer``, until the input is closed or
-    memory runs out."""
+    """Answer requests from standard input until it is closed or memory runs out. Each answer comes
+    from the function ``answer``."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):
         while True:

@@ -159,8 +159,9 @@ class ChildProcess:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the process to end, at most ``timeout_s`` seconds unless that is None. Returns
-        the exit status, a negative signal number, or None if the process still runs."""
+        """Wait for the process to end, and return its exit status (the negative signal number if a
+        signal killed it). Returns None if the process still runs after ``timeout_s`` seconds; None
+        as the limit waits forever."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
@@ -239,8 +240,8 @@ class ChildProcess:
         return bool(poll.poll(left_s * 1000))
 
     def _line(self) -> str | None:
-        """Return the next line that the guard has sent. Returns None if no complete line has
-        arrived yet, and an empty string if the guard has ended."""
+        """Return the next line that the guard has sent, or None if no complete line has arrived
+        yet. An empty string means that the guard has ended."""
         try:
             block = os.read(self._socket, 1000)
         except BlockingIOError:
@@ -365,8 +366,8 @@ class RequestProcessPool:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[subprocess.Popen[Any]]:
-        """Lend a process from the pool to the block. No other user gets the same process during the
-        block."""
+        """Lend a process from the pool for the duration of the block. No other caller gets the same
+        process meanwhile."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:

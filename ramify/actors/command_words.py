@@ -55,7 +55,7 @@ def split_command(
 
 
 def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Replace each placeholder in the words of a command by its value, and return the new words."""
+    """Replace each placeholder in a command's words by its value, and return the new words."""
     values = without_nulls(values)
     return [word.format_map(values) for word in words]
 
@@ -69,8 +69,8 @@ def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def absolute_word(word: str) -> str:
-    """Make a word of a command an absolute path if it names a file in the current folder, because
-    the command will run in another folder. Programs on PATH and other words are returned
+    """Convert a word of a command to an absolute path if it names a file in the current folder,
+    because the command will run in another folder. Programs on PATH and other words are returned
     unchanged."""
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word

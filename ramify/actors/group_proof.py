@@ -97,9 +97,9 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """While the block runs, make gloo listen on the loopback interface, provided that all processes
-    are on this machine. By default gloo listens on the host's name, which may not resolve, or may
-    be reachable from other machines."""
+    """Make gloo listen on the loopback interface during the block, provided that all processes are
+    on this machine. By default gloo listens on the host's name, which may not resolve, or may be
+    reachable from other machines."""
     with _SETTING:
         if not is_local or _INTERFACE in os.environ or not sys.platform.startswith("linux"):
             yield

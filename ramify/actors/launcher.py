@@ -97,7 +97,8 @@ _KILLED = -int(signal.SIGKILL)
 
 
 class Launcher(Protocol):
-    """Starts each process of a run on its slot, a share of one machine. Thread-safe."""
+    """Starts the processes of a run, each on its slot, which is a share of one machine.
+    Thread-safe."""
 
     @property
     def address(self) -> str:
@@ -228,9 +229,9 @@ class NodeAgent:
         return child.pid
 
     def poll(self, name: str) -> tuple[int | None]:
-        """Return the exit status of a process in a tuple of one, or (None,) while the process runs.
-        The tuple lets the caller distinguish a running process from a lost agent, for which the
-        call itself returns None."""
+        """Return the exit status of a process as a tuple of one element, which is None while the
+        process runs. The tuple lets the caller distinguish a running process from a lost agent, for
+        which the remote call itself returns None."""
         return (self._children[name].poll(),)
 
     def exit_reason(self, name: str) -> str:

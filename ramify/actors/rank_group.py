@@ -69,8 +69,8 @@ RankRequest = RankMethodCall | EndGroupRequest
 
 
 class PeerRankFailedError(TrainError):
-    """Raised on a rank that stops because another rank has failed. The other rank reports the
-    actual error."""
+    """Raised on a rank that stops because another rank has failed. That rank reports the actual
+    error."""
 
 
 class RankGroup:

@@ -215,7 +215,7 @@ class RankWatch:
                 return
 
     def stacks(self) -> str:
-        """Return the stack traces of the other ranks as text. The text says which ranks did not
+        """Return the stack traces of the other ranks as text, which also says which ranks did not
         answer in time."""
         self._answers.clear()
         self._ask_stacks(lambda: None)  # the watch thread reads the answers

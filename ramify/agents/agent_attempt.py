@@ -135,8 +135,8 @@ class AgentAttempt:
         return answer.replace(key, MARK) if isinstance(answer, str) else answer
 
     def record(self, answer: Any) -> Mapping[str, Any]:
-        """Return the metadata that is stored with the rollout's trajectory: how the agent ended.
-        Call this once, after the rollout."""
+        """Return the metadata to store with the rollout's trajectory, which tells how the agent
+        ended. Call this once, after the rollout."""
         is_scored = self._record is not None and self._record.folder
         if self._remove is not None and not is_scored:
             self._remove()

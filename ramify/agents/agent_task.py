@@ -212,8 +212,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return not self._compares
 
     def as_answer(self, right: Any) -> Any:
-        """Return the answer that an agent would give if its answer were right. ``validate`` uses it
-        to check that the reward function accepts the gold answer."""
+        """Return the answer that an agent would give if it were right. ``validate`` uses this to
+        check that the reward function accepts the gold answer."""
         convert = getattr(self._reward, "as_answer", None)
         return right if convert is None else convert(right)
 

@@ -380,8 +380,8 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
 
 
 def _decoded_text(argument: str) -> str:
-    """Decode a command-line argument that the locale could not decode: as UTF-8, or else as
-    Windows-1252, which is also how files are decoded."""
+    """Decode a command-line argument that is not valid in the locale's encoding. It is read as
+    UTF-8, or else as Windows-1252, as files are."""
     try:
         argument.encode()
         return argument
@@ -572,7 +572,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Select the settings that are fields of ``Limits``, and return those that are set."""
+    """Return those settings that are fields of ``Limits`` and have a value."""
     from ramify.engine.limits import Limits
 
     named = {**settings, "patience_s": settings.get("patience")}

@@ -283,7 +283,8 @@ def _names(given: str | None) -> list[str]:
 
 
 class _Command:
-    """Runs a single evaluation for ``ramify eval``, in contrast to a matrix of several."""
+    """Runs a single evaluation for ``ramify eval``, as opposed to a matrix of several
+    evaluations."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ State = Literal["starting", "asking", "running code", "last word", "done"]
 
 
 class SubcallTally(msgspec.Struct):
-    """Counts how many sub-calls of one kind were started, answered and failed, for a row of the
+    """Counts the sub-calls of one kind that were started, answered and failed, for a row of the
     live view."""
 
     started: int = 0

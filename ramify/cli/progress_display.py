@@ -122,9 +122,9 @@ Picture = Callable[[int, int], "Sequence[Text]"]
 
 
 def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
-    """Return the form of the progress display (live view, lines, JSON or none), from the value of
-    ``--progress`` or, without it, from the kind of stderr. With ``--quiet`` the form is ``none``.
-    Raises UsageError if the form is unknown."""
+    """Return the form in which progress is shown (live view, lines, JSON or none), from
+    ``--progress``, or else from whether stderr is a terminal. With ``--quiet`` the form is
+    ``none``. Raises UsageError if the form is unknown."""
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {nearest(given, FORMS)}")
     if notes.quiet:

@@ -45,7 +45,7 @@ _SHOWN_ROWS = 20
 
 
 def is_map(name: str) -> bool:
-    """Return True if a name has the form of the id of a map, or of one question of a map."""
+    """Return True if a name looks like the id of a map, or of one question of a map."""
     return _MARK in name
 
 

@@ -58,8 +58,8 @@ IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal")
 
 
 class TerminalCurves(msgspec.Struct):
-    """The curves and scores of a training run for the live view, collected from the metrics of its
-    steps."""
+    """The curves and scores of a training run that the live view shows, collected from the metrics
+    of each step."""
 
     name: str
     stage: str = "starting"
@@ -269,7 +269,8 @@ def _folder(resume: str | None) -> str | None:
 def _listener(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that shows the metrics of each step in the form of the progress display."""
+    """Return a function that shows the metrics of each step in the form that the user chose:
+    curves, lines, JSON or nothing."""
     match screen.form:
         case "live":
             return _drawing(name, folder, screen, is_resumed)

@@ -1,10 +1,10 @@
-"""Apply time-outs to many concurrent requests with a single timer.
+"""Apply timeouts to many concurrent requests with a single timer.
 
     with deadlines.at(now_s + 600) as deadline:      TimeoutError after 600 s
         deadline.reschedule(now_s + 900)
 
 ``asyncio.timeout`` makes a timer of the event loop for each block, and its heap then holds one for
-each request of the last minutes. Time-outs of requests are long, nearly all of them end early, and
+each request of the last minutes. Timeouts of requests are long, nearly all of them end early, and
 a later one seldom falls due before an earlier one. So one timer, which is set for the earliest of
 them, is enough: it is set again when it fires. Callers decide how long a request may take.
 """
@@ -17,7 +17,7 @@ from types import TracebackType
 
 
 class TimeoutScheduler:
-    """Cancels tasks that exceed their time-outs. One scheduler serves many tasks of an event loop
+    """Cancels tasks that exceed their timeouts. One scheduler serves many tasks of an event loop
     with a single timer."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class TimeoutScheduler:
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: TimeoutScope) -> None:
-        """Start to watch a time-out. If it is the earliest one, set the timer to it."""
+        """Start to watch a timeout. If it is the earliest one, set the timer to it."""
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
 
     def remove(self, deadline: TimeoutScope) -> None:
-        """Stop watching a time-out, because its block has ended."""
+        """Stop watching a timeout, because its block has ended."""
         self._open.discard(deadline)
 
     def _set_timer(self, when_s: float) -> None:
@@ -64,7 +64,7 @@ class TimeoutScheduler:
 
 
 class TimeoutScope:
-    """A context manager that applies a time-out to its block, as ``asyncio.timeout_at`` does.
+    """A context manager that applies a timeout to its block, as ``asyncio.timeout_at`` does.
     Entering and leaving the block never waits."""
 
     __slots__ = ("_cancelling", "_deadlines", "_is_late", "_task", "when_s")
@@ -77,14 +77,14 @@ class TimeoutScope:
         self._task: asyncio.Task[object] | None = None
 
     def reschedule(self, when_s: float) -> None:
-        """Move the time-out to another event-loop time. This has no effect if the time-out has
+        """Move the timeout to another event-loop time. This has no effect if the timeout has
         already passed."""
         self.when_s = when_s
         if self._task is not None and not self._is_late:
             self._deadlines.add(self)
 
     def expire(self) -> None:
-        """Cancel the task that runs the block, because the time-out has passed."""
+        """Cancel the task that runs the block, because the timeout has passed."""
         assert self._task is not None
         self._is_late = True
         self._task.cancel()

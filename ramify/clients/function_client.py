@@ -70,8 +70,8 @@ def count_message(message: Message) -> int:
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    """Convert what the function returned to a complete reply. The text is cut at ``max_tokens``,
-    and the tokens of prompt and reply are counted."""
+    """Convert what the model function returned to a complete reply. The text is cut at
+    ``max_tokens``, and the tokens of prompt and reply are counted."""
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (

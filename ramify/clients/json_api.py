@@ -7,14 +7,14 @@
 
 The clients of all providers use this module, so statuses, redirects, web pages and broken streams
 are handled in one way. Replies are streamed unless the user disables it: a long reply then has an
-idle time-out instead of a total one, and cancelling a request stops its cost. The events of a
+idle timeout instead of a total one, and cancelling a request stops its cost. The events of a
 stream are assembled into the body that the server would have sent without streaming, so the same
 code reads both. If a server refuses to stream, or its streams do not count tokens, later requests
 do not stream, because a budget needs the count.
 
 The content of requests and replies is defined by ``chat_json.py``, ``responses_json.py`` and
 ``anthropic_reply_parser.py``. ``reply_decoding.py`` bounds the size of replies, and
-``rate_limited_requests.py`` applies time-outs.
+``rate_limited_requests.py`` applies timeouts.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _STATUS_OF_ERROR = {
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the HTTP status that a normal response with this error would have. The body of an
-    error in a batch contains only the error's name; an unknown name gives 500."""
+    """Return the HTTP status that an error in a batch's results would have as a normal response.
+    The body of such an error contains only the error's name; an unknown name gives 500."""
     try:
         name = msgspec.json.decode(body)["error"]["type"]
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):

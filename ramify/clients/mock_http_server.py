@@ -21,8 +21,8 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class MockServerRequest:
-    """A request and the connection on which its client waits. Respond exactly once, immediately or
-    later."""
+    """A request and the connection on which its client waits. The handler must respond exactly
+    once, now or later."""
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 

@@ -75,7 +75,7 @@ _WAITED_FOR = {
     "outage": "an answer, because its requests failed",
 }
 _MOST_TIMEOUTS = 6
-"""Time-outs for which a stream may send signs of life and no text, while a model reasons."""
+"""Timeouts for which a stream may send signs of life and no text, while a model reasons."""
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model of unknown window."""
 
@@ -124,7 +124,7 @@ class RateLimitedClientPool:
         self._sleep = sleep
         self._wire = HttpConnectionPool()
         self.deadlines = TimeoutScheduler()
-        """Time-outs of the requests."""
+        """Timeouts of the requests."""
         self._clients: dict[str, Client] = {}
         self._bound: list[tuple[Model, Client]] = []
         self._own: list[Client] = []
@@ -367,7 +367,7 @@ class RateLimitedClientPool:
 
 
 class _Arrival:
-    """The idle time-out of a reply that is arriving. Every piece of the reply restarts it, but
+    """The idle timeout of a reply that is arriving. Every piece of the reply restarts it, but
     pieces without text do so only for a limited time."""
 
     def __init__(
@@ -382,7 +382,7 @@ class _Arrival:
         self._num_chars = 0
 
     def timeout(self, now_s: float) -> TimeoutScope:
-        """Start the time-out at the given event-loop time, and return a context manager that
+        """Start the timeout at the given event-loop time, and return a context manager that
         applies it."""
         self._text_at_s = now_s
         self._timeout = self._deadlines.at(now_s + self._timeout_s)
@@ -466,7 +466,7 @@ class RequestRetries:
         return None if is_limited else wait_s
 
     def record(self) -> None:
-        """Log for how long the request was failing, if it was retried and that took a second or
+        """Log how long the request kept failing, if it was retried and that took a second or
         longer."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())
@@ -480,8 +480,8 @@ class RequestRetries:
         return self._patience_s - self._out_s()
 
     def _out_s(self) -> float:
-        """Return for how many seconds the request has been failing, which is at least the time it
-        has waited between attempts."""
+        """Return how many seconds the request has been failing, which is at least the time it has
+        waited between attempts."""
         return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
 
     def _report(self, error: ModelError, wait_s: float) -> None:

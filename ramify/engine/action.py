@@ -109,7 +109,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
     def untyped(self) -> Any:
-        """Return the value of the answer for a question that does not demand a type.
+        """Return the value of the answer when the question demands no particular type.
 
         The text is read as JSON or as a Python literal, with two exceptions that stay text:
         ``None`` or ``null``, and a number that Python or JSON would write differently, such as 3.10
@@ -310,10 +310,10 @@ def _end_of_strings(text: str, start: int) -> int:
 
 
 def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
-    """Parse the code fence whose first line is ``opening``.
+    """Parse the code fence whose first line matched ``opening``.
 
-    Returns four values: the fence; the index after it; True if the fence turned out to be part of
-    the model's thinking; and True if a thinking block has been seen so far."""
+    Returns four values: the fence; the index after it; whether the fence turned out to be part of
+    the model's thinking; and whether a thinking block has been seen so far."""
     start = position = checked = min(opening.end() + 1, len(text))
     kept = [text[opening.start() : start]]
     body: list[str] = []
