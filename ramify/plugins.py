@@ -171,6 +171,20 @@ MOVED_MODULES = {
     "ramify.sandbox.providers.jail_fork": "ramify.sandbox.providers.jail_fork_connections",
     "ramify.train.losses.rollout_is": "ramify.train.losses.masked_importance_sampling",
     "ramify.train.signals.hints": "ramify.train.signals.hint_sources",
+    "ramify.extras.cluster.shape": "ramify.extras.cluster.model_and_device_specs",
+    "ramify.extras.sandboxes.file_relay": "ramify.extras.sandboxes.stream_over_files",
+    "ramify.extras.sandboxes.file_relay_remote": "ramify.extras.sandboxes.stream_over_files_remote",
+    "ramify.extras.cluster.rate": "ramify.extras.cluster.engine_rate",
+    "ramify.extras.cluster.steps": "ramify.extras.cluster.step_time_estimate",
+    "ramify.extras.cluster.launch_command": "ramify.extras.cluster.launch_cli",
+    "ramify.extras.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan:ClusterResourcePlan",
+    "ramify.extras.cluster.model_and_device_specs:DeviceSpec": (
+        "ramify.extras.cluster.model_and_device_specs:DeviceHardwareSpec"
+    ),
+    "ramify.inference.http.sglang:SglangServer": "ramify.inference.http.sglang:SglangEngineClient",
+    "ramify.inference.http.vllm:RamifyServer": "ramify.inference.http.vllm:RamifyEngineClient",
+    "ramify.inference.http.vllm:VllmServer": "ramify.inference.http.vllm:VllmEngineClient",
+    "ramify.train.signals.judge:HintJudge": "ramify.train.signals.judge:HintWritingJudge",
 }
 """Maps the beginning of a dotted path that an earlier version stored to the current one."""
 _OTHERS = "module:name or file.py:name"

@@ -12,9 +12,9 @@ The files of each folder run in a particular process, under a particular module 
                       and each session's first steps
     guest/            each session                    ramify_guest      hostile from its first cell
 
-The code below the line uses only the standard library, and ``host/server_files.py`` loads it into
-its process. The modules of ``guest/`` are also imported in this process, since both ends speak the
-same protocol with the same codec, and so are constants and structures of ``server/`` and ``jail/``.
+Whatever runs below the line uses the standard library only, and ``host/shipped_modules.py`` says how
+it is loaded. The modules of ``guest/`` are also imported here: both ends speak one protocol with
+one codec. So are constants and structures of ``server/`` and ``jail/``.
 
 A session is forked from the fork server. Once it runs cells (pieces of model-written code), they
 may change everything in that process, so this process treats each message from a session as

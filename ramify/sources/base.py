@@ -287,7 +287,7 @@ class SourceCollector:
         self.needs_session = False
         """True if a part of the context is only there through a tool."""
         self.pdfs: dict[str, Any] = {}
-        """Name of a PDF -> what renders its pages; see ``pdf_pages.RenderablePdf``."""
+        """Name of a PDF -> what renders its pages; see ``RenderablePdf``."""
         self.tables: list[LoadedTable] = []
         self.kept_tables: Any = None
         """Folder of tables that were not separate files; see ``tables.TemporaryTableFolder``."""

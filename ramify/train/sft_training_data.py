@@ -122,8 +122,8 @@ class DemonstrationSet(NamedTuple):
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
-    """Folder that caches the token ids of the trajectories (``data/tokenization_cache.py``). None:
-    the trajectories are not stored, so they are tokenized each time that they are made."""
+    """Folder that caches the token ids of the trajectories (``data/tokenization_cache.py``). None: the
+    trajectories are not stored, so they are tokenized each time that they are made."""
 
 
 class RunsOfStore(list[Trajectory]):

@@ -47,7 +47,7 @@ def helpers() -> set[int]:
     found = set()
     for pid in children:
         with contextlib.suppress(OSError):
-            if b"helper_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"untrusted_data_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(int(pid))
     return found
 

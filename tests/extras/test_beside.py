@@ -18,8 +18,10 @@ OLD_PLACES = {
     "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted",
     "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.conformance",
-    "ramify.cluster.plan:ClusterResourcePlan": "ramify.extras.cluster.plan",
-    "ramify.cluster.shape:DeviceHardwareSpec": "ramify.extras.cluster.model_and_device_specs",
+    "ramify.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan:ClusterResourcePlan",
+    "ramify.cluster.shape:DeviceSpec": (
+        "ramify.extras.cluster.model_and_device_specs:DeviceHardwareSpec"
+    ),
     "ramify.tasks.evidence:evidence": "ramify.extras.studies.paper_evidence_task",
     "ramify.tasks.needle:needle": "ramify.extras.suites.niah",
     "ramify.tasks.oolong:oolong": "ramify.extras.suites.oolong",
@@ -88,5 +90,6 @@ def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
 @pytest.mark.parametrize(("old", "module"), OLD_PLACES.items())
 def test_a_place_that_an_old_run_stored_resolves(old: str, module: str) -> None:
     found = Registry("part", "ramify.tests", {}).of(old)
-    name = old.partition(":")[2]
+    module, _, name = module.partition(":")
+    name = name or old.partition(":")[2]
     assert (found.__module__, found.__qualname__) == (module, name)

@@ -168,7 +168,7 @@ PUBLISHED = {
     "multihop": "dc7828a8afddbeca",
     "niah": "a2e0dc69e59db7e7",
     "oolong": "f87710f10e7d5c43",
-    "oolong_pairs": "a22e7f9ce07895de",
+    "oolong_pairs": "6b2e09f27c4b3daf",
     "planted": "5c0c4516e84dc15d",
 }
 """Suite -> hash of its strategy and of how a leaf reads and errs, without docstrings of the leaf.

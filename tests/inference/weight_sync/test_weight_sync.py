@@ -317,7 +317,7 @@ def test_engine_with_another_base_gets_all_weights() -> None:
             FullWeightsRequiredError,
             match=r"builds on the weights '\w+', but this engine has 'none of them'",
         ):
-            list(fresh.take(chunk.info))
+            list(fresh.unpack_chunk(chunk.info))
         received: list[Weights] = [{}]
         sync(weight_sync, [fresh], trained, received, 2, whole=True)
         assert same(trained, received[0])
@@ -367,7 +367,7 @@ def test_receiver_reports_unreachable_or_inconsistent_chunks() -> None:
             list(
                 WEIGHT_SYNCS.of("shared")
                 .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
-                .take(chunk.info)
+                .unpack_chunk(chunk.info)
             )
         with pytest.raises(ValueError, match=r"bytes, but \d+ arrived"):
             list(
