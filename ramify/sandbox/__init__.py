@@ -12,7 +12,7 @@ The files of each folder run in a particular process, under a particular module 
                       and each session's first steps
     guest/            each session                    ramify_guest      hostile from its first cell
 
-Whatever runs below the line uses the standard library only, and ``host/shipped_modules.py`` says how
+Whatever runs below the line uses the standard library only, and ``shipped_modules.py`` says how
 it is loaded. The modules of ``guest/`` are also imported here: both ends speak one protocol with
 one codec. So are constants and structures of ``server/`` and ``jail/``.
 

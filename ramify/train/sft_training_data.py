@@ -122,7 +122,7 @@ class DemonstrationSet(NamedTuple):
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
-    """Folder that caches the token ids of the trajectories (``data/tokenization_cache.py``). None: the
+    """Folder that caches the token ids of the trajectories (``tokenization_cache.py``). None: the
     trajectories are not stored, so they are tokenized each time that they are made."""
 
 

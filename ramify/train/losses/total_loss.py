@@ -242,8 +242,8 @@ def _components(
 
 
 def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
-    """Estimate KL(now, ref), in nats per token. With d = ref - now, the estimators are k1 = -d, k2
-    = d²/2 and k3 = exp(d) - d - 1 (d is clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and
+    """Estimate KL(now, ref) per token. With d = ref - now, the estimators are k1 = -d, k2 =
+    d²/2 and k3 = exp(d) - d - 1 (d is clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and
     the gradient of k2, which on-policy is the gradient of the true KL."""
     if kind == "k1":
         return now - ref

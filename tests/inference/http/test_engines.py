@@ -42,7 +42,8 @@ def test_http_engine_gives_the_same_reply_as_the_embedded_engine() -> None:
             ):
                 ours, theirs = await local.complete(asked), await made.engines.complete(asked)
                 assert (theirs.prompt_ids, theirs.token_ids) == (ours.prompt_ids, ours.token_ids)
-                assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-6)
+                # in float32, processors add products in different orders
+                assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-5)
                 assert (theirs.message, theirs.finish, theirs.versions) == (
                     ours.message,
                     ours.finish,
