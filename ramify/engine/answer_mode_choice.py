@@ -39,8 +39,8 @@ _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xl
 
 
 class ModeChoiceInput(msgspec.Struct, frozen=True):
-    """The facts about a question that are known before any model has been asked. The mode of the
-    question is chosen from them."""
+    """The facts from which the mode of a question is chosen. All of them are known before any model
+    has been asked."""
 
     question: Question
     root: Client

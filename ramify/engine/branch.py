@@ -53,6 +53,7 @@ class BranchedCall:
         continuations it should have, and branch if there is more than one."""
         call = self._rlm_call.call
         while True:
+            # The turn at which this continuation has just branched must not branch again.
             width = self._search.width(call) if self._branched_at != call.turn else 1
             outcome = await (self._branch(width) if width > 1 else self._rlm_call.step())
             if outcome is not None:
@@ -86,6 +87,7 @@ class BranchedCall:
                 f"{chosen._rlm_call.call.id} answers",
             )
         finally:
+            # If an error prevented the choice, this continuation keeps its session.
             for branch in branches:
                 if branch is not (chosen or self):
                     await branch.chosen.close()

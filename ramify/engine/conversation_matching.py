@@ -171,8 +171,8 @@ def _sent_before(
 
 
 def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
-    """Return True if the call at ``place`` has already sent this same request for its next turn, as
-    a client does that retries."""
+    """Return True if the call has already sent this same request for its next turn, for example
+    because a client retries. ``place`` is the call and the turn that the request continues."""
     if place.call is None:
         return False
     sent = place.call.prompt_after(place.num_turns)

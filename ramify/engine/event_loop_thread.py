@@ -273,8 +273,8 @@ class SyncApiResources:
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """Create a runner that opens its resources with ``pin`` and closes them with ``unpin``.
-        Both are called on the event loop."""
+        """Prepare resources that are opened with ``pin`` and closed with ``unpin``. Both functions
+        are called on the event loop."""
         self._pin = pin
         self._unpin = unpin
         self._pinned: asyncio.AbstractEventLoop | None = None

@@ -162,8 +162,8 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
 
 
 class LargestOverrun(NamedTuple):
-    """The largest usage that a model has reported for replies that used more than was reserved for
-    them."""
+    """The largest usage that a model has reported for replies that exceeded their reservations.
+    Later requests to the model reserve correspondingly more."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -175,8 +175,8 @@ class LargestOverrun(NamedTuple):
     """Dollars of one reply."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> LargestOverrun:
-        """Return the excess after one more reply, which used ``reported`` although at most ``most``
-        was expected."""
+        """Return the overrun after one more reply, which used ``reported`` although at most
+        ``most`` was expected."""
         return LargestOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
@@ -375,6 +375,7 @@ class BudgetLedger:
             exceeded = self.would_pass(amount)
             if exceeded is not None:
                 admission.set_exception(self._reached(exceeded, amount))
+            # The first request in the queue blocks the others, so large ones are not starved.
             elif not self.is_draining and (
                 self._first_exceeded(self._committed().plus(self.outstanding).plus(amount)) is None
             ):

@@ -49,8 +49,8 @@ _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.
 
 
 class SharedRunState:
-    """A run in progress: the budget, models, tools, contexts and prompts that all of its calls
-    share. An instance belongs to one event loop."""
+    """The state that all calls of a run in progress share: its budget, models, tools, contexts and
+    prompts. An instance belongs to one event loop."""
 
     def __init__(
         self,

@@ -400,7 +400,7 @@ class RlmCall:
 
     async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
         """Return the value of a ``FINAL(…)`` or ``FINAL_VAR(…)`` that the model wrote as text
-        instead of code. If the variable does not exist, add a note for the model and return
+        instead of code. If the variable cannot be read, add a note for the model and return
         ``_NOTHING``."""
         name = final.text
         if final.as_is:

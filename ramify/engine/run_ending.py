@@ -168,7 +168,7 @@ class RunEnder:
 
     def overdue(self, error: RamifyError | None = None) -> None:
         """Cancel a run that has not ended by its deadline. ``error`` is given if the event loop was
-        blocked; otherwise an error is created that says what the run is waiting for."""
+        blocked; otherwise, the error that is created says what the run is waiting for."""
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(
