@@ -86,8 +86,8 @@ def levels_from(level: int) -> dict[str, int]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a log record as one line. With ``short=True``, the line is shorter, for a
-    terminal."""
+    """A formatter that writes a log record as one line. With ``short=True``, the line is shorter,
+    for a terminal."""
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a log record as one JSON object, on one line."""
+    """A formatter that writes a log record as one JSON object, on one line."""
 
     def format(self, record: LogRecord) -> str:
         runs, process = runs_of(record), _process_of(record)
@@ -194,8 +194,8 @@ class _ComponentLogHandler(logging.Handler):
 
 
 class FileLogHandler(_ComponentLogHandler):
-    """Writes log records of level INFO and above to a file, one line of bounded length each.
-    Several processes may append to the same file."""
+    """A handler that writes log records of level INFO and above to a file, one line of bounded
+    length each. Several processes may append to the same file."""
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
         """Create a handler for the file at ``path``. The file is created at the first record, and
@@ -234,8 +234,8 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """Shows log records on a terminal: those that a command marks to be shown, and also those that
-    the log levels ask for, in a short form."""
+    """A handler that shows log records on a terminal: those that a command marks to be shown, and
+    also those that the log levels ask for, in a short form."""
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
@@ -279,7 +279,7 @@ class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ForwardingLogHandler(_ComponentLogHandler):
-    """Sends log records of level INFO and above to another process."""
+    """A handler that sends log records of level INFO and above to another process."""
 
     def __init__(self, send: Callable[[ForwardedLogRecord], None]) -> None:
         super().__init__(levels_from(INFO))

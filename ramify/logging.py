@@ -70,8 +70,9 @@ _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", defaul
 
 
 class LogRedactionFilter(logging.Filter):
-    """Removes secrets from each log record, limits its length, and adds the ids of the current
-    runs. It changes the record itself, since the application's handlers receive the same one."""
+    """A filter that removes secrets from each log record, limits its length, and adds the ids of
+    the current runs. It changes the record itself, since the application's handlers receive the
+    same one."""
 
     def filter(self, record: LogRecord) -> bool:
         secrets = SecretRedactor()
@@ -204,8 +205,8 @@ class ComponentLogger:
 
 
 class _PlainRecords(logging.NullHandler):
-    """Passes records of plain ``logging.getLogger("ramify.…")`` calls, such as those of a plug-in,
-    to the attached handlers."""
+    """A handler that passes records of plain ``logging.getLogger("ramify.…")`` calls, such as those
+    of a plug-in, to the attached handlers."""
 
     def handle(self, record: LogRecord) -> bool:
         if not hasattr(record, "is_filtered"):

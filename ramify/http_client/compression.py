@@ -14,8 +14,8 @@ from ramify.errors import MalformedResponse
 
 
 class HttpBodyDecompressor:
-    """Decompresses the body of one response, piece by piece. A body that would exceed the size
-    limit is an error."""
+    """A decompressor for the body of one response, used piece by piece. A body that would exceed
+    the size limit is an error."""
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
         """Create a decompressor for a body with this Content-Encoding. Raises MalformedResponse if

@@ -76,8 +76,8 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class RequestDestination(msgspec.Struct, frozen=True):
-    """Where and how a client sends its requests: URL, method, headers and proxy. It is computed
-    once per client, so that a single request needs no lookup."""
+    """The destination of a client's requests: URL, method, headers and proxy. It is computed once
+    per client, so that a single request needs no lookup."""
 
     url: str
     method: Method
@@ -348,9 +348,9 @@ class _ProxyRefused(Exception):
 
 
 class HttpExchange:
-    """One request and its response. Entering the ``async with`` block sends the request and waits
-    for the head of the response. Leaving the block returns the connection to the pool if the
-    response is complete, and closes the connection otherwise."""
+    """A request and its response. Entering the ``async with`` block sends the request and waits for
+    the head of the response. Leaving the block returns the connection to the pool if the response
+    is complete, and closes the connection otherwise."""
 
     status: int
     headers: dict[str, str]
@@ -559,7 +559,7 @@ class _Connection(asyncio.Protocol):
         return is_whole and is_open and self._is_sent and self._error is None
 
     def is_quiet(self) -> bool:
-        """True if this idle connection is still open and no data has arrived on it."""
+        """Return True if an idle connection is still open and no data has arrived on it."""
         if self._transport is None or self._transport.is_closing():
             return False
         if self._poll is None:

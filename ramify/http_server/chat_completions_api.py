@@ -134,8 +134,8 @@ encode = model_api.encode
 
 
 class ChatExchange:
-    """One chat completion: the parsed request, and the methods that write its replies as one body
-    or as events."""
+    """A chat completion: the parsed request, and the methods that write its replies as one body or
+    as events."""
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
         """Prepare to answer a parsed request. Raises Refused or RequestRejected for a request that

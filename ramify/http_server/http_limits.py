@@ -6,7 +6,7 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the connections of a server, and on the heads and bodies of its requests."""
+    """The limits on the connections of a server, and on the heads and bodies of its requests."""
 
     max_body_bytes: int = 64 << 20
     """Maximum bytes of one body, and of all bodies that are being received from one key."""

@@ -116,8 +116,8 @@ _decoder = msgspec.json.Decoder(MessagesRequest)
 
 
 class MessagesExchange:
-    """One message: the parsed request, and the methods that write the reply as one body or as
-    events."""
+    """A request for a message in Anthropic's API, with the methods that write the reply as one body
+    or as events."""
 
     num_replies = 1
 

@@ -71,8 +71,7 @@ class ServedModel(Protocol):
 
 
 class ModelApiExchange(Protocol):
-    """One request in the format of an API, with the methods that write the answer in the same
-    format.
+    """A request in the format of an API, with the methods that write the answer in the same format.
 
     ``body`` returns a whole response. A stream consists of ``begin``, any number of ``grow``,
     ``end`` for each reply, and ``close``; ``fail`` replaces the rest after an error.
@@ -282,7 +281,7 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
 
 
 class ReplyDeltaTracker:
-    """Remembers how much of a streamed message was sent, and finds the text that is new."""
+    """A record of how much of a streamed message was sent, which finds the text that is new."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None

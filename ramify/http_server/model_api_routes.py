@@ -45,8 +45,8 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 
 
 class CallerModel(msgspec.Struct, frozen=True):
-    """What one caller of a server may use: the model that answers, and the responses that are
-    stored for this caller."""
+    """The model that answers one caller of a server, with the responses that are stored for this
+    caller."""
 
     model: ServedModel
     stored: StoredResponses

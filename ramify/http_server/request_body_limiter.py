@@ -29,7 +29,8 @@ SMALL_BYTES = 64 << 10
 
 
 class RequestBodyLimiter:
-    """Receives the bodies of one server's requests, within its limits on memory and time."""
+    """A reader for the bodies of one server's requests, with limits on the memory and time that
+    they may take."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits

@@ -145,7 +145,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 class ResponsesExchange:
-    """One response: the parsed request, and the methods that write the reply as one body or as
+    """A request in OpenAI's responses API, with the methods that write the reply as one body or as
     events."""
 
     num_replies = 1

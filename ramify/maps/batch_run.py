@@ -98,7 +98,7 @@ class BatchQuestion(msgspec.Struct, frozen=True):
 
 
 class MapBatchJobs:
-    """All batches of one map: those that earlier starts of it uploaded, and those that are uploaded
+    """The batches of one map: those that earlier starts of it uploaded, and those that are uploaded
     now."""
 
     def __init__(
@@ -562,7 +562,7 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """What was found while the results of one batch were downloaded, apart from the replies."""
+    """The findings while the results of one batch were downloaded, apart from the replies."""
 
     num_cancelled: int = 0
     cause: Refused | None = None

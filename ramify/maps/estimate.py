@@ -50,7 +50,7 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     cpu_s: float = 0.0
     """CPU time (seconds) of this process from the start of the sample until then."""
     is_first: bool = False
-    """Whether it was asked alone, before the others."""
+    """True if it was asked alone, before the others."""
 
 
 class MapEstimate(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class MapEstimate(msgspec.Struct, frozen=True):
     workers_for_an_hour: int
     """Workers like this one that end within an hour, if the provider lets them all through."""
     is_batch: bool = False
-    """Whether the cost is at the price of a batch. The time is then the provider's: at most a day
+    """True if the cost is at the price of a batch. The time is then the provider's: at most a day
     for each batch."""
 
 

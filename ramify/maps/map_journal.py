@@ -62,8 +62,8 @@ RAY_MAPS = "ray_maps"
 
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
-    """What the journal says about a map on a Ray cluster, whose rows are in its output files: the
-    columns, and the file that records what was spent."""
+    """The part of a map's journal that is only used on a Ray cluster, where the rows are in output
+    files: the columns, and the file that records what was spent."""
 
     record: str
     """Name of the file in ``ROOT/ray_maps`` that says what is spent (see shared_budget.py)."""
@@ -114,7 +114,7 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
     max_cost: float | None
     """Dollars; None if no model has a price."""
     is_sample: bool = False
-    """Whether only a sample of the rows is asked."""
+    """True if only a sample of the rows is asked."""
 
 
 class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
@@ -244,7 +244,7 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a map's journal. One field has the content, and ``crc`` its checksum."""
+    """A line of a map's journal. One field has the content, and ``crc`` its checksum."""
 
     map: MapHeader | None = None
     c: MapContinued | None = None

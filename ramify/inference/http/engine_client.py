@@ -69,7 +69,7 @@ def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePre
 
 
 class ServerInfo(NamedTuple):
-    """What an engine server reports about itself, such as its version, context window and
+    """The facts that an engine server reports about itself, such as its version, context window and
     vocabulary."""
 
     version: str

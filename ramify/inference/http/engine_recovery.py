@@ -40,7 +40,7 @@ _log = ComponentLogger("inference")
 
 
 class EngineMembership:
-    """Keeps track of engines that were lost and of those that come back. It belongs to one event
+    """A record of the engines that were lost and of those that come back. It belongs to one event
     loop."""
 
     def __init__(

@@ -61,7 +61,7 @@ class EnginesDropped(Exception):
 
 
 class EngineFleet:
-    """All engine servers of one run. It belongs to one event loop."""
+    """The engine servers of one run. An instance belongs to one event loop."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
         """Create a fleet without starting its servers, but check that their ports are free.

@@ -91,7 +91,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How many seconds to wait for an engine of ``urls`` that was lost; one that is started again
     has ``start_s``."""
     report_experts: bool = False
-    """Whether replies report the experts that each token was sent to. A run with
+    """True if replies report the experts that each token was sent to. A run with
     ``rl.rollout.replay_routes`` sets it. Servers that are started get the option
     --enable-return-routed-experts; others must have it."""
     sleep: Literal["auto", "learn", "never"] = "auto"

@@ -30,8 +30,8 @@ _log = ComponentLogger("inference")
 
 
 class EngineWeightSync:
-    """Sends each new version of the weights to all engines of a run. It belongs to one event
-    loop."""
+    """The sender of new weights: it gives each version to all engines of a run. It belongs to one
+    event loop."""
 
     def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
         self._fleet = fleet

@@ -131,7 +131,8 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs. They share one pool of memory, since only one of them runs at a time."""
+    """A recorder of CUDA graphs. The graphs share one pool of memory, since only one of them runs
+    at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

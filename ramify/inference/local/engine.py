@@ -57,7 +57,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     window: int
     """Maximum tokens of a sequence."""
     reuse: bool = True
-    """Whether cached prefixes of one request serve others."""
+    """True if the cached prefix of one request may be used for others."""
 
 
 class LocalEngine:

@@ -47,7 +47,7 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """Report this many of the likeliest ids for each token."""
 
     truncates: bool = False
-    """Whether any ids are excluded; computed."""
+    """True if top-k or top-p excludes ids; computed."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(

@@ -107,8 +107,8 @@ class KeyValueCache:
 
 
 class PrefillDecodeAttention:
-    """Causal attention for one step of the engine: first for the tokens of decoding sequences, then
-    for longer spans of prompts. Implements ``dense.CausalAttentionFunction``."""
+    """The causal attention of one engine step: first for the tokens of decoding sequences, then for
+    longer spans of prompts. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -141,7 +141,7 @@ class PrefillDecodeAttention:
 
 
 class _FirstSlots:
-    """Attention in the first n slots of the cache, with one query token per slot. It reads the
+    """The attention in the first n slots of the cache, with one query token per slot. It reads the
     first ``length`` positions of each slot."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
@@ -179,7 +179,7 @@ class _FirstSlots:
 
 
 class DecodeAttention:
-    """Attention for a step in which each decoding sequence has one query token. It runs over the
+    """The attention of a step in which each decoding sequence has one query token. It runs over the
     whole block of slots up to the last one that decodes, and drops the results of the other
     slots."""
 
@@ -219,7 +219,7 @@ class DecodeAttention:
 
 
 class _Chunk:
-    """Causal attention for several consecutive tokens of one sequence. They attend to the
+    """The causal attention of several consecutive tokens of one sequence. They attend to the
     sequence's cache, up to their own position."""
 
     def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:

@@ -298,7 +298,7 @@ class ModelRunner(Protocol):
     """Cache bytes per token; 0 if the cache is not allocated in advance."""
 
     is_fixed: bool
-    """Whether it computes in fixed shapes (``FixedShapeRunner``)."""
+    """True if the runner computes in fixed shapes (``FixedShapeRunner``)."""
 
     routers: MixtureRouters | None
     """Routers of the mixture, if routes are recorded."""

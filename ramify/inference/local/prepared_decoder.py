@@ -219,8 +219,8 @@ def _add_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
 
 
 class _Workspace:
-    """Buffers for the intermediate results of a number of tokens, as views of one piece of memory.
-    Allocating memory for each operation would cost more than many of the operations."""
+    """The buffers for the intermediate results of a number of tokens, as views of one piece of
+    memory. Allocating memory for each operation would cost more than many of the operations."""
 
     @staticmethod
     def width(shape: DenseShape) -> int:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class SlotTokenSpan(NamedTuple):
-    """Several consecutive tokens of one sequence, to be computed in its slot of the cache."""
+    """A span of consecutive tokens of one sequence, to be computed in the sequence's slot of the
+    cache."""
 
     slot: int
     start: int

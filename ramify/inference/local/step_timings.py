@@ -20,7 +20,7 @@ class EngineStepTotals(msgspec.Struct, kw_only=True):
     """Upper bound on the sequences that got a token; more than half as many did. A power of two, or
     0."""
     reads: bool
-    """Whether the steps also processed prompt tokens."""
+    """True if the steps also processed prompt tokens."""
     steps: int = 0
     tokens: int = 0
     """Sampled tokens, one per sequence and step."""
@@ -31,8 +31,8 @@ class EngineStepTotals(msgspec.Struct, kw_only=True):
 
 
 class EngineStepTimingRecorder:
-    """Records the CPU time of one engine's steps. The engine's thread records, and any thread may
-    read."""
+    """A recorder of the CPU time that one engine's steps take. The engine's thread records, and any
+    thread may read."""
 
     def __init__(self) -> None:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}

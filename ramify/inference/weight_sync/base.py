@@ -94,7 +94,7 @@ def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class LazyWeight(NamedTuple):
-    """One tensor of the trained policy, in the form that an engine needs. It is gathered and
+    """A tensor of the trained policy, in the form that an engine needs. It is gathered and
     converted only when ``full`` is called.
 
     Example:
@@ -119,7 +119,8 @@ class LazyWeight(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """What an engine receives: a whole tensor, or new values for some positions of a tensor.
+    """A part of an update as an engine receives it: a whole tensor, or new values for some
+    positions of a tensor.
 
     Example:
         WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
@@ -139,7 +140,7 @@ class WeightPiece(NamedTuple):
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """One part of a weight update, with the information about it that engines receive by HTTP.
+    """A part of a weight update, with the information about it that engines receive by HTTP.
 
     Example:
         WeightChunk(info={"names": ["embed"]}, is_last=False)    # what every engine receives
@@ -148,7 +149,7 @@ class WeightChunk(msgspec.Struct, eq=False):
     info: dict[str, Any]
     """Sent to the engines: plain data."""
     is_last: bool
-    """Whether it ends the sync."""
+    """True for the last chunk of an update."""
     send: Callable[[], None] | None = None
     """What the trainer runs at the same time, in a thread; a broadcast needs both sides at once."""
 

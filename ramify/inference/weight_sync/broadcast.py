@@ -43,7 +43,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class GlooSync:
-    """Weight sync by broadcast from the trainer's CPU to those of all engines."""
+    """A weight sync that broadcasts weights from the trainer's CPU to the CPUs of all engines."""
 
     backend: ClassVar[str] = "gloo"
 
@@ -143,7 +143,7 @@ class GlooSync:
 
 
 class NcclSync(GlooSync):
-    """Weight sync by broadcast from the trainer's GPU to those of all engines."""
+    """A weight sync that broadcasts weights from the trainer's GPU to the GPUs of all engines."""
 
     backend: ClassVar[str] = "nccl"
 
@@ -226,14 +226,14 @@ def _need(backend: str) -> None:
 
 
 class _GroupSpec(NamedTuple):
-    """What one member of the process group must know to join it, such as its rank."""
+    """The facts that one member of the process group needs to join it, such as its rank."""
 
     backend: str
     rank: int
     size: int
     timeout_s: float
     is_local: bool
-    """Whether all members are on one machine."""
+    """True if all members are on one machine."""
 
 
 def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:

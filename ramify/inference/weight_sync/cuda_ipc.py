@@ -31,7 +31,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class CudaIpcSync:
-    """Weight sync by GPU memory that the trainer shares with engines on the same GPU."""
+    """A weight sync by GPU memory that the trainer shares with engines on the same GPU."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes

@@ -95,8 +95,8 @@ _PREFIX = "::together-"
 
 
 class TensorBundles:
-    """Small tensors of one precision that are sent together. The object remembers the values that
-    the engines already have, so that only changed tensors are sent."""
+    """A bundle of small tensors of one precision that are sent together. It remembers the values
+    that the engines already have, so that only changed tensors are sent."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -174,7 +174,7 @@ _MOST_TOGETHER = 1024
 
 
 class DeltaSync:
-    """Weight sync that sends only the differences from the weights that the engines have."""
+    """A weight sync that sends only the differences from the weights that the engines have."""
 
     def __init__(
         self,

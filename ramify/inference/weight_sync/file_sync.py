@@ -211,7 +211,7 @@ class CurrentWeightsFile(msgspec.Struct):
 
 
 class FileSync:
-    """Weight sync by files in a folder that the engines can read."""
+    """A weight sync by files in a folder that the engines can read."""
 
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""

@@ -50,7 +50,7 @@ from ramify.inference.weight_sync.base import (
 
 
 class SharedMemorySync:
-    """Weight sync by memory that the trainer shares with engines on the same machine."""
+    """A weight sync by memory that the trainer shares with engines on the same machine."""
 
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
