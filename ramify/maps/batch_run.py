@@ -562,7 +562,7 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """The findings while the results of one batch were downloaded, apart from the replies."""
+    """The problems found while the results of one batch were downloaded."""
 
     num_cancelled: int = 0
     cause: Refused | None = None

@@ -163,7 +163,7 @@ class EngineWeightSync:
                     whole = is_new = await self._reopened()
                 except EngineStateConflict as error:
                     if is_new:
-                        raise
+                        raise  # all weights were sent just now, so sending them again cannot help
                     _log.warning(
                         "whole_weights",
                         f"{error}: sending all weights",

@@ -249,6 +249,7 @@ class LocalEngine:
             and num_running == self._slots.num_slots < self.room.slots
             and 4 * needed <= capacity
         ):
+            # The sequences are short, so more and shorter slots let waiting ones begin.
             capacity = max(_LEAST_CAPACITY, 2 * needed)
             self._resize(self._fitting(capacity), capacity)
 

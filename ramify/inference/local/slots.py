@@ -112,6 +112,7 @@ class SlotTable:
         ready_S, coming = self._shared(ids)
         source = int(ready_S.argmax())
         shared = int(ready_S[source])
+        # A running sequence will soon have computed more of this prompt, which is cheaper to copy.
         if coming >= shared + _WORTH_WAITING:
             return None
         slot = self._target(source, shared)
