@@ -72,8 +72,8 @@ class Learners:
     # --- a stage
 
     async def begin(self, stage: TrainingStage) -> None:
-        """Begin ``stage`` with new optimizers, or continue it if it was restored. Reference
-        policies are loaded if the loss needs them."""
+        """Begin ``stage`` with new optimizers, unless it was restored from a checkpoint and
+        continues. Reference policies are loaded if the loss needs them."""
         state, is_new = self._record.state, not self.has_begun
         for learner, own in self._in(stage):
             if is_new:
@@ -97,7 +97,7 @@ class Learners:
 
     def report(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
         """Log the notes about a step's data, and warn about policies that have nothing to learn
-        from. Those policies are also returned, as metrics."""
+        from. The returned metrics mark these policies."""
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
         for learner, _, own in self._of(stage, work):

@@ -259,8 +259,8 @@ def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int)
 def _named(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Return the overrides that cause ``problem``: without them, there is another problem or
-    none."""
+    """Find the overrides that cause ``problem``, an error of the whole configuration. These are the
+    overrides without which the error disappears or is a different one."""
     causes: list[ConfigOverride] = []
     for head, group in groups.items():
         try:

@@ -96,8 +96,8 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
 
 def _continued(run: Run, checkpoint: Path) -> Run:
     """Return a copy of ``run`` that continues from ``checkpoint``, with the demonstrations that the
-    checkpoint recorded. Raises ConfigError if a field has changed that must not, and StoreError if
-    the checkpoint is damaged."""
+    checkpoint recorded. Raises ConfigError if a field that must not change has changed, and
+    StoreError if the checkpoint is damaged."""
     verify(checkpoint)
     state = read_state(checkpoint)
     recorded = msgspec.structs.replace(state, config=with_defaults(state.config))

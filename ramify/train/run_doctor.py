@@ -117,8 +117,8 @@ class GuardState(msgspec.Struct, kw_only=True):
 
 
 class TrainingGuardVerdict(msgspec.Struct):
-    """What the guard found in one training step or evaluation, and whether the stage stops or goes
-    back to a checkpoint."""
+    """The findings of the guard for one training step or evaluation, and its decision: whether the
+    stage continues, stops or goes back to a checkpoint."""
 
     metrics: dict[str, float]
     found: list[Finding] = []

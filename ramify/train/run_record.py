@@ -61,7 +61,7 @@ class RewardConfidenceInterval(NamedTuple):
 
 class KeptPolicy(msgspec.Struct, frozen=True):
     """Describes which checkpoint is stored in ``OUT/policy`` as the run's final policy, with its
-    scores. It is stored as ``OUT/policy.json``."""
+    scores. The description is written to ``OUT/policy.json``."""
 
     checkpoint: str
     step: int

@@ -127,8 +127,8 @@ class DemonstrationSet(NamedTuple):
 
 
 class RunsOfStore(list[Trajectory]):
-    """A list of demonstrations that are also kept as runs in the store at ``root``, so their token
-    ids can be cached there."""
+    """A list of demonstrations that are also kept as runs in the store at ``root``, so that their
+    token ids can be cached there."""
 
     def __init__(self, runs: Iterable[Trajectory], root: Path) -> None:
         super().__init__(runs)

@@ -383,8 +383,8 @@ class LossTally:
         self.experts: ExpertLoad | None = None
 
     def add_experts(self, load: ExpertLoad | None) -> None:
-        """Add how many tokens each expert received in a batch, for a mixture of experts. ``load``
-        is None for other models."""
+        """Add counts of how often each expert was chosen in a batch, for a mixture of experts.
+        ``load`` is None for other models."""
         if load is not None:
             self.experts = load if self.experts is None else self.experts.merged(load)
 
