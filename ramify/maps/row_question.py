@@ -46,11 +46,14 @@ class RowQuestionMaker:
         question: Question,
         settings: bytes,
     ) -> None:
-        """Prepare a question for the rows of a table. ``text`` is the question or a template.
+        """Prepare the question for the rows of a table. ``text`` is the question itself, or a
+        template with the names of columns in braces. Raises ConfigError for a column that the table
+        does not have.
+
         ``columns`` are all columns of the table, and ``shown`` are those that the model reads if
         ``text`` is not a template. ``question`` has the settings that all rows share. ``settings``
         is mixed into the digests of the rows, so that maps with other settings do not share
-        answers. Raises ConfigError for an unknown column."""
+        answers."""
         self.text = text
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)

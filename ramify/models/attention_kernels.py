@@ -30,8 +30,9 @@ _MAX_SCORES = 1 << 24
 
 
 class AttentionBlockKernel(Protocol):
-    """Computes attention for one block of queries and keys at a time. Tensors are views [B, H, n or
-    m, d] whose last dimension is contiguous; the log-sum-exp is fp32 [B, H, n]."""
+    """Computes attention for one block of queries and keys at a time. Tensors are views [blocks,
+    heads, queries or keys, head size] whose last dimension is contiguous; the log-sum-exp is fp32
+    [blocks, heads, queries]."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -144,8 +145,8 @@ class VarlenRanges(NamedTuple):
 
 class VarlenAttentionKernel(Protocol):
     """Computes attention for many blocks of different sizes in one call: each range of queries
-    attends to the range of keys with the same index. Tensors are contiguous [T, H or K, d]; the
-    log-sum-exp is fp32 [H, T]."""
+    attends to the range of keys with the same index. Tensors are contiguous [tokens, heads, head
+    size]; the log-sum-exp is fp32 [heads, tokens]."""
 
     def forward(
         self,

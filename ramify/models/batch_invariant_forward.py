@@ -58,7 +58,8 @@ def _filled(x_n: Tensor) -> Tensor:
 def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
     """Compute causal attention for consecutive tokens of one sequence, the first of which is at
     ``position``. The keys are padded to whole blocks, and all of the tokens must be in the last
-    block. Keys after a token have no effect on it, but must be finite. Returns [n, H, d]."""
+    block. Keys after a token have no effect on it, but must be finite. Returns a tensor [tokens,
+    heads, head size]."""
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
     start = position % BLOCK
@@ -137,8 +138,8 @@ class FixedShapeTrunk:
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, [N, D], of the tokens whose indices are
-        given."""
+        """Return the hidden states after the last norm, one row for each of the tokens whose
+        indices are given."""
         forest = _ForestKeys(segments, positions_T.tolist())
         blocks = []
         for start in range(0, len(ids_T), BLOCK):
@@ -149,8 +150,8 @@ class FixedShapeTrunk:
         return torch.cat(blocks).index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states. The shape is fixed if exactly ``BLOCK``
-        rows are given."""
+        """Return the logits of hidden states in fp32, one row for each state. The computation has a
+        fixed shape if exactly ``BLOCK`` states are given."""
         return self._model.logits(h_ND)
 
 
@@ -231,8 +232,9 @@ class _AttendPath(torch.autograd.Function):
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
-    """Join pieces of keys or values, each [·, K, d], into one tensor [K, L, d]. The length L is
-    padded with zeros to the next multiple of the block size."""
+    """Join pieces of keys or values, each [tokens, heads, head size], into one tensor [heads,
+    tokens, head size]. The number of tokens is padded with zeros to the next multiple of the block
+    size."""
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], padded(length), first.shape[2])
     x_KLd[:, :length] = torch.cat(list(pieces)).transpose(0, 1)
@@ -243,7 +245,7 @@ def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
     """Compute the same attention as ``attend_path`` by an ordinary masked kernel, through which
-    gradients can flow. Returns [n, H, d]."""
+    gradients can flow. Returns a tensor [tokens, heads, head size]."""
     groups = q_nHd.shape[1] // k_LKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in (k_LKd, v_LKd))
     device = q_nHd.device

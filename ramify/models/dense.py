@@ -47,8 +47,8 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalize a tensor [..., D] by the root mean square of its last dimension, and multiply the
-    result by a weight vector of the same precision."""
+    """Normalize the last dimension of a tensor by its root mean square, and multiply the result by
+    a weight vector of the same precision."""
     if (
         _HAS_KERNEL
         and x.device.type == "cpu"
@@ -90,8 +90,8 @@ class CausalAttentionFunction(Protocol):
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output, [T, H, d]. Query head h reads key-value head ``h // (H /
-        K)``."""
+        """Return the attention output [tokens, query heads, head size]. Each key-value head is
+        shared by consecutive query heads: head h reads key-value head ``h // (H / K)``."""
         ...
 
 
@@ -208,11 +208,11 @@ class DenseModel(nn.Module):
         attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm, [T, D], for the given token ids and
-        positions, which are integer tensors [T].
+        """Return the hidden states after the last norm, one row per token, for the given token ids
+        and positions, which are integer vectors.
 
-        If ``rows_N`` is given, it selects tokens by N distinct indices, and the result is [N, D].
-        For all other tokens, the last layer computes only keys and values.
+        If ``rows_N`` is given, it selects tokens by N distinct indices, and the result has only
+        their rows. For all other tokens, the last layer computes only keys and values.
         """
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
@@ -222,7 +222,7 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.model.norm(h_TD))
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states."""
+        """Return the logits of hidden states in fp32, one row for each state."""
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -235,8 +235,8 @@ class DenseModel(nn.Module):
         return outcome
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the rotary embedding, [T, 1, d]. The first half of the
-        sines is negative, as ``_rotate`` expects."""
+        """Return the cosines and sines of the rotary embedding for each position. The first half of
+        the sines is negative, as ``_rotate`` expects."""
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -290,14 +290,13 @@ class _Layer(nn.Module):
     def before_attention(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the inputs of a layer's attention: the rotated queries [T, H, d] and keys [T, K,
-        d], and the values [T, K, d]."""
+        """Compute the inputs of a layer's attention: rotated queries and keys, and values, each
+        [tokens, heads, head size]."""
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
         """Finish a layer after its attention by adding the output projection and the MLP to the
-        residual stream. Returns the hidden states [N, D] of the tokens that the next layer
-        needs."""
+        residual stream. Returns the hidden states of the tokens that the next layer needs."""
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
@@ -389,9 +388,9 @@ def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., An
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Return the frequencies of the rotary embedding: how many radians each pair of a head's
-    dimensions turns per position, as fp32 [d / 2]. Pair i has the frequency theta^(-2i/d), which is
-    scaled as in Llama 3.1 if the model asks for it.
+    """Return the frequencies of the rotary embedding, which say how many radians each pair of a
+    head's dimensions turns per position. Pair i has the frequency theta^(-2i/d), where d is the
+    head size; it is scaled as in Llama 3.1 if the model asks for that.
 
     The scaling of a frequency f depends on its wavelength w = 2π/f, the original window c and the
     factor s. If w < c / high, f is unchanged; if w > c / low, it becomes f / s. In between, it

@@ -165,8 +165,8 @@ class _Walk(Protocol):
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the attention output [T, H, d], its log-sum-exp [H, T], and additional tensors
-        that the backward pass needs."""
+        """Return the attention output [tokens, heads, head size], its log-sum-exp [heads, tokens],
+        and additional tensors that the backward pass needs."""
         ...
 
     def backward(
@@ -381,14 +381,16 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merge attention over further keys into an existing attention output in place, weighting both
-    by their log-sum-exp. Outputs are [1, H, n, d], and log-sum-exps [1, H, n]."""
+    by their log-sum-exp. Outputs are [1, heads, queries, head size], and log-sum-exps [1, heads,
+    queries]."""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """Repeat each key head once for every query head that reads it. Returns [1, H, T, d]."""
+    """Repeat each key head once for every query head that reads it. Returns a tensor [1, query
+    heads, tokens, head size]."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
     x_KTd = x_TKd.transpose(0, 1)
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
@@ -396,19 +398,19 @@ def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
 
 def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
     """Add up the gradients of key heads that were repeated in the forward pass, so that each
-    original head gets the sum. Returns [T, K, d]."""
+    original head gets the sum. Returns a tensor [tokens, key heads, head size]."""
     num, kv_heads, size = x_TKd.shape
     grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
     return grad_KTd.transpose(0, 1)
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
-    """Return a view of the tensor with the head dimension before the token dimension, [1, H, T,
-    d]."""
+    """Return a view of the tensor with the head dimension before the token dimension, [1, heads,
+    tokens, head size]."""
     return x_THd.transpose(0, 1)[None]
 
 
 def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Return a view of the tokens from ``start`` up to ``end``, exclusive, of a tensor [1, H, T] or
-    [1, H, T, d]."""
+    """Return a view of the tokens from ``start`` up to ``end``, exclusive. The third dimension of
+    the tensor is that of the tokens."""
     return x.narrow(2, span[0], span[1] - span[0])

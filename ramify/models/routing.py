@@ -59,14 +59,14 @@ class RoutedCounts(NamedTuple):
         return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def balance_loss(self) -> Tensor:
-        """Return the load-balancing loss of a step, E sum_e F_e P_e / N², as a scalar. If all
-        experts are used equally, the loss is k, the number of experts per token."""
+        """Return the load-balancing loss of a training step as a scalar tensor. If all experts are
+        used equally, it equals the number of experts per token."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
         """Return the gradient of the load-balancing loss with respect to the expert probabilities
-        of one token, [E]."""
+        of one token, as one number per expert."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -174,8 +174,8 @@ class MixtureRouters:
         self._recorded = {}
 
     def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
-        """Return the experts that the latest forward pass chose, as L x k ids for each token.
-        ``rows_N`` selects tokens by their indices; by default all are returned."""
+        """Return the ids of the experts that the latest forward pass chose for each token, layer
+        after layer. ``rows_N`` selects tokens by their indices; by default all are returned."""
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
@@ -230,7 +230,8 @@ class MixtureRouters:
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return how much each row of a router counts, [R]. Padding counts zero."""
+        """Return how much each row of a router counts, as one number per row. Padding counts
+        zero."""
         assert self._weight_T is not None
         if self._row_R is None:
             return self._weight_T
@@ -275,8 +276,8 @@ class MixtureRouters:
         return logits_RE, balanced, experts_Rk
 
     def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
-        """Return the gradient of the load-balancing loss with respect to a router's logits, [R, E].
-        Returns None if ``balance`` was not called."""
+        """Return the gradient of the load-balancing loss with respect to a router's logits, in the
+        shape of the logits. Returns None if ``balance`` was not called."""
         if self._pull_E is None:
             return None
         p_RE = logits_RE.float().softmax(-1)
@@ -286,8 +287,8 @@ class MixtureRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how often each expert was chosen and the sum of its probabilities, [E] each. Each row
-    counts according to its weight."""
+    """Return two numbers for each expert: how often it was chosen, and the sum of its
+    probabilities. Each row counts according to its weight."""
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
@@ -394,8 +395,9 @@ def configured_weight(config: Any) -> float:
 
 
 def _given(batch: Batch, device: torch.device) -> Tensor | None:
-    """Return the experts that an engine reported, [T, J], for each token whose prediction
-    contributes to the loss; -1 for all other tokens. Returns None if the batch has no reports."""
+    """Return the experts that an engine reported for each token whose prediction contributes to the
+    loss, as one row of ids per token. Other tokens have -1. Returns None if the batch has no
+    reports."""
     if batch.routes is None:
         return None
     given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)

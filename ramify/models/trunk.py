@@ -65,12 +65,12 @@ class ModelWithoutLoss(Protocol):
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, [N, D], of the tokens at the indices
-        ``rows_N``, which are distinct and ascending."""
+        """Return the hidden states after the last norm, one row for each of the tokens at the
+        indices ``rows_N``, which are distinct and ascending."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states."""
+        """Return the logits of hidden states in fp32, one row for each state."""
         ...
 
 
@@ -161,8 +161,8 @@ class TransformersTrunk:
     def attended(
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionFunction
     ) -> Tensor:
-        """Return the last hidden states [T, D], computed with the given attention in place of the
-        model's own. Works only inside ``forward_context``, and only for a model that supports
+        """Return the last hidden state of each token, computed with the given attention in place of
+        the model's own. Works only inside ``forward_context``, and only for a model that supports
         shared prefixes."""
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
@@ -281,9 +281,9 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention on behalf of transformers, by passing queries [1, H, T, d] and
-    keys and values [1, K, T, d] to the current forest attention. Returns the output [1, T, H, d]
-    and no attention weights."""
+    """Compute a layer's attention on behalf of transformers, by passing queries, keys and values,
+    each [1, heads, tokens, head size], to the current forest attention. Returns the output [1,
+    tokens, heads, head size] and no attention weights."""
     unknown = [
         name
         for name, argument in more.items()
@@ -341,9 +341,10 @@ def compute_logprobs_and_entropies(
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities [E, j] of the target ids of each entry, and the entropies [E] in
-    nats. Entropies that were not requested are zero. Logits are computed in chunks of at most
-    ``max_elements`` numbers to limit memory.
+    """Return the log-probabilities of the target ids of each entry, and the entropies of the
+    entries in nats. An entry is a token that contributes to the loss. Entropies that were not
+    requested are zero. Logits are computed in chunks of at most ``max_elements`` numbers to limit
+    memory.
 
     ``num_ids`` is the vocabulary size. If ``fixed`` is true, chunks have the same fixed shape as in
     the engine of a deterministic run.
@@ -401,7 +402,7 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
-    """Return the entropy of each row of logits, [n], from the logits and their log-sum-exps.
+    """Return the entropy of each row of logits, computed from the logits and their log-sum-exps.
     Returns zeros if entropies were not requested."""
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
@@ -410,8 +411,8 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Return a mask [n, V] of the ids that could not be sampled at each entry. For an entry without
-    restrictions, the mask is False everywhere."""
+    """Return a mask of the ids that could not be sampled, with one row for each entry and one
+    column for each id. The row of an entry without restrictions is False everywhere."""
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
     outside = (sizes > 0)[:, None].repeat(1, num_ids)
