@@ -88,7 +88,8 @@ class MatrixRow(msgspec.Struct, frozen=True):
 
 
 class MatrixReport(msgspec.Struct, frozen=True):
-    """The results of a matrix, as rows of a table."""
+    """The results of a matrix (a set of evaluations that combine suites, models and modes), as rows
+    of a table."""
 
     plan: MatrixPlan
     k: int

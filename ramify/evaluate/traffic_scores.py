@@ -144,16 +144,12 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
 def score_stored_conversations(
     store: RunStore, score: Callable[[Trajectory], Worth], by: str = TASK
 ) -> ScoringCounts:
-    """Score every conversation in a store with a function that takes its trajectory. The function
-    returns a number, a dict of rewards or a ``Score``, as a task's reward function does. The
-    rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
-    function raises or returns no valid score, RamifyError names the conversation; scores that were
-    already stored are kept. Conversations that a server is still writing get no score.
+    """Score every conversation in a store with a function that takes its trajectory.
 
-    The function returns a number, a dict of rewards or a ``Score``, as a task's reward does. The
-    rewards are stored for the whole conversation, and ``Score.calls`` for single calls. If the
-    function raises or returns no valid score, RamifyError names the conversation; scores that were
-    already stored are kept. Conversations that a server is still writing get no score.
+    The function returns a number, a dict of rewards or a ``Score``, as a task's reward function
+    does. The rewards are stored for the whole conversation, and ``Score.calls`` for single calls.
+    If the function raises or returns no valid score, RamifyError names the conversation; scores
+    that were already stored are kept. Conversations that a server is still writing get no score.
     """
     scored = busy = 0
     for id in store.ids():

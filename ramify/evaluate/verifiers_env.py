@@ -1,12 +1,12 @@
-"""Tasks of this package as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a
-harness that runs our engine.
+"""Ramify's tasks as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a harness
+that runs Ramify's engine.
 
     # my_ledger.py, a package that the loaders of verifiers find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
     RamifyHarness = harness(scaffold="minimal")
     __all__ = ["LedgerTaskset", "RamifyHarness"]
 
-With this harness, a rollout of the library is a run of our engine, with sessions and child calls.
+With this harness, a rollout of the library is a run of the engine, with sessions and child calls.
 Every model request passes through the library's interception server, so its trainers see each call
 as a branch of the trace. The reward is computed by the task. With any other harness, the prompt is
 the question followed by the context, if that is short enough, and the answer is the last reply.
@@ -107,12 +107,12 @@ def harness(
     window: int = 128_000,
 ) -> type:
     """Return a ``Harness`` class with which the ``verifiers`` library runs the tasksets of this
-    module in our engine. ``window`` is the context window of the model, in tokens."""
+    module in Ramify's engine. ``window`` is the context window of the model, in tokens."""
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
         """A harness that runs a recursive language model. The model's code runs in sandbox sessions
-        of our engine instead of the runtime that verifiers provides."""
+        of Ramify's engine instead of the runtime that verifiers provides."""
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
@@ -179,8 +179,8 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """Return the rewards and metrics of a trace. If our engine ran it, they are recorded in the
-    trace; with any other harness, the last reply of the trace is scored as the answer."""
+    """Return the rewards and metrics of a trace. If Ramify's engine ran it, they are recorded in
+    the trace; with any other harness, the last reply of the trace is scored as the answer."""
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded

@@ -11,8 +11,8 @@ package.
 
 The library itself plays each rollout: its environment, its tool servers, its runtime, and the code
 around the reply (``setup``, ``finalize``). It also computes the rewards and metrics and asks the
-judges, while the runtime still exists. Only the model is ours: every request becomes a turn of a
-call in the rollout, with the exact token ids that were sampled.
+judges, while the runtime still exists. Only the model is Ramify's: every request becomes a turn of
+a call in the rollout, with the exact token ids that were sampled.
 
 A conversation whose agent is not trainable (``agents.user.trainable = False``) is recorded without
 token ids, so nothing is learned from it. It is answered by the model for calls below the root:
@@ -20,7 +20,7 @@ token ids, so nothing is learned from it. It is answered by the model for calls 
 the judges of a rubric.
 
 Two related adapters are in other modules: tasksets as questions for an RLM with a session
-(``tasks/verifiers.py``), and our tasks in that library (``verifiers_env.py``).
+(``tasks/verifiers.py``), and Ramify's tasks in that library (``verifiers_env.py``).
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class EpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Begin an attempt in which the environment, instead of our engine, conducts the
+        """Begin an attempt in which the environment, instead of Ramify's engine, conducts the
         conversations."""
         attempt = EpisodeAttempt(self, item)
         return TaskStart(conduct=attempt.conduct, on_end=attempt.record)

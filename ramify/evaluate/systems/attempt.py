@@ -1,11 +1,11 @@
-"""Attempts whose model requests go through a meter: another system, or a run of our engine, answers
-an item, and the task scores the answer.
+"""Attempts whose model requests go through a meter: another system, or a run of Ramify, answers an
+item, and the task scores the answer.
 
     item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
     item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
 
 The recorded usage and cost are those of the meter. The counts made by the system itself, or those
-in the journal of our run, become the metrics ``own_requests``, ``own_input_tokens`` and
+in the journal of the run, become the metrics ``own_requests``, ``own_input_tokens`` and
 ``own_output_tokens``.
 
 If a system gave no answer, because it failed, was late or exceeded its budget, it gets the score of
@@ -90,8 +90,8 @@ class SystemAttemptMaker:
 
 
 class MeteredRlmAttemptMaker:
-    """Makes attempts by runs of our engine whose requests go through a meter, as those of other
-    systems do. Implements ``AttemptMaker``."""
+    """Makes attempts by runs of Ramify whose requests go through a meter, as those of other systems
+    do. Implements ``AttemptMaker``."""
 
     makes_items = False
 
@@ -138,7 +138,7 @@ async def attempt_by(
     """Let another system answer an item once, and score its answer. ``number`` counts the attempts
     at the item, and ``seat`` is the system's metered access to the model.
 
-    Raises ConfigError for a task that only our engine can begin, such as one with tools.
+    Raises ConfigError for a task that only Ramify's engine can begin, such as one with tools.
     """
     try:
         start = await task.prepare(item)

@@ -139,8 +139,8 @@ class MeteredModelAccess:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """Return this access as a model for our engine, so that the engine's requests go through
-        the meter."""
+        """Return this access as a model for Ramify's engine, so that the engine's requests go
+        through the meter."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,

@@ -4,9 +4,10 @@ virtual environment.
     ~/.cache/ramify/systems/rlms-0.1.3/      a virtual environment with the pinned versions of PEERS
       bin/python -I peer_program.py rlms item.json result.json
 
-The dependencies of these libraries contradict each other and ours, so none is installed beside
-Ramify or imported here. If an environment is missing, the error contains the command that creates
-it; nothing is installed without being asked for. The script ``peer_program.py`` calls each library.
+The dependencies of these libraries contradict each other and those of Ramify, so none is installed
+beside Ramify or imported here. If an environment is missing, the error contains the command that
+creates it; nothing is installed without being asked for. The script ``peer_program.py`` calls each
+library.
 """
 
 from __future__ import annotations

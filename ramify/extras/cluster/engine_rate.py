@@ -25,7 +25,8 @@ engine, and costs tokens on a paid one.
     batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
         ->  RecordedCpu(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
 
-Runs of earlier versions have it in ``processors.jsonl``, with the fields of ``RecordedCpu``.
+Runs of earlier versions have these figures in ``processors.jsonl``, with the fields of
+``RecordedCpu``.
 """
 
 from __future__ import annotations

@@ -187,14 +187,11 @@ class SimulatedEngine:
         known: SimulatedRequestIds | None = None,
     ) -> Event:
         """Request a reply from the engine. Returns an event that occurs when the reply is complete.
-        ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
-        tokens are in no cache. The value of the event says how many tokens were sampled with which
-        version of the weights. ``cancel`` ends all requests with the same ``owner``.
 
         ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
-        tokens are in no cache (all in tokens). The value of the event is a list of spans: how many
-        tokens were sampled with which version of the weights. ``cancel`` ends the requests of an
-        ``owner``.
+        tokens are in no cache (all in tokens). The value of the event is a list that says how many
+        tokens were sampled with which version of the weights. ``cancel`` ends all requests with the
+        same ``owner``.
         """
         done = self._env.event()
         self.in_flight += 1

@@ -360,11 +360,7 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
 def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
     """Return the requests of a call and its descendants, and the time at which the call ended, if
     it begins at ``at_s``. Requests are timed by their order alone: turns and waves of concurrent
-    calls follow each other without gaps, and the calls of a wave begin together.
-
-    ``at_s`` is the time at which the call began. Requests are timed by their order alone: turns and
-    waves follow each other without gaps, and the calls of a wave begin together.
-    """
+    calls follow each other without gaps, and the calls of a wave begin together."""
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
         requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))

@@ -8,9 +8,6 @@ All settings are listed in ``docs/objectives.md``, and ``benchmarks/objectives_t
 losses and gradients with the code of the other trainers. This module contains only the numbers. How
 a preset changes a run is decided in ``train/other_trainer_presets.py``, and the options are defined
 in ``train/config.py``.
-
-Decides the numbers alone. Not here: how a preset changes a run
-(``train/other_trainer_presets.py``), and the meaning of an option (``train/config.py``).
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ The instructions of a dataset about the form of the answer ("The last line of yo
 be … Answer: $Answer") are removed, because they ask for another form than the one that is scored.
 Repeated problems of a dataset are used once. Without a validation file, a part of the training file
 is held out, selected by a hash of the problem.
-
-Repeated problems of a dataset are used once. Without a validation file, a part of the training file
-is held out, selected by a hash of the problem.
 """
 
 from __future__ import annotations
