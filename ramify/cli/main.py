@@ -91,7 +91,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code. An exception becomes one line on stderr."""
     try:
-        # ``ramify.__main__`` ignores Ctrl-C until this point.
+        # Until this point, Ctrl-C ends the process at once (``ramify.__main__``).
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(arguments)
     except BrokenPipeError:

@@ -20,10 +20,13 @@ def jsonable(value: Any) -> Any:
         return value
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
+    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
+        return _text_of(value)
+    try:
         msgspec.json.decode(msgspec.json.encode(plain))  # as a reader of the journal will do
     except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
-        return plain
-    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
+        pass
+    except Exception:  # noqa: BLE001 -- such as an integer that JSON cannot hold
         return _text_of(value)
     return plain
 

@@ -145,8 +145,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Return a short, unique name for each client, by the client's ``id()``. It is the alias that
-    the user gave, or else the shortest part of the model's name that is unique."""
+    """Return a short name for each client, by the client's ``id()``. It is the alias that
+    the user gave, or else the shortest part of the model's name that is unique. Clients whose full
+    names are equal share it."""
     given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
     aliases: dict[int, str] = {}
     for client in clients:
