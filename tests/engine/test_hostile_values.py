@@ -288,3 +288,14 @@ def test_odd_answers_can_be_shown_as_text_and_voted_on(tmp_path: Path) -> None:
     with rlm([code("FINAL(['\\ud800', float('nan')])")], store=Store(tmp_path)) as r:
         result = r.completion("text", "?")
     assert Store(tmp_path).load(result.run_id).answer == ["\\ud800", None]
+
+
+def test_an_answer_that_fails_to_convert_itself_is_recorded_as_its_text() -> None:
+    class Odd:
+        def model_dump(self, mode: str) -> Any:
+            return "\ud800".encode()
+
+        def __str__(self) -> str:
+            return "odd"
+
+    assert as_text(Odd()) == '"odd"'
