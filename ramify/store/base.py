@@ -1,14 +1,15 @@
-"""The seam of the store: what the engine needs in order to keep runs, and to read and
-continue them.
+"""The interface between the engine and a store of runs: what the engine needs in order to keep,
+read and continue runs.
 
     engine ── create, reopen ──> RunJournal ── append(event) …  close
            ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
     page, terminal, resume, replay, fork ── stored, events, load, runs ──> lines, ids, size
 
-``store.py`` keeps them in a folder, ``memory_store.py`` in this process. Another store
-inherits from ``RunStore`` and has its methods without a body here; the others follow from them.
-Decides also how runs are named and looked up. Not here: checking, repairing, pruning and the call
-cache, which need the files of a folder, and replies that are still arriving (see live_text.py).
+``Store`` (``store.py``) keeps runs in a folder, and ``MemoryStore`` (``memory_store.py``) in this
+process. Another store inherits from ``RunStore`` and implements the methods that have no body here;
+the other methods are built on them. This module also defines how runs are named and looked up.
+Checking, repairing and pruning runs and the call cache need a folder and belong to ``Store`` alone;
+replies that are still arriving are handled by ``live_text.py``.
 """
 
 from __future__ import annotations
@@ -34,38 +35,43 @@ from ramify.types.trajectory import Trajectory
 
 
 class RunJournal(Protocol):
-    """The journal of one run, open for writing. It has one writer at a time. Safe for several
-    threads."""
+    """The journal of one run, open for writing by one writer at a time. Safe for several
+    threads.
+    """
 
     id: str
     """Id of the run."""
 
     @property
     def trouble(self) -> StoreError | None:
-        """Why the run should end soon, such as a full disk; None while all is well."""
+        """The reason why the run should end soon, such as a full disk, or None."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether no event was ever written to the journal."""
+        """True if no event was ever written to the journal."""
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event`` without secrets; the engine acts on it afterwards. Raises StoreError if
-        it cannot be written. If a place for it was missing, each later event is refused, too: a
-        journal with a gap cannot be resumed."""
+        """Write ``event``, with secrets redacted, before the engine acts on it. Raises StoreError
+        if it cannot be written. If that was for lack of space, each later event is refused, too,
+        because a journal with a gap cannot be resumed.
+        """
 
     def close(self) -> None:
-        """Release the journal for other writers. Idempotent."""
+        """Release the journal, so that another writer can open it. Idempotent."""
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """The file that shows replies as they arrive; None if no page can follow the run."""
+        """The file that shows replies as they arrive, or None if this journal has no such file."""
 
 
 class RunBlobs(Protocol):
-    """Contexts and long outputs, by content hash. Safe for several threads."""
+    """Stores contexts and long outputs as byte strings (blobs), each under the hash of its content.
+    Safe for several threads.
+    """
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """Keep ``data`` and return its SHA-256 in hexadecimal digits, which is ``digest`` if that
-        is known."""
+        """Store ``data`` and return its SHA-256 hash in hexadecimal digits. A caller that already
+        knows the hash passes it as ``digest``, so that it is not computed again.
+        """
 
     def get(self, digest: str) -> bytes:
         """Return the bytes with this digest. Raises StoreError if the store does not have them."""
@@ -73,42 +79,48 @@ class RunBlobs(Protocol):
 
 @runtime_checkable
 class RunStore(Protocol):
-    """A place for runs. ``run`` is a run's id, the unique beginning of one, or ``"last"``; a method
-    raises UnknownRun if there is no such run."""
+    """The base class of every store of runs. In its methods, ``run`` is a run's id, the unique
+    beginning of an id, or ``"last"``; they raise UnknownRun if there is no such run.
+    """
 
     blobs: RunBlobs
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
         """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
-        it, in addition to the secrets of the environment. Raises StoreError if the run already
-        exists."""
+        the journal, in addition to the secrets in environment variables. Raises StoreError if the
+        run already exists.
+        """
 
     def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """Open the journal of an earlier run to continue it. Raises RunInUse while the run is being
-        written."""
+        """Open the journal of an earlier run in order to continue the run. Raises RunInUse while
+        another process is writing it.
+        """
 
     def check_free(self, run: str) -> None:
-        """Raise RunInUse while ``run`` is being written."""
+        """Raise RunInUse if ``run`` is being written at the moment."""
 
     def ids(self) -> list[str]:
         """Return the ids of all runs, newest first."""
 
     def lines(self, id: str, offset: int = 0) -> Iterable[bytes]:
-        """Return the events of run ``id`` from byte ``offset`` on, oldest first. Each is one line,
-        as ``encode_line`` made it, with its newline. ``offset`` is the start of a line, or the end.
-        The run may still be being written. Raises UnknownRun."""
+        """Return the events of run ``id`` as encoded lines, oldest first, starting at byte
+        ``offset``, which must be the start of a line or the end. Each line is what ``encode_line``
+        returned, with its newline. The run may still be being written. Raises UnknownRun.
+        """
 
     def size(self, id: str) -> int:
-        """Return the size of run ``id`` in bytes, newlines included. The viewer's page calls this
-        often, so it should be fast. Raises UnknownRun."""
+        """Return the size of run ``id`` in bytes, newlines included. The web viewer calls this
+        often, so it should be fast. Raises UnknownRun.
+        """
 
     def remove(self, run: str) -> int:
         """Delete a run and the blobs that no other run needs, and return the number of bytes freed.
         Raises RunInUse while the run is being written."""
 
     def new_id(self, question: str) -> str:
-        """A unique, readable id that sorts by time (UTC, to the microsecond), such as
-        ``20260301-142501-5gk0x7m-which-host-failed``."""
+        """Return a new, unique and readable id that sorts by time (UTC, to the microsecond), such
+        as ``20260301-142501-5gk0x7m-which-host-failed``.
+        """
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         fraction = _base32(int(now % 1 * 1e6), 4)
@@ -117,8 +129,9 @@ class RunStore(Protocol):
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def append(self, run: str, events: Iterable[AnyEvent]) -> None:
-        """Append events to a run that has ended, such as a ``ScoreAdded`` for a score that became
-        known later. Raises RunInUse while the run is being written."""
+        """Append events to a run that has ended, for example a ``ScoreAdded`` event when its score
+        is known only later. Raises RunInUse while the run is being written.
+        """
         journal = self.reopen(run)
         try:
             for event in events:
@@ -127,11 +140,13 @@ class RunStore(Protocol):
             journal.close()
 
     def find(self, run: str) -> str:
-        """Return the id of ``run``. Raises UnknownRun."""
+        """Return the full id of ``run``, which may also be the beginning of an id or ``"last"``.
+        Raises UnknownRun.
+        """
         return id_of(run, self.ids(), self)
 
     def stored(self, run: str) -> StoredRun:
-        """Return a reader for ``run``, which reads one line at a time."""
+        """Return an object that reads ``run`` line by line."""
         return FilelessStoredRun(self, self.find(run))
 
     def events(self, run: str) -> Iterator[AnyEvent]:
@@ -139,15 +154,16 @@ class RunStore(Protocol):
         return read_events(self.stored(run))
 
     def load(self, run: str) -> Trajectory:
-        """Return the trajectory of ``run``."""
+        """Read all events of ``run`` and return the trajectory, the complete tree of its calls."""
         fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        """Return the summaries of the newest ``limit`` runs (default: all), newest first. The
-        summaries of runs that have not grown are kept in memory."""
+        """Return summaries of the newest ``limit`` runs (default: all), newest first. A summary is
+        kept in memory and made again only if its run has grown.
+        """
         known = _summaries.setdefault(self, {})
         found = []
         for id in self.ids()[:limit]:
@@ -163,13 +179,16 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """Return a value that stays equal while ``runs`` would return equal summaries. Returns None
-        if the summaries would have to be made to know that."""
+        """Return a value that stays equal as long as ``runs`` would return equal summaries, so that
+        a caller can detect changes cheaply. Returns None if that cannot be known without making the
+        summaries.
+        """
         return None
 
     def review(self, run: str) -> HumanRunReview:
         """Return what people noted about ``run`` after its end: labels, verdicts, a note and
-        corrected scores. The review is empty if there is none."""
+        corrected scores. Returns an empty review if there is none.
+        """
         return HumanRunReview()
 
     def write_review(self, run: str, review: HumanRunReview) -> HumanRunReview:
@@ -179,16 +198,18 @@ class RunStore(Protocol):
         raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
 
     def finish(self, journal: RunJournal) -> None:
-        """Close ``journal``. If it has no event, its run is deleted: it failed before it started,
-        so there is nothing to list or resume."""
+        """Close ``journal``. If it has no events, delete its run: the run failed before it started,
+        so there is nothing to list or resume.
+        """
         journal.close()
         if journal.is_empty:
             self.remove(journal.id)
 
 
 class FilelessStoredRun(NamedTuple):
-    """A run of a store that has no files, read through the store's lines. Implements
-    ``StoredRun``."""
+    """A stored run that has no files and is read through the ``lines`` method of its store.
+    Implements ``StoredRun``.
+    """
 
     store: RunStore
     id: str
@@ -255,9 +276,10 @@ def check_run_id(run_id: str) -> None:
 
 
 def id_of(name: str, ids: Sequence[str], place: object) -> str:
-    """Return the run id that ``name`` stands for. ``name`` is an id, the unique beginning of one,
-    or ``"last"``. ``ids`` are the ids of all runs, newest first. Raises UnknownRun, with ``place``
-    in its text, if no run or several match."""
+    """Return the run id that ``name`` stands for: a complete id, the unique beginning of an id, or
+    ``"last"``. ``ids`` are the ids of all runs, newest first. Raises UnknownRun if no run or
+    several runs match; its message names ``place``, where the runs are stored.
+    """
     if name in ids:
         return name
     if name == "last" and ids:

@@ -1,5 +1,6 @@
-"""Cache of replies by the hash of the request, shared by all runs; only used on request. It also
-has the places of replies in journals, so that replies are found that no run had cached.
+"""A cache of model replies, shared by all runs of a store and used only on request. A reply is
+found by the hash of its request. The cache also records where journals contain replies, so that
+they are found although the runs did not use the cache.
 
 The hash covers the model, the whole prompt and the sampling settings, so a hit is a reply to
 exactly the same request. A cache that cannot be read or written raises StoreError instead of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ReplyPlace(NamedTuple):
-    """Where a reply is recorded."""
+    """The position in a journal at which a reply is recorded."""
 
     run: str
     offset: int
@@ -44,7 +45,7 @@ _FORMER_TABLES = ("recorded", "read_runs")
 
 
 class CallCache:
-    """Persistent cache of replies. Safe for several threads and processes at once."""
+    """A cache of model replies on disk. Safe for several threads and processes at once."""
 
     def __init__(self, store: Store) -> None:
         self.path = make_folder(store.root / "cache") / "replies.sqlite"
@@ -73,20 +74,23 @@ class CallCache:
             raise self._failed(error) from error
 
     def place(self, prompt_hash: str) -> ReplyPlace | None:
-        """Return where the reply to this request is recorded, if ``add_run`` was given such a
-        reply."""
+        """Return where a journal records the reply to the request with this hash, or None if
+        ``add_run`` has not registered one.
+        """
         row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
         return None if row is None else ReplyPlace(*row)
 
     def read_bytes(self, run: str) -> int:
-        """Return the size that the journal of ``run`` had when its replies were last added by
-        ``add_run``, in bytes; 0 if they never were."""
+        """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
+        its replies, or 0 if that never happened. A larger journal has new replies.
+        """
         row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
     def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
-        """Add the replies in the journal of ``run``, which has ``num_bytes`` bytes. ``places`` are
-        pairs of a request's hash and the place of its reply."""
+        """Register the replies in the journal of ``run``, which is ``num_bytes`` bytes long.
+        ``places`` are pairs of the hash of a request and the position of its reply.
+        """
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:
             with self._lock, self._database:
@@ -100,8 +104,9 @@ class CallCache:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
-        """Store ``reply``. A reply with text that is not valid Unicode is skipped, since it could
-        not be read back exactly."""
+        """Store ``reply`` under the hash of its request. A reply whose text is not valid Unicode is
+        skipped, since it could not be read back exactly.
+        """
         try:
             data = msgspec.msgpack.encode(reply)
         except UnicodeEncodeError:
@@ -111,7 +116,9 @@ class CallCache:
         )
 
     def prune(self, older_than_s: float = 0.0) -> int:
-        """Delete replies that were stored more than ``older_than_s`` ago; returns how many."""
+        """Delete replies that were stored more than ``older_than_s`` seconds ago, and return how
+        many were deleted.
+        """
         deleted = self._change("DELETE FROM replies WHERE at <= ?", time.time() - older_than_s)
         with self._lock:
             self._database.execute("VACUUM")

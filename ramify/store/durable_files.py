@@ -1,6 +1,7 @@
-"""Private folders and files; writes that are complete or raise an error that names the file; one
-thread per store that flushes written files, so that no event loop waits for the disk; large values
-by content; and the space that a store uses and keeps free.
+"""Files that survive crashes. This module creates private folders, writes files completely or
+raises an error that names the file, flushes written files to disk in a background thread so that no
+event loop waits for the disk, stores large values by the hash of their content, and measures and
+reserves the space of a store.
 
     append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
     close  ── settle(owner): runs what is due, and waits for what is in progress
@@ -8,8 +9,8 @@ by content; and the space that a store uses and keeps free.
     blobs/ab/abcd…            the bytes whose SHA-256 is ``abcd…``, once: written to a separate file
                               and renamed into place, so a reader sees all of it or nothing
 
-Not here: which blobs are still needed (see ``prune.py``) and what the bytes mean (the caller
-decides).
+Which blobs are still needed is decided in ``prune.py``; what their bytes mean is known only to the
+caller.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ Fsync = Callable[[int], object]
 
 
 def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
-    """Create the folder ``path`` and its missing parents, accessible by their owner alone. With
-    ``fsync``, their names are flushed to disk."""
+    """Create the folder ``path`` and its missing parents, accessible only to their owner. If
+    ``fsync`` is given, the new directory entries are flushed to disk.
+    """
     if path.is_dir():
         return path
     if path.parent != path:
@@ -68,8 +70,9 @@ def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """Write all of ``data``, in a single ``write()`` if the system accepts it. Raises StoreError,
-    which names ``path``."""
+    """Write all of ``data`` to the file ``fd``, in a single ``write()`` if the system accepts it.
+    Raises StoreError, which names ``path``.
+    """
     try:
         written = os.write(fd, data) if data else 0
         if written < len(data):
@@ -83,7 +86,9 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
 
 
 def sync_folder(path: Path, fsync: Fsync) -> None:
-    """Flush the names of the files in the folder ``path`` to disk."""
+    """Flush the entries of the folder ``path`` to disk, so that new and renamed files in it survive
+    a crash.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         fsync(fd)
@@ -98,8 +103,9 @@ _RESERVE = "ramify.reserve"
 
 
 def keep_reserve(root: Path) -> None:
-    """Reserve space on the disk of the store at ``root``, if there is enough. Replies that arrive
-    when the disk is full are written there."""
+    """Reserve some space on the disk of the store at ``root``, if there is enough. If the disk
+    becomes full, the reserve is freed for replies that still arrive.
+    """
     path = root / _RESERVE
     if reserve_bytes(root) >= RESERVE_BYTES:
         return
@@ -115,8 +121,9 @@ def keep_reserve(root: Path) -> None:
 
 
 def reserve_bytes(root: Path) -> int:
-    """Return the size in bytes of the file that keeps space free for the store at ``root``; 0 if
-    there is none."""
+    """Return the size in bytes of the reserve file, which keeps disk space free for the store at
+    ``root``, or 0 if there is none.
+    """
     try:
         return (root / _RESERVE).stat().st_size
     except OSError:
@@ -139,23 +146,27 @@ _STALE_S = 3600.0
 
 
 class _Size(msgspec.Struct):
-    """A measurement of the store's size."""
+    """One measurement of the size of a store, with its time."""
 
     num_bytes: int
     at: float
 
 
 class StoreSize:
-    """The size of one store."""
+    """Measures the size of one store and warns if it exceeds its limit."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
-        """``now`` returns the Unix time."""
+        """Create a measurement of the store in the folder ``root``. ``now`` returns the Unix
+        time.
+        """
         self._root = root
         self._now = now
         self._warned = False
 
     def measure(self) -> int:
-        """Total size in bytes of the root folder, cached for ``warn_if_full``."""
+        """Return the total size of the store's folder in bytes. The result is cached for
+        ``warn_if_full``.
+        """
         total = sum(_walk(self._root)) - reserve_bytes(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
         try:
@@ -194,7 +205,9 @@ class StoreSize:
 
 
 def max_store_bytes() -> int:
-    """The size limit from the environment, or the default. Raises ConfigError."""
+    """Return the size limit of a store in bytes, from the environment or by default. Raises
+    ConfigError if the environment variable is invalid.
+    """
     text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
     if not text:
         return DEFAULT_MAX_BYTES
@@ -218,7 +231,7 @@ def _walk(folder: Path) -> Iterator[int]:
 
 
 def remove_file(path: Path) -> int:
-    """Delete a file and return the bytes freed; 0 if it did not exist."""
+    """Delete a file and return the number of bytes freed, or 0 if the file did not exist."""
     try:
         size = path.stat().st_size
         path.unlink()
@@ -243,15 +256,17 @@ descriptors. The flush of a folder makes the names in it last."""
 
 
 class FlushErrorHandler(Protocol):
-    """Owner of flushed files, which is notified of errors."""
+    """The owner of files that are flushed in the background, which is notified if a flush fails."""
 
     def flush_failed(self, error: OSError) -> None:
-        """Handle a failed flush, after which the written bytes may not be on disk."""
+        """Handle a failed flush. The written bytes may not be on disk."""
         ...
 
 
 class FsyncFlusher:
-    """``fsync`` in a background thread; several requests for one file become one."""
+    """Calls ``fsync`` on files in a background thread. Several requests for one file are combined
+    into one.
+    """
 
     def __init__(self, fsync: Fsync = os.fsync) -> None:
         self.fsync = fsync
@@ -264,7 +279,7 @@ class FsyncFlusher:
         """Whether the thread waits for work."""
 
     def flush(self, file: File, owner: FlushErrorHandler) -> None:
-        """Queue ``file`` for a flush, and return at once."""
+        """Request a flush of ``file`` in the background and return at once."""
         with self._turn:
             self._due[file] = owner
             if self._running:
@@ -278,7 +293,7 @@ class FsyncFlusher:
             self._running = False
 
     def settle(self, owner: FlushErrorHandler) -> None:
-        """Return once no file of ``owner`` is due or in progress."""
+        """Wait until all requested flushes of files that belong to ``owner`` are done."""
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
             for file in mine:
@@ -302,7 +317,9 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Take the oldest due file; False after ``IDLE_S`` without one, which ends the thread."""
+        """Take the file that has been waiting longest for a flush. Return False if there was none
+        for ``IDLE_S`` seconds, after which the thread ends.
+        """
         with self._turn:
             self._is_waiting = True
             has_work = self._turn.wait_for(lambda: bool(self._due), IDLE_S)
@@ -334,7 +351,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobStore:
-    """The blobs of one store. Safe for several threads and processes at once."""
+    """Stores large values (blobs) in files named by their SHA-256 hash, each value once. Safe for
+    several threads and processes at once.
+    """
 
     def __init__(self, root: Path, flusher: FsyncFlusher) -> None:
         self.root = root
@@ -346,8 +365,9 @@ class BlobStore:
         return self.root / digest[:2] / digest
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` and return its digest. Pass ``digest`` to skip the hashing if it is
-        known."""
+        """Store ``data`` and return its SHA-256 hash. A caller that already knows the hash passes
+        it as ``digest``, so that it is not computed again.
+        """
         import hashlib
 
         data = memoryview(data).cast("B")
@@ -369,7 +389,7 @@ class BlobStore:
         return digest
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes with this digest, which are checked against it."""
+        """Return the bytes with this SHA-256 hash, after checking that they still have it."""
         import hashlib
 
         with self.map(digest) as view:
@@ -383,7 +403,9 @@ class BlobStore:
 
     @contextmanager
     def map(self, digest: str) -> Iterator[memoryview]:
-        """The bytes as a read-only view of the file, without a copy or verification."""
+        """Return a context manager that maps the blob's file into memory and gives its bytes as a
+        read-only view, without a copy or a check of the hash.
+        """
         path = self.path(digest)
         try:
             fd = os.open(path, os.O_RDONLY)
@@ -403,15 +425,17 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """Ignore the error. A blob that did not reach the disk is found damaged when it is read,
-        and its run can still be shown."""
+        """Ignore a failed flush. If the blob did not reach the disk, it is found to be damaged when
+        it is read, and its run can still be shown.
+        """
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
     def list(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Every file, including those that a killed writer left behind (their names begin with a
-        dot)."""
+        """Yield the path and attributes of every blob's file, including files that a killed writer
+        left behind, whose names begin with a dot.
+        """
         if not self.root.is_dir():
             return
         for folder in os.scandir(self.root):
@@ -423,8 +447,9 @@ class BlobStore:
                         continue
 
     def delete(self, digest: str, spare_after: float) -> int:
-        """Delete the blob unless it was put again after ``spare_after`` (Unix time); returns the
-        bytes freed."""
+        """Delete a blob unless it was stored again after the Unix time ``spare_after``, and return
+        the number of bytes freed.
+        """
         path = self.path(digest)
         with self._hold(fcntl.LOCK_EX):
             try:
@@ -438,8 +463,9 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Lock that separates "it exists, so I do not write it" from "it is not needed, so I delete
-        it"."""
+        """Hold a lock between processes. It prevents one process from deleting a blob as unneeded
+        while another decides not to write the blob because it exists.
+        """
         lock = self.root / ".lock"
         try:
             fd = os.open(lock, os.O_RDWR | os.O_CREAT, FILE_MODE)
@@ -455,7 +481,9 @@ class BlobStore:
 
 
 def _refresh(path: Path, size: int) -> bool:
-    """Whether the complete blob exists; if so, its time is renewed as if it had just been put."""
+    """Return True if the complete blob exists. Its modification time is then set to now, as if it
+    had just been stored.
+    """
     try:
         if path.stat().st_size != size:
             return False

@@ -1,15 +1,16 @@
-"""A run's journal: one writer, and one line and one ``write()`` per event; read complete, cut off,
-still being written, or damaged.
+"""Reads and writes the journal of a run, a file with one event per line. A journal has one writer
+at a time and can be read while it is complete, cut off, still being written, or damaged.
 
-The lock is ``flock`` on the journal itself, so that the system releases it when the writer dies;
-``RUN_ID.writer`` next to it only names the writer. The store's flusher flushes replies to disk,
-since they are what was paid for.
+The writer holds a lock (``flock``) on the journal itself, so the system releases it if the writer
+dies. The file ``RUN_ID.writer`` beside the journal only names the writer. Replies are also flushed
+to disk by a background thread of the store, since they have been paid for.
 
-A line is one call of the codec, with a checksum that covers the line before it (see
-``line_checksums.py``). A slow path handles values that JSON or UTF-8 cannot represent, and secrets:
-lone surrogates become ``\\udc80`` escapes, an infinite number becomes the largest finite one, and a
-secret becomes ``«redacted NAME»``. A last line without a newline is incomplete and is skipped.
-Anything else that cannot be read, or was changed, is an error that names the file and the line.
+Each line is encoded by a single call of the JSON encoder and carries a checksum that also covers
+the line before it (see ``line_checksums.py``). A slower path handles secrets and values that JSON
+or UTF-8 cannot represent: lone surrogates become ``\\udc80`` escapes, an infinite number becomes
+the largest finite one, and a secret becomes ``«redacted NAME»``. A last line without a newline is
+incomplete and is skipped. Anything else that cannot be read, or was changed, raises an error that
+names the file and the line.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _PATIENCE_S = 0.3
 
 
 class WriterProcessId(msgspec.Struct, frozen=True):
-    """The process that writes a journal."""
+    """Identifies the process that is writing a journal."""
 
     pid: int
     host: str
@@ -62,16 +63,19 @@ class WriterProcessId(msgspec.Struct, frozen=True):
 
 
 def this_process() -> WriterProcessId:
-    """Return the entry that names this process as the writer of a journal."""
+    """Return the record that identifies this process as the writer of a journal."""
     return WriterProcessId(os.getpid(), socket.gethostname())
 
 
 class LineWriter:
-    """Appends lines with checksums to a locked file of a store. Safe for several threads."""
+    """Appends lines with checksums to a locked file in the folder of a store. Safe for several
+    threads.
+    """
 
     def __init__(self, path: Path, fd: int, flusher: FsyncFlusher, chain: ChecksumChain) -> None:
-        """``fd`` comes from ``open_locked``, and ``path`` is in a folder of the store. ``chain``
-        holds the checksum of the file's last line."""
+        """Create a writer for a file that ``open_locked`` has opened as ``fd``. ``path`` is its
+        path, in the folder of a store, and ``chain`` holds the checksum of its last line.
+        """
         self.path = path
         self.size = os.fstat(fd).st_size
         """Bytes written so far, with those of earlier writers."""
@@ -87,13 +91,13 @@ class LineWriter:
         self._closed = False
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
-        """Write a line, which is a JSON object and a newline, and return the offset at which it
-        begins. The line then survives the death of this process. With ``flushes``, it soon also
-        survives a crash of the machine.
+        """Write one line, a JSON object and a newline, and return the byte offset at which it
+        begins. The line then survives the death of this process. With ``flushes``, it is soon
+        flushed to disk and survives a crash of the machine, too.
 
-        If the disk is full, the line takes space that the store kept free, and ``trouble`` is set.
-        Raises StoreError if it cannot be written, and for every later line unless ``allow_gap``:
-        the file then ends like that of a killed process.
+        If the disk is full, the line is written to space that the store has reserved, and
+        ``trouble`` is set. Raises StoreError if the line cannot be written. Unless ``allow_gap`` is
+        set, every later call then raises, too, so the file ends like that of a killed process.
         """
         with self._lock:
             self._check(allow_gap=allow_gap)
@@ -111,7 +115,9 @@ class LineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line, on the store's reserve if the disk is full."""
+        """Write a line. If the disk is full, free the space that the store has reserved and try
+        again.
+        """
         try:
             write_all(self._fd, line, self.path)
         except StoreError as error:
@@ -157,8 +163,9 @@ class LineWriter:
 
 
 class Journal:
-    """A journal open for writing. Appends events to ``path``; made by ``store.create`` and
-    ``store.reopen``. Safe for several threads."""
+    """A journal that is open for writing, created by ``Store.create`` or ``Store.reopen``. Events
+    are appended to the file ``path``. Safe for several threads.
+    """
 
     def __init__(
         self,
@@ -169,8 +176,9 @@ class Journal:
         secrets: SecretRedactor,
         chain: ChecksumChain,
     ) -> None:
-        """``fd`` is the locked file at ``path``. ``chain`` holds the checksum of the journal's last
-        line."""
+        """Create a journal from an open file. ``fd`` is the locked file at ``path``, and ``chain``
+        holds the checksum of its last line.
+        """
         self.id = path.stem
         self.path = path
         self.file = LineWriter(path, fd, flusher, chain)
@@ -180,22 +188,23 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no event was ever written to the journal."""
+        """True if no event was ever written to the journal."""
         return self.file.size == 0
 
     @property
     def trouble(self) -> StoreError | None:
-        """The error that used up the reserved disk space, so that the run should end soon; None if
-        there was none."""
+        """The error because of which the run should end soon, as a full disk has used up the
+        reserved space; None if there was no such error.
+        """
         return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``. It then survives the death of this process. A reply soon also survives a
-        crash of the machine.
+        """Write ``event`` to the journal. It then survives the death of this process. If it is a
+        reply, it soon also survives a crash of the machine.
 
-        If the disk is full, the event takes space that the store kept free, and ``trouble`` is set.
-        Raises StoreError if it cannot be written, and for every later event: the journal then ends
-        like that of a killed run, which can be resumed.
+        If the disk is full, the event is written to space that the store has reserved, and
+        ``trouble`` is set. Raises StoreError if the event cannot be written. Every later call then
+        raises, too, so the journal ends like that of a killed run, which can be resumed.
         """
         # The end of a suspended run leaves no gap: what is missing is done again.
         allow_gap = isinstance(event, RunEnded) and event.stop is Stop.SUSPENDED
@@ -208,7 +217,9 @@ class Journal:
         self.file.close()
 
     def live_text(self) -> LiveReplyFileWriter:
-        """Return the file beside the journal in which replies are shown while they arrive."""
+        """Return the writer of the file, beside the journal, that shows replies while they
+        arrive.
+        """
         return LiveReplyFileWriter(self.path, self._secrets)
 
     def __enter__(self) -> Journal:
@@ -230,7 +241,8 @@ def writer_file(journal: Path) -> Path:
 
 def open_locked(path: Path, flags: int) -> int:
     """Open the journal at ``path`` for appending, lock it against other writers, and return its
-    descriptor. Raises RunInUse if another process is writing it."""
+    file descriptor. Raises RunInUse if another process is writing the journal.
+    """
     fd = os.open(path, os.O_RDWR | os.O_APPEND | flags, FILE_MODE)
     try:
         _lock(fd, path)
@@ -267,7 +279,9 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def in_use(path: Path, holder: str) -> RunInUse:
-    """Return the error for a journal that ``holder``, another process, is writing."""
+    """Return the error to raise if another process, described by ``holder``, is writing a
+    journal.
+    """
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
@@ -312,8 +326,9 @@ def cut_torn_line(fd: int) -> None:
 
 
 def chain_at_end(fd: int, path: Path) -> ChecksumChain:
-    """Return the checksum after the last line of a journal, which must be complete. Raises
-    StoreError if the last line lacks a checksum that it must have."""
+    """Return the running checksum at the end of a journal, so that new lines can continue it. The
+    last line must be complete. Raises StoreError if a line lacks a checksum that it must have.
+    """
     size = os.fstat(fd).st_size
     chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
     if has_checksum(tail):
@@ -400,8 +415,9 @@ _RETRIES = 3
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Return the decoder of events, which is made at the first call. That takes two
-    milliseconds."""
+    """Return the decoder of events. It is created at the first call, because that takes two
+    milliseconds.
+    """
     return msgspec.json.Decoder(AnyEvent)
 
 
@@ -427,9 +443,10 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the complete lines of a journal from byte ``offset`` on, with their newlines. Each
-    block has many lines, which can be decoded faster together. Raises StoreError if the file cannot
-    be read."""
+    """Yield the complete lines of a journal from byte ``offset`` on, with their newlines, in blocks
+    of many lines, because a block can be decoded faster than single lines. Raises StoreError if the
+    file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(offset)
@@ -444,7 +461,7 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def read_events(run: StoredRun) -> Iterator[AnyEvent]:
-    """The events of ``run``, in order. Raises StoreError at the first damaged line."""
+    """Yield the events of ``run`` in order. Raises StoreError at the first damaged line."""
     chain, fold, number = ChecksumChain(), TrajectoryFold(), 0
     for block in run.blocks():
         lines = block[:-1].split(b"\n")
@@ -465,8 +482,9 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
 
 def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
-    """The events of a block of lines, decoded at once, which is several times faster than one by
-    one; None for each line if one of them is damaged."""
+    """Return the events of a block of lines. The block is decoded at once, which is several times
+    faster than line by line. If any line is damaged, return None for every line of the block.
+    """
     with contextlib.suppress(*CANNOT_DECODE):
         events: list[AnyEvent] = _decoder().decode_lines(block)
         if len(events) == num_lines:  # it skips empty lines, which are damaged
@@ -475,8 +493,9 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
 
 
 class FileStoredRun(NamedTuple):
-    """A journal to read. Implements ``StoredRun``; reviews may also be those of a file of
-    trajectories."""
+    """A run that is read from its journal file. Implements ``StoredRun``. Its reviews may also be
+    those of a file of trajectories.
+    """
 
     path: Path
 
@@ -539,7 +558,7 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged(run: StoredRun, number: int, why: object) -> StoreError:
-    """Return the error for a damaged line: it was changed, or lines before it are missing."""
+    """Return the error for a damaged line, which was changed or comes after missing lines."""
     return StoreError(f"{run}, line {number} is damaged: {why}; {run.remedy(number)}")
 
 
@@ -550,8 +569,10 @@ NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
 def decode_line(
     line: bytes, run: StoredRun, number: int, chain: ChecksumChain | None = None
 ) -> AnyEvent:
-    """The event in a line of ``run``. Raises StoreError, which names the run and the line. With
-    ``chain``, its checksum is compared, and the chain continues after it."""
+    """Return the event in one line of ``run``. Raises StoreError, which names the run and the line.
+    If ``chain`` is given, the checksum of the line is compared with it, and the chain advances past
+    the line.
+    """
     problem = "" if chain is None else chain.problem(line)
     if problem:
         raise damaged(run, number, problem)
@@ -567,7 +588,9 @@ def decode_line(
 
 
 def check_version(line: bytes, run: StoredRun) -> None:
-    """Raise StoreError if a newer version of Ramify wrote the run that begins with this line."""
+    """Raise StoreError if a run was written by a newer version of Ramify. ``line`` is the first
+    line of its journal.
+    """
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
     except (msgspec.DecodeError, RecursionError):
@@ -581,12 +604,12 @@ def check_version(line: bytes, run: StoredRun) -> None:
 
 
 async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
-    """All events from the first, and new ones as they arrive, until everything is read and the
-    writer has exited.
+    """Yield all events of a journal from the first one on, and new events as they arrive, until
+    everything has been read and the process that writes the journal has exited.
 
-    Between two questions of a conversation the writer lives, so following continues. An unreadable
-    line is retried a few times, in case the writer was just working on it. Raises StoreError if it
-    stays unreadable, or if the journal was replaced.
+    The writer of a conversation stays alive between two questions, so following continues. An
+    unreadable line is retried a few times, in case it was just being written. Raises StoreError if
+    it stays unreadable, or if the journal was replaced by another file.
     """
     import asyncio  # slow to import, and only used here
 
@@ -610,8 +633,10 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return the inode of ``path``. Raises StoreError if it differs from ``inode`` (unless that is
-    0), or if the file is shorter than ``offset``, the part that was already read."""
+    """Return the inode number of ``path``, to detect that a journal was replaced. Raises StoreError
+    if it differs from ``inode`` (unless that is 0), or if the file is shorter than ``offset``, the
+    number of bytes that have already been read.
+    """
     try:
         stat = path.stat()
     except OSError as error:

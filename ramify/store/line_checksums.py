@@ -1,17 +1,18 @@
-"""Checksums of a journal's lines. Each covers its line and, because it continues the previous
-checksum, all earlier lines.
+"""Checksums of the lines of a journal. Each checksum covers its own line and, because it continues
+the previous checksum, all earlier lines.
 
     {"type":"CallEnded","id":"0","stop":"final","crc":"9a3f0b12"}
                                               └─ CRC-32 of the bytes before it, continued from
                                                  the checksum of the line before
 
-So a reader detects a changed byte, a missing line and a misplaced line. It cannot detect missing
-lines at the very end, because the journal then looks like that of a killed run. Readers that do not
-support checksums skip the member. Journals of earlier versions have no checksums; lines that are
-appended to them cover the old lines, too. After a line with a checksum, every line must have one.
+A reader therefore detects a changed byte, a missing line and a misplaced line. It cannot detect
+missing lines at the very end, because the journal then looks like that of a killed run. Readers
+that do not support checksums ignore the field ``crc``. Journals of earlier versions have no
+checksums; lines that are appended to them cover the old lines, too. After a line with a checksum,
+every line must have one.
 
-Checksums detect accidents, not forgery. Not here: files (see ``journal.py``) and repairs (see
-``repair.py``).
+The checksums detect accidents, not forgery. Files are read in ``journal.py`` and repaired in
+``repair.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MISSING = "it has no checksum although the lines before it have one"
 
 
 class ChecksumChain:
-    """Running checksum of a journal whose lines are read or written in order."""
+    """The running checksum of a journal, whose lines are read or written in order."""
 
     def __init__(self, crc: int = 0) -> None:
         self.crc = crc
@@ -39,13 +40,17 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def sealed(self, line: bytes) -> tuple[bytes, int]:
-        """Return (line with its checksum, checksum). A line is a JSON object and a newline."""
+        """Return a pair: the line with its checksum added, and the checksum. The line is a JSON
+        object and a newline.
+        """
         covered = line[:-2]
         crc = crc32(covered, self.crc)
         return covered + _tail(crc) + b"\n", crc
 
     def problem(self, line: bytes) -> str:
-        """Return why the next line is damaged; empty if it is intact. The line has no newline."""
+        """Return the reason why the next line is damaged, or an empty string if it is intact. The
+        line is passed without its newline.
+        """
         if line.endswith(_tail(crc32(line[:-_NUM_BYTES], self.crc))):
             return ""
         if not has_checksum(line):
@@ -53,7 +58,7 @@ class ChecksumChain:
         return CHANGED
 
     def take(self, line: bytes) -> str:
-        """Continue after ``line`` if it is intact; otherwise return why it is damaged."""
+        """Advance past ``line`` if it is intact. Otherwise return the reason why it is damaged."""
         crc = crc32(line[:-_NUM_BYTES], self.crc)
         if line.endswith(_tail(crc)):
             self.crc, self.is_checked = crc, True
@@ -64,11 +69,13 @@ class ChecksumChain:
         return problem
 
     def fits(self, line: bytes, crc: int) -> bool:
-        """True if the line was written directly after a line with the checksum ``crc``."""
+        """Return True if the line was written directly after a line whose checksum is ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
     def advance(self, line: bytes) -> None:
-        """Make this line, damaged or not, the one that the next line must continue."""
+        """Advance past ``line``, even if it is damaged, so that the next line must continue its
+        checksum.
+        """
         if has_checksum(line):
             self.crc, self.is_checked = int(line[-_NUM_DIGITS - 2 : -2], 16), True
         elif not self.is_checked:
@@ -80,7 +87,7 @@ def _tail(crc: int) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """True if a line, without its newline, ends with a checksum."""
+    """Return True if a line, given without its newline, ends with a checksum."""
     if line[-_NUM_BYTES : -_NUM_DIGITS - 2] != _HEAD or line[-2:] != _TAIL:
         return False
     return not line[-_NUM_DIGITS - 2 : -2].strip(b"0123456789abcdef")

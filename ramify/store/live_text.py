@@ -1,17 +1,19 @@
-"""``RUN_ID.live`` beside a journal: the replies that are arriving, while a page follows the run.
+"""Shows replies while they are still arriving. While a web page follows a run, the process of the
+run writes the arriving text to the file ``RUN_ID.live`` beside the journal, and the page's server
+reads it there.
 
     page's server                            process that runs
     creates it, holds a shared lock ──────>  looks for it twice a second
     reads it            <──────────────────  overwrites it, at most four times a second
     closes              ──────────────────>  finds no lock, and deletes it
 
-A lock ends with its process, so a run does not write for a page that was killed. The last process
-that uses the file deletes it: the run at its end, or a page whose run was killed. If both were
-killed, ``prune`` deletes it, and the next page empties it.
+The system releases a lock when its process ends, so a run does not keep writing for a page that was
+killed. The file is deleted by the last process that uses it: by the run at its end, or by a page
+whose run was killed. If both were killed, ``prune`` deletes the file, or the next page empties it.
 
 The file holds one line: the end of each reply, without secrets, and a checksum, since it may be
-read while it is overwritten. It is not part of the run's record: no reader of journals reads it.
-Not here: when the run writes (see ``engine/live_reply_writer.py``).
+read while it is overwritten. It is not part of the record of the run, and no reader of journals
+reads it. When the run writes is decided in ``engine/live_reply_writer.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ArrivingReply(msgspec.Struct, frozen=True):
-    """The text of a reply so far, while the reply is still arriving."""
+    """The text that has arrived so far of a reply that is not yet complete."""
 
     call: str
     turn: int
@@ -54,14 +56,16 @@ class _Snapshot(msgspec.Struct):
 
 
 class LiveReplyFile:
-    """The file beside a journal that holds the replies that are arriving. It may be open or not."""
+    """The file beside a journal that holds the replies that are arriving. An object of this class
+    may have the file open or not.
+    """
 
     def __init__(self, journal: Path) -> None:
         self.path = live_file(journal)
         self._fd: int | None = None
 
     def open_existing(self) -> None:
-        """Open the file without its lock. Raises FileNotFoundError if it does not exist."""
+        """Open the file without taking its lock. Raises FileNotFoundError if it does not exist."""
         self._fd = os.open(self.path, _FLAGS)
 
     def close(self) -> None:
@@ -87,7 +91,9 @@ class LiveReplyFile:
 
 
 class LiveReplyFileWriter(LiveReplyFile):
-    """Writes the replies of a run while a page follows it. Raises OSError as the system does."""
+    """Writes the arriving replies of a run to a file while a page follows the run. Its methods
+    raise the OSError of a system call that fails.
+    """
 
     def __init__(self, journal: Path, secrets: SecretRedactor) -> None:
         super().__init__(journal)
@@ -95,7 +101,9 @@ class LiveReplyFileWriter(LiveReplyFile):
         self._written = b""
 
     def is_followed(self) -> bool:
-        """Whether a page follows the run now. Deletes the file that a killed page left."""
+        """Return True if a page follows the run now. This also deletes a file that was left behind
+        by a killed page.
+        """
         if self._fd is None:
             try:
                 self.open_existing()
@@ -108,8 +116,9 @@ class LiveReplyFileWriter(LiveReplyFile):
         return self._fd is not None
 
     def write(self, replies: Sequence[ArrivingReply]) -> None:
-        """Write the replies to the file in place of the earlier ones, unless they are equal. Call
-        this only after ``is_followed`` has returned True."""
+        """Replace the contents of the file by these replies, unless they have not changed. Call
+        this only after ``is_followed`` has returned True.
+        """
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
         line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
@@ -120,7 +129,7 @@ class LiveReplyFileWriter(LiveReplyFile):
             self._written = line
 
     def end(self) -> None:
-        """Delete the file: no reply will arrive any more."""
+        """Delete the file, because no more replies will arrive."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 self._unlink(self._fd)
@@ -132,7 +141,9 @@ class LiveReplyFileWriter(LiveReplyFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _public(self, text: str) -> str:
-        """Return ``text`` without secrets, and without an end that may be the beginning of one."""
+        """Return ``text`` without secrets. If the text ends with what may be the beginning of a
+        secret, that end is removed, too.
+        """
         return self._secrets.without_beginning(self._secrets.redact(encodable(text)))
 
 
@@ -146,8 +157,10 @@ class LiveReplyFileReader(LiveReplyFile):
         """Size and time of the file when it was last read."""
 
     def read(self) -> Sequence[ArrivingReply] | None:
-        """Return the replies that are arriving, or None if nothing is new. Creates the file if it
-        does not exist; without the right to do so, nothing is ever new."""
+        """Return the replies that are arriving, or None if nothing has changed since the last call.
+        The file is created if it does not exist; without permission to do so, the result is always
+        None.
+        """
         try:
             if self._fd is not None and not self._is_at_path(self._fd):
                 self.close()  # the run has ended; its conversation may continue
@@ -197,7 +210,9 @@ def delete_unused(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Whether no other open file has a lock on this one. If so, ``fd`` has an exclusive one now."""
+    """Return True if no other open file has a lock on this file. In that case, ``fd`` now has an
+    exclusive lock.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,10 @@
-"""Runs in this process's memory: nothing is written to a disk, and all of it ends with the process.
+"""Keeps runs in the memory of this process: nothing is written to a disk, and all runs are lost
+when the process ends.
 
-A run in it can be resumed, replayed and forked, which one without a store cannot. Its events are
-kept as the lines that a file would have, so that what is read back is the same, and has no secrets.
-The page of this process shows them (``ramify.view``). Not here: ``cache=True``, checking, repairing
-and pruning, which need the files of a ``Store``.
+Such a run can be resumed, replayed and forked, which is not possible without a store. Its events
+are kept as the same lines that a file would have, so what is read back is the same and has no
+secrets. The runs are shown in the page of this process (``ramify.view``). Replies from a cache
+(``cache=True``), checking, repairing and pruning need the files of a ``Store``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ramify.types.event import AnyEvent
 
 
 class MemoryStore(RunStore):
-    """The runs of this process. Safe for several threads.
+    """A store that keeps runs in the memory of this process. Safe for several threads.
 
     >>> rlm = ramify.RLM("openai:gpt-5-mini", store=ramify.MemoryStore())
     """
@@ -107,7 +108,9 @@ class MemoryStore(RunStore):
             self._written.discard(id)
 
     def _offsets(self, id: str) -> list[int]:
-        """Where each line of run ``id`` begins, and where the last one ends."""
+        """Return the byte offset at which each line of run ``id`` begins, followed by the end of
+        the last line.
+        """
         if id not in self._lines:
             raise UnknownRun(f"found no run {id!r} in {self}: it was deleted")
         starts = self._starts.setdefault(id, [0])
@@ -137,7 +140,9 @@ class MemoryJournal:
         secrets: SecretRedactor,
         on_close: Callable[[str], object],
     ) -> None:
-        """``lines`` are the events so far; new ones are added to them."""
+        """Create the journal of run ``id``. ``lines`` are its events so far, to which new ones are
+        added.
+        """
         self.id = id
         self._lines = lines
         self._secrets = secrets
@@ -166,11 +171,15 @@ class MemoryJournal:
         self._on_close(self.id)
 
     def live_text(self) -> None:
-        """None: a page shows a reply once it is complete."""
+        """Return None: this store has no file for arriving replies, so the web page shows a reply
+        only once it is complete.
+        """
 
 
 class MemoryBlobs:
-    """The blobs of a ``MemoryStore``. Safe for several threads."""
+    """The contexts and long outputs of a ``MemoryStore``, by the hash of their content. Safe for
+    several threads.
+    """
 
     def __init__(self) -> None:
         self._data: dict[str, bytes] = {}
@@ -190,7 +199,9 @@ class MemoryBlobs:
             ) from None
 
     def keep_only(self, digests: Container[str]) -> int:
-        """Delete all other blobs; returns the bytes freed."""
+        """Delete all blobs except those with the given hashes, and return the number of bytes
+        freed.
+        """
         unneeded = [digest for digest in [*self._data] if digest not in digests]
         return sum(len(self._data.pop(digest)) for digest in unneeded)
 
@@ -199,6 +210,6 @@ _DIGEST = re.compile(rb'"([0-9a-f]{64})"')
 
 
 def _digests(lines: Iterable[bytes]) -> Iterator[str]:
-    """The digests that events refer to."""
+    """Yield the hashes of the blobs to which events refer."""
     for line in lines:
         yield from map(bytes.decode, _DIGEST.findall(line))

@@ -1,9 +1,10 @@
-"""Deletion of runs, evaluations, blobs that no journal refers to, and stored token ids.
+"""Deletes runs, evaluations, stored token ids, and blobs (contexts and long outputs, stored by
+their hash) to which no journal refers.
 
-The journals show which blobs are needed: every quoted string of 64 hexadecimal digits counts as a
-reference. A run puts a blob (which renews the blob's time) just before it refers to it. So a blob
-is kept if it was put after the end of the run that is deleted, or, while any run is being written,
-if it was put within the last hour.
+A blob is needed if a journal refers to it: every quoted string of 64 hexadecimal digits counts as a
+reference. A run stores a blob, or renews its time, just before it refers to it. Therefore a blob is
+kept if it was stored after the end of the run that is deleted, or, while any run is being written,
+if it was stored within the last hour.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
 class PruneResult(msgspec.Struct):
-    """Ids of what was deleted, oldest first."""
+    """The ids of the runs and evaluations that were deleted, oldest first."""
 
     runs: list[str]
     """Ids of the runs."""
@@ -49,7 +50,7 @@ class PruneResult(msgspec.Struct):
 
 
 class StorePruner:
-    """Deletes from one store."""
+    """Deletes runs and other data from one store."""
 
     def __init__(self, root: Path, runs: Path, blobs: BlobStore, size: StoreSize) -> None:
         self._root = root
@@ -58,8 +59,9 @@ class StorePruner:
         self._size = size
 
     def remove(self, path: Path) -> int:
-        """Delete this journal and the blobs that only it refers to; returns the bytes freed. Raises
-        StoreError while it is being written."""
+        """Delete the journal at ``path`` and the blobs to which only this journal refers, and
+        return the number of bytes freed. Raises StoreError while the journal is being written.
+        """
         stat, candidates = _delete(path)
         return stat.st_size + self._delete_tokens() + self._collect(candidates)
 
@@ -70,8 +72,9 @@ class StorePruner:
         keep_last: int | None,
         max_bytes: int | None,
     ) -> PruneResult:
-        """Delete runs and evaluations and return their ids. The same rules apply to both, each
-        counted separately."""
+        """Delete runs and evaluations that are too old, too many or too large, and return their
+        ids. The limits apply to runs and to evaluations separately.
+        """
         # Their names begin with their time.
         records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)
         records = records[keep_last or 0 :][::-1]
@@ -98,16 +101,19 @@ class StorePruner:
         return removed
 
     def _delete_matrices(self) -> None:
-        """Delete the matrices whose evaluations are all deleted."""
+        """Delete each matrix, a table that compares several evaluations, if all its evaluations
+        have been deleted.
+        """
         folder = self._root / EVALUATIONS
         for path in folder.glob(f"*{MATRIX}"):
             if not any(folder.glob(f"{path.name.removesuffix(MATRIX)}-*.jsonl")):
                 remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """Delete several journals and the blobs that only they refer to, with one scan of the other
-        journals, and return the ids of the runs. Journals that a process has begun to write again
-        stay."""
+        """Delete several journals and the blobs to which only they refer, and return the ids of the
+        deleted runs. The remaining journals are scanned only once. A journal stays if a process has
+        begun to write it again.
+        """
         removed, candidates = [], dict[str, float]()
         for path in journals:
             try:
@@ -123,12 +129,15 @@ class StorePruner:
         return removed
 
     def _delete_tokens(self) -> int:
-        """Delete the token ids of conversations, since they may be those of a deleted run; returns
-        the bytes freed. Training makes them again."""
+        """Delete the stored token ids of conversations, since they may belong to a deleted run, and
+        return the number of bytes freed. Training computes them again when needed.
+        """
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
-        """Delete until the store fits ``max_bytes``, and add the ids to ``removed``."""
+        """Delete the oldest runs until the size of the store is at most ``max_bytes``, and add
+        their ids to ``removed``.
+        """
         size = self._size.measure()
         for path in oldest_first:
             if size <= max_bytes:
@@ -163,7 +172,9 @@ class StorePruner:
 
     def _collect(self, candidates: dict[str, float]) -> int:
         """Delete those candidates to which no journal refers, and return the number of bytes freed.
-        ``candidates`` maps the digest of each blob to a time: a blob that was put later is kept."""
+        ``candidates`` maps the hash of each blob to a time; a blob that was stored after that time
+        is kept.
+        """
         if not candidates:
             return 0
         writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
@@ -176,9 +187,10 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal, with the files that belong to it. Returns the attributes of its file, and
-    the time of its last write for each digest that it referred to. Raises StoreError if it cannot
-    be deleted, or is being written."""
+    """Delete a journal and the files that belong to it. Returns the attributes of the deleted file
+    and, for each blob that the journal referred to, the time of the journal's last write. Raises
+    StoreError if the journal is being written or cannot be deleted.
+    """
     try:
         fd = open_locked(path, 0)
     except OSError as error:
@@ -203,7 +215,9 @@ def _older(paths: list[Path], than_s: float) -> list[Path]:
 
 
 def _delete_record(path: Path) -> bool:
-    """Delete an evaluation's file that no process writes; returns whether it was deleted."""
+    """Delete the file of an evaluation unless a process is writing it. Returns True if it was
+    deleted.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -219,7 +233,7 @@ def _delete_record(path: Path) -> bool:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """Return the digests to which a journal refers."""
+    """Yield the hashes of the blobs to which a journal refers."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -1,5 +1,6 @@
-"""Recorded replies of a journal, for a run that is resumed or replayed. They are looked up by their
-place in the tree and verified by content.
+"""Index of the replies that a journal recorded, used to resume or replay a run without paying for
+them again. Each reply is found by its call and turn, and is used only if the hash of the request is
+the same.
 
     replay   every reply and tool result must be recorded; a missing or different one raises
              ``ReplayDiverged``
@@ -45,7 +46,9 @@ their identities are not stored."""
 
 
 class TurnsDroppedOnResume(NamedTuple):
-    """Turns of a root call that no longer count, since the run was resumed past its limit."""
+    """Turns of a root call that no longer count, because the run was resumed beyond the limit that
+    had ended it.
+    """
 
     events: list[AnyEvent]
     """Requests and replies."""
@@ -54,7 +57,9 @@ class TurnsDroppedOnResume(NamedTuple):
 
 
 class RecordedRunIndex:
-    """Lookup of what ``events`` recorded. Holds references to the events, no copies."""
+    """An index of the events of a recorded run, which finds them by call, turn and cell. It refers
+    to the events and does not copy them.
+    """
 
     started: RunStarted
     """The first question of a conversation."""
@@ -129,16 +134,20 @@ class RecordedRunIndex:
         }
 
     def edited(self, call: str, turn: int, new: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return ``new``, the messages that this turn adds. In a fork whose texts were edited, the
-        edited texts replace those of the last messages."""
+        """Return the messages that a turn adds to its conversation. ``new`` holds them as the
+        engine made them; in a fork of a run whose texts were edited, the edited texts replace those
+        of the last messages.
+        """
         texts = self.prompts.get((call, turn), [])[-len(new) :] if new else []
         first = len(new) - len(texts)
         changed = zip(new[first:], texts, strict=True)
         return (*new[:first], *(msgspec.structs.replace(it, content=text) for it, text in changed))
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """Return the reply that was recorded for this request, with the prompt ids that it added,
-        or None. Raises the error that ended the call, if that was the outcome."""
+        """Return the recorded reply to a request, together with the token ids that the request
+        added to the prompt, or None if no reply was recorded. If the request failed for good, the
+        recorded error is raised again.
+        """
         self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
             self._fail_again(call)  # the budget ran out before it was sent
@@ -151,9 +160,10 @@ class RecordedRunIndex:
         return None if reply is None else reply.reply
 
     def answered_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
-        """Return the first request of a call and its reply, if a resumed or replayed run need do
-        nothing more about the call than to use them: the journal has its end, and neither failed
-        attempts nor forgotten turns; the run has not diverged."""
+        """Return the first request of a call and its reply if a resumed or replayed run can simply
+        reuse them. Return None if the call was not recorded to its end, if it had failed attempts
+        or dropped turns, or if the run has diverged from the journal.
+        """
         place = (call, 0)
         replied, request = self._replies.get(place), self._requests.get(place)
         if replied is None or request is None or call not in self._ends:
@@ -168,13 +178,16 @@ class RecordedRunIndex:
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
-        """Return the name of the model with which the call began. Its requests are hashed with that
-        name."""
+        """Return the name of the model with which a call began, or None. The hashes of all requests
+        of the call contain that name.
+        """
         return self._models.get(call)
 
     def check_prompt_matches(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raises ReplayDiverged if another request was recorded at this place, or if the run
-        diverged before; Refused if the model refused this prompt and another one replaced it."""
+        """Check that a request is the one that was recorded for this turn. Raises ReplayDiverged if
+        a different request was recorded, or if the run has already diverged, and Refused if the
+        model refused this prompt and another prompt replaced it.
+        """
         if self.diverged is not None:
             raise self.diverged
         recorded = self._requests.get((call, turn))
@@ -187,17 +200,21 @@ class RecordedRunIndex:
             )
 
     def reused_ids(self, call: str, turn: int) -> int:
-        """Return how many token ids of the recorded prompt of this turn were taken over from
-        earlier turns of the call."""
+        """Return how many token ids at the start of this turn's recorded prompt were taken over
+        unchanged from earlier turns of the call.
+        """
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
-        """Failed requests of this turn; some of them may have been paid."""
+        """Return the failed attempts at the request of this turn. Some of them may have been paid
+        for.
+        """
         return self._attempts.get((call, turn), [])
 
     def in_flight(self, call: str, turn: int) -> bool:
-        """Return True if this request was in flight when the run was cut off. It may have been paid
-        for, but has no reply."""
+        """Return True if the request of this turn had been sent but not answered when the run was
+        cut off. The provider may have charged for it.
+        """
         place = (call, turn)
         is_open = (
             place in self._requests and place not in self._replies and place not in self._booked
@@ -205,8 +222,9 @@ class RecordedRunIndex:
         return is_open and call not in self._ends
 
     def is_unanswered(self, call: str, turn: int) -> bool:
-        """Return True if this request was recorded, but neither a reply to it nor the end of its
-        call."""
+        """Return True if the request of this turn was recorded, but neither a reply nor the end of
+        its call was.
+        """
         place = (call, turn)
         return place in self._requests and place not in self._replies and call not in self._ends
 
@@ -226,22 +244,26 @@ class RecordedRunIndex:
         ]
 
     def last_word(self, call: str, turn: int) -> Stop | None:
-        """Return the limit that made this request the last one of its call, or None if it was not
-        the last."""
+        """Return the limit that made this request the last one of its call, or None if the call
+        could have continued after it.
+        """
         request = self._requests.get((call, turn))
         return None if request is None else request.last_word
 
     def cell(self, call: str, turn: int, cell: int) -> Cell | None:
-        """Return the recorded result of this cell, or None."""
+        """Return the recorded result of one code cell of a turn, or None if it was not recorded."""
         return self._cells.get((call, turn, cell))
 
     def has_call(self, id: str, where: Parent) -> bool:
-        """Return True if the cell at ``where`` made the call ``id``."""
+        """Return True if the recorded run has a call ``id`` that was made by the code cell at
+        ``where``.
+        """
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
-        """Return True if the run was already ending at this cell, so that at most the call's last
-        request came after it."""
+        """Return True if the recorded run was already ending when it reached this code cell, so
+        that the call sent at most one more request after it.
+        """
         if (call, turn, cell) in self._cells:
             return False
         next_request, ended = self._requests.get((call, turn + 1)), self._ends.get(call)
@@ -252,7 +274,9 @@ class RecordedRunIndex:
     def tool(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
-        """Return the recorded result or error of a user's tool, or None."""
+        """Return the recorded result or error of one call of a user's tool, or None if it was not
+        recorded.
+        """
         recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
         if recorded is None:
@@ -267,8 +291,10 @@ class RecordedRunIndex:
         return recorded
 
     def holds(self, event: AnyEvent) -> bool:
-        """True if a resumed run must not append this event: the journal already has it, or the run
-        has diverged and the journal must stay unchanged for the original program."""
+        """Return True if a resumed run must not append this event. Either the journal already
+        contains the event, or the run has diverged and the journal must stay as it is, so that the
+        original program can still resume from it.
+        """
         if isinstance(event, RunEnded) and self._finished:
             self._finished -= 1
             return True
@@ -289,8 +315,10 @@ class RecordedRunIndex:
                 return _key(event) in self._held
 
     def continue_past_limit(self) -> None:
-        """Forget how a limit ended the run: the last word of each root call, the result of the cell
-        before it, and the failures of that cell's calls. A direct answer is forgotten as a whole.
+        """Forget how a limit ended the run, so that a resumed run can continue. The final reply of
+        each root call, the result of the code cell before it, and the failures of calls made by
+        that cell are dropped. If the model answered directly, without code, the whole answer is
+        dropped.
         """
         stop, self.ended = self.ended and self.ended.stop, None
         turns: dict[str, list[int]] = {}
@@ -319,7 +347,9 @@ class RecordedRunIndex:
         self._forget(cut, is_recorded=False)
 
     def continue_past_interruption(self) -> None:
-        """Forget an unanswered final request that a run sent before it was cancelled."""
+        """Forget a final request without a reply, which the run sent just before it was
+        cancelled.
+        """
         for (id, turn), request in list(self._requests.items()):
             is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies
             if is_unanswered and self._parents.get(id) is None:
@@ -330,13 +360,15 @@ class RecordedRunIndex:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def forgotten(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
-        """Return the turns, from this one on, that were paid for but no longer count, oldest first.
-        They are returned only once."""
+        """Return the turns of a call, from the given one on, that were paid for but no longer
+        count, oldest first. Each is returned only once.
+        """
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
-        """Forget how each call in ``firsts`` ended, its turns from the given one on, and the
-        results of the cell before that turn."""
+        """Forget how some calls ended. ``firsts`` maps the id of each call to the first turn to
+        drop; the result of the code cell before that turn is dropped, too.
+        """
         gone: dict[str, list[AnyEvent]] = {id: [] for id in firsts}
         for id, turn in sorted(
             (call, turn) for call, turn in self._requests if turn >= firsts.get(call, math.inf)
@@ -354,8 +386,9 @@ class RecordedRunIndex:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused if the model refused this prompt in the recorded run, where another prompt
-        then replaced it."""
+        """Raise Refused if the model refused this prompt in the recorded run, in which another
+        prompt then replaced it.
+        """
         if (call, turn, prompt_hash) not in self._replaced:
             return
         before, after = self._replaced[call, turn, prompt_hash]
@@ -380,8 +413,10 @@ class RecordedRunIndex:
         raise ModelError(reason)
 
     def _reopen(self) -> None:
-        """Forget how the run and its unfinished calls ended, since it was stopped without an
-        answer, or failed. Failures of sub-calls stay, since a cell has seen them."""
+        """Forget how the run and its unfinished calls ended, because it was stopped without an
+        answer or failed. Failures of sub-calls are kept, since code in the session has already seen
+        them.
+        """
         self.ended = None
         self._failed_end = False
         self._booked.update(self._requests)
@@ -401,8 +436,9 @@ class RecordedRunIndex:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """Return True if the run can continue after this end. A failed run can be resumed, but a
-        replay repeats the failure."""
+        """Return True if a run that ended in this way can continue. A failed run can be resumed,
+        whereas a replay repeats the failure.
+        """
         if end.stop is Stop.ERROR:
             return not self.strict
         return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)
@@ -463,14 +499,16 @@ class RecordedRunIndex:
 
 
 def _turn_of(key: Key) -> int:
-    """Turn of an event that belongs to one; -1 for the others."""
+    """Return the turn that an event belongs to, or -1 if it belongs to none."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
 
 
 def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
-    """True for an event of a call's turns from the one in ``firsts`` on, of the cell before it, or
-    of the call's end."""
+    """Return True if an event belongs to the turns of a call that are to be dropped, to the code
+    cell before them, or to the end of that call. ``firsts`` maps each call to the first dropped
+    turn.
+    """
     first = firsts.get(str(key[1]))
     if first is None:
         return False
@@ -478,7 +516,9 @@ def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
 
 
 def _key(event: AnyEvent) -> Key:
-    """Identity of an event, independent of its time."""
+    """Return a key that identifies an event by its kind and place in the run, independent of its
+    time.
+    """
     match event:  # the most frequent ones first
         case CallStarted() | CallEnded() | RunStarted():
             return (type(event), event.id)

@@ -5,8 +5,8 @@ be resumed from there.
               ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, a copy of the original
 
 A line is damaged if its checksum does not match or it cannot be decoded. In a journal without
-checksums, a line is also damaged if it contradicts the lines before it. Not here: the computation
-of checksums (see ``line_checksums.py``).
+checksums, a line is also damaged if it contradicts the lines before it. The checksums themselves
+are computed in ``line_checksums.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LineDamage(msgspec.Struct, frozen=True):
 
 
 class JournalCheckResult(msgspec.Struct):
-    """Result of checking one journal."""
+    """The damage that was found in one journal, if any."""
 
     id: str
     num_lines: int = 0
@@ -86,7 +86,7 @@ class JournalCheckResult(msgspec.Struct):
 
 
 class JournalRepairResult(msgspec.Struct, frozen=True):
-    """Result of repairing one journal."""
+    """What a repair kept and removed of one journal."""
 
     id: str
     damage: LineDamage
@@ -144,7 +144,9 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Say after which line a misplaced line belongs. Empty if it fits nowhere."""
+    """Say after which line a misplaced line belongs, for an error message. Return an empty string
+    if it fits nowhere.
+    """
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""
     after = next((at for at, crc in enumerate(crcs) if chain.fits(line, crc)), None)
@@ -168,7 +170,9 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
 
 
 def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
-    """Cut a journal before its first damage. A copy of the whole file is kept next to it."""
+    """Cut a journal before its first damaged line. A copy of the whole original file is kept beside
+    the journal.
+    """
     try:
         fd = open_locked(path, 0)
     except OSError as error:
@@ -198,7 +202,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
 
 
 def backups(path: Path) -> list[Path]:
-    """Copies that repairs of this journal have kept."""
+    """Return the paths of the copies of this journal that repairs have kept."""
     return sorted(
         each
         for each in path.parent.glob(f"{path.stem}.damaged*")
@@ -213,8 +217,10 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, damage: LineDamage) -> int:
-    """Number of replies that are recorded only after the damage and did not come from a cache.
-    Replies that cannot be decoded count, too."""
+    """Return how many paid replies a repair would lose. Replies recorded after the damage are
+    counted, including those that cannot be decoded; replies recorded before it as well, or taken
+    from a cache, are not.
+    """
     kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
     for number, line in enumerate(lines(path), start=1):
         is_changed = number == damage.number and damage.reason == CHANGED

@@ -1,15 +1,16 @@
-"""What people decide about a run after its end: verdicts, labels, a note and corrected scores.
+"""Reviews: what people decide about a run after its end. A review has verdicts, labels, a note and
+corrected scores, and is stored in a file beside the journal.
 
     runs/RUN_ID.jsonl          the journal, which never contains a review
     runs/RUN_ID.review.json    {"RUN_ID": {"labels": ["wrong unit"], "rewards": {"correct": 0.0}}}
     rollouts/step-000010.jsonl and step-000010.review.json: one review per trajectory, by its id
 
-Corrected scores replace the recorded ones when runs are read as training data
-(``train/data/sft_data.py``), and in the viewer. A verdict (right, wrong or not sure) belongs to one
-person; what all who are sure say is also the corrected score, so verdicts are rewards, too. Not
-here: scores that a program gives, and users' feedback about single replies. These are events of the
-journal (``ScoreAdded``). A file is replaced as a whole, so a reader sees the
-reviews before a change or after it.
+Corrected scores replace the recorded ones in the viewer and when runs are read as training data
+(``train/data/sft_data.py``). A verdict (right, wrong or not sure) belongs to one person. If all
+people who are sure agree, their verdict also becomes the corrected score. Scores given by a program
+and users' feedback about single replies are not part of a review: they are events of the journal
+(``ScoreAdded``). A file of reviews is replaced as a whole, so a reader sees the reviews before a
+change or after it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ UNSCORED = "correct"
 
 
 class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Labels, note and corrected scores of one run."""
+    """What people noted about one run: labels, verdicts, a note and corrected scores."""
 
     labels: tuple[str, ...] = ()
     note: str = ""
@@ -56,7 +57,9 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     """Unix time; 0 before it is saved."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a text that is too long, and for a score without a value."""
+        """Check the review. Raises ConfigError for a text that is too long and for a score without
+        a value.
+        """
         for label in self.labels:
             if not label.strip() or len(label) > MAX_LABEL:
                 raise ConfigError(f"a label has 1 to {MAX_LABEL} characters, and got {label!r}")
@@ -80,20 +83,22 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def verdict(self) -> str:
-        """Return the verdict on which all people who are sure agree. It is ``disputed`` if they
-        differ, ``not sure`` if no person is sure, and empty without verdicts."""
+        """The combined verdict of all people: the one on which all who are sure agree, ``disputed``
+        if they differ, ``not sure`` if no person is sure, and empty if there are no verdicts.
+        """
         sure = set(self.verdicts.values()) - {"not sure"}
         return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
 
     @property
     def listed_labels(self) -> tuple[str, ...]:
-        """Return the labels and, if there is one, the combined verdict of all people. Lists show
-        these and filter by them."""
+        """The labels by which lists show and filter the run, followed by the combined verdict of
+        all people, if there is one.
+        """
         return (*self.labels, self.verdict) if self.verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> HumanRunReview:
-        """Return this review with ``verdict`` as the verdict of ``person``, or without a verdict of
-        that person if it is None.
+        """Return a copy of this review in which ``person`` has given ``verdict``. If ``verdict`` is
+        None, the verdict of that person is removed.
 
         The corrected score named ``reward`` becomes 1 or 0 if all people who are sure agree. It is
         removed while they differ, or if no person is sure.
@@ -112,7 +117,7 @@ _WORTH = {"right": 1.0, "wrong": 0.0}
 
 
 class InterRaterAgreement(msgspec.Struct, frozen=True):
-    """How often two people say the same about the same runs."""
+    """How often two people gave the same verdict on the same runs."""
 
     people: tuple[str, str]
     both: int
@@ -125,8 +130,10 @@ class InterRaterAgreement(msgspec.Struct, frozen=True):
 
 
 def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
-    """Return how well each pair of people agrees, for all pairs who are both sure about at least
-    one run. ``verdicts`` has, for each run, the verdict of each person."""
+    """Return, for each pair of people, how often their verdicts agree. Pairs are included if both
+    people are sure about at least one common run. ``verdicts`` has one mapping for each run, from
+    each person to that person's verdict.
+    """
     pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
     for each in verdicts:
         sure = sorted(person for person, verdict in each.items() if verdict in _WORTH)
@@ -149,14 +156,16 @@ def _agreement(
 
 
 def review_file(path: Path) -> Path:
-    """Return the path of the reviews of the journal, or of the file of trajectories, at
-    ``path``."""
+    """Return the path of the file of reviews that belongs to ``path``, a journal or a file of
+    trajectories.
+    """
     return path.with_suffix(".review.json")
 
 
 def read_reviews(path: Path) -> dict[str, HumanRunReview]:
-    """Return the review of each run in the journal, or in the file of trajectories, at ``path``, by
-    the run's id. Raises StoreError if the reviews cannot be read."""
+    """Return the reviews of the runs in a journal or a file of trajectories at ``path``, by run id.
+    Raises StoreError if the reviews cannot be read.
+    """
     file = review_file(path)
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, HumanRunReview])
@@ -169,8 +178,10 @@ def read_reviews(path: Path) -> dict[str, HumanRunReview]:
 
 
 def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
-    """Return the review of any run by its id, for listings. If the file of reviews is damaged,
-    every review has the label ``unreadable review``, and the error as its note."""
+    """Return the reviews that belong to ``path``, by run id, for listings. A damaged file of
+    reviews raises nothing; instead, every run has a review with the label ``unreadable review`` and
+    the error as its note.
+    """
     try:
         return defaultdict(HumanRunReview, read_reviews(path))
     except StoreError as error:
@@ -179,8 +190,9 @@ def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
 
 
 def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunReview:
-    """Replace the review of run ``run_id``, and return it with the time of the change. An empty
-    review is deleted. Raises StoreError if it cannot be written."""
+    """Replace the review of run ``run_id``, and return it with the time of the change. If the
+    review is empty, the stored one is deleted. Raises StoreError if the file cannot be written.
+    """
     file = review_file(path)
     review = msgspec.structs.replace(review, changed_at=time.time())
     with _exclusive(path.parent):
@@ -196,7 +208,7 @@ def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunRev
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder, so that no other process changes a review at the same time."""
+    """Lock the folder, so that no other process changes a review at the same time."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -1,12 +1,13 @@
-"""The filter language of lists, for stored runs: ``ramify runs 'when:yesterday stop:error'``.
+"""The language for filtering lists of stored runs, as in ``ramify runs 'when:yesterday
+stop:error'``.
 
     cost>0.1 stop:error when:yesterday model:qwen reward:0 -label:odd "two words" sort:cost
 
-All parts must hold. ``sort:FIELD`` puts the largest or newest first, or sorts a text from A to Z;
-``sort:-FIELD`` does the opposite; ``group:FIELD`` puts rows with the same text together. A part
-that cannot be read is an error, never left aside. The page reads the same language in
-``viewer/static/filter.js``; ``tests/store/filter_cases.json`` has what both must do. Not here: how
-runs are printed (see ramify/cli/runs_command.py).
+A run is listed if all conditions hold. ``sort:FIELD`` puts the largest or newest first, or sorts a
+text from A to Z; ``sort:-FIELD`` does the opposite; ``group:FIELD`` puts rows with the same text
+together. A condition that cannot be read is an error and is never ignored. The web page implements
+the same language in ``viewer/static/filter.js``, and ``tests/store/filter_cases.json`` lists what
+both must do. Runs are printed by ramify/cli/runs_command.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Condition = Callable[[RunSummary], bool]
 
 
 class RunFilter(NamedTuple):
-    """A filter of runs, with the order and the groups in which the runs are listed."""
+    """A filter for a list of runs, with the order and the groups in which the runs are listed."""
 
     conditions: tuple[Condition, ...] = ()
     sort: str = ""
@@ -45,7 +46,7 @@ class RunFilter(NamedTuple):
         return bool(self.conditions)
 
     def apply(self, runs: Iterable[RunSummary]) -> list[RunSummary]:
-        """Return the runs that match, in the order of ``sort``."""
+        """Return the runs that match the filter, in the order that it asks for."""
         found = [run for run in runs if all(holds(run) for holds in self.conditions)]
         if not self.sort:
             return found
@@ -63,7 +64,9 @@ class RunFilter(NamedTuple):
         return sorted(found, key=cmp_to_key(compare))
 
     def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
-        """Return (value, runs) of each value of ``group``, the most frequent first."""
+        """Return the runs grouped by the field that the filter names, as pairs of a value and its
+        runs. The most frequent value comes first.
+        """
         found: dict[str, list[RunSummary]] = {}
         for run in runs:
             found.setdefault(_TEXTS[self.group](run).replace("\n", ", "), []).append(run)
@@ -71,7 +74,8 @@ class RunFilter(NamedTuple):
 
 
 def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
-    """Read a filter. Dates are in local time; ``now`` is a Unix time.
+    """Parse the text of a filter. Dates are in local time, relative to ``now``, a Unix time
+    (default: the current time).
 
     Raises ConfigError, with what to write instead, for a part that cannot be read.
     """
@@ -111,12 +115,14 @@ def reward_of(run: RunSummary) -> float | None:
 
 
 def origin_of(run: RunSummary) -> str:
-    """Where a run came from: ``"evaluation"`` or ``"asked"``."""
+    """Return where a run came from: ``"evaluation"`` or ``"asked"``."""
     return "evaluation" if run.task else "asked"
 
 
 def stop_of(run: RunSummary) -> str:
-    """The stop reason, or ``"unreadable"``, ``"running"`` or ``"interrupted"``."""
+    """Return the reason why a run stopped, or ``"unreadable"``, ``"running"`` or
+    ``"interrupted"``.
+    """
     if run.problem:
         return "unreadable"
     return str(run.stop or ("running" if run.alive else "interrupted"))
@@ -183,7 +189,9 @@ def _check_spaces(text: str) -> None:
 
 
 def _opened(part: str) -> str:
-    """Complete ``part``, a field without a value, with a value that is valid for it."""
+    """Complete a condition that has a field but no value yet, by adding a value that is valid for
+    the field.
+    """
     name = part.strip("-:=<>").lower()
     values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
     return part + {**values, **dict.fromkeys(_TIMES, "today")}.get(name, "none")
@@ -248,9 +256,10 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
 
 
 def _span(value: str, now: float) -> tuple[float, float] | None:
-    """Return the start of a period and its end (exclusive) in seconds of Unix time; None if
-    ``value`` cannot be read. The period is a day, month, year or minute in local time, or
-    everything since an age such as ``2h``."""
+    """Return the start and the exclusive end of a period as Unix times, or None if ``value`` cannot
+    be read. The period is a minute, day, month or year in local time, or all the time since an age
+    such as ``2h``.
+    """
     today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
     if value in ("today", "yesterday"):
         first = today - timedelta(days=value == "yesterday")
@@ -277,7 +286,9 @@ def _span(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Whether a time compares with a span. An age is compared with its first second."""
+    """Return True if a time compares in the given way (such as ``>``) with a period. An age is
+    compared with the first second of the period.
+    """
     last = first if after == inf else after
     match sign:
         case ">":

@@ -1,15 +1,16 @@
-"""Journals and trajectories read without their texts, for listings and for the page of a run.
+"""Reads journals and trajectories without their texts, which is several times faster. Listings and
+the page of a run use it.
 
     journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
                                         └─> RunTree: the page of a run       (viewer/run_tree.py)
     trajectory lines ──> TrajectoryOutline ──> one row of a listing          (viewer/run_catalog.py)
 
-Most of a journal is prompts, replies, token ids and outputs, which neither of them shows. The
-decoder skips fields that a type does not name, so the types here are decoded several times faster
-than the full ones. Each is checked against the full one when this module is imported
+Most of a journal is prompts, replies, token ids and outputs, which neither listings nor a run's
+page show. The decoder skips fields that a type does not declare, so each type here declares only
+the fields that are needed. Each is checked against the full type when this module is imported
 (``types/partial_struct.py``).
 
-Not here: full events (see ``journal.py``), and what is computed from the short ones.
+Full events are read by ``journal.py``.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ from ramify.types.trajectory import (
 
 @short_form_of(CallStarted)
 class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
-    """The event that a call has started, with only those fields that listings and a run's page
-    need."""
+    """The event that a call has started, reduced to the fields that listings and a run's page
+    need.
+    """
 
     id: str
     kind: CallKind
@@ -72,7 +74,7 @@ class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
 
 @short_form_of(RequestStarted)
 class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
-    """A request without its prompt."""
+    """The event that a request was sent, without its prompt."""
 
     call: str
     turn: int
@@ -80,7 +82,7 @@ class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
 
 @short_form_of(Reply)
 class ReplyBill(msgspec.Struct, frozen=True, gc=False):
-    """The costs in a reply."""
+    """The cost of a reply, read without its text."""
 
     usage: Usage = Usage()
     cost: float | None = None
@@ -88,7 +90,7 @@ class ReplyBill(msgspec.Struct, frozen=True, gc=False):
 
 @short_form_of(ReplyReceived)
 class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
-    """A reply without its text and token ids."""
+    """The event that a reply was received, without its text and token ids."""
 
     call: str
     turn: int
@@ -97,7 +99,7 @@ class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
 
 @short_form_of(CellRan)
 class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
-    """A cell without its code and output."""
+    """The event that a code cell was run, without its code and output."""
 
     call: str
     turn: int
@@ -106,7 +108,7 @@ class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
 
 @short_form_of(ToolAnswered)
 class ToolAnswerOutline(Event, frozen=True, gc=False, tag="ToolAnswered"):
-    """A tool's answer without its arguments and result."""
+    """The event that a tool has answered, without its arguments and result."""
 
     call: str
     error: str | None = None
@@ -131,8 +133,9 @@ AnyEventOutline = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
-    """Return the decoder of shortened events, which is made at the first call. That takes a
-    millisecond."""
+    """Return the decoder of shortened events. It is created at the first call, because that takes a
+    millisecond.
+    """
     return msgspec.json.Decoder(AnyEventOutline)
 
 
@@ -140,15 +143,16 @@ _FIRST = b'{"type":"RunStarted"'
 
 
 def short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
-    """Decode one line of ``run``. Raises StoreError for a newer version, and what
-    ``CANNOT_DECODE`` lists for a damaged line."""
+    """Decode one line of a run into a shortened event. Raises StoreError if a newer version of
+    Ramify wrote the line, and one of the errors in ``CANNOT_DECODE`` if the line is damaged.
+    """
     if line.startswith(_FIRST):
         check_version(line, run)
     return _decoder().decode(line)
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
-    """Journal line that cannot be decoded."""
+    """Stands for a line of a journal that cannot be decoded."""
 
     reason: str
 
@@ -156,12 +160,12 @@ class DamagedLine(msgspec.Struct, frozen=True):
 def short_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
-    """Decode a block of complete lines of ``run``. They follow the lines that
-    ``chain`` covers.
+    """Decode a block of complete lines of ``run`` into shortened events. The block comes directly
+    after the lines that ``chain``, the running checksum, covers.
 
-    Gives (event, length of its line in bytes) for each line. The chain continues after a line when
-    the next one is taken. At a line of a newer version, StoreError is raised after the events
-    before it.
+    Yields each event with the length of its line in bytes. The running checksum advances past a
+    line when the next one is requested. If a newer version of Ramify wrote a line, StoreError is
+    raised after the events before that line.
     """
     lines = block[:-1].split(b"\n")
     for line, event in zip(lines, _decoded(block, lines, run), strict=True):
@@ -195,12 +199,12 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 
 @short_form_of(Turn)
 class CountedTurn(msgspec.Struct):
-    """A turn of a call, without any fields: listings only count the turns."""
+    """A turn of a call without any fields, because listings only count the turns."""
 
 
 @short_form_of(Call)
 class CallOutline(msgspec.Struct):
-    """A call without its texts."""
+    """A call of a trajectory, without its texts."""
 
     model: str
     depth: int = 0

@@ -1,4 +1,5 @@
-"""Runs on disk: their location, and how they are created, found, read and deleted.
+"""Stores runs in a folder on disk. This module decides where the files of a run are, and creates,
+finds, reads and deletes runs.
 
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
@@ -11,8 +12,8 @@
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
     ROOT/ramify.reserve         space for the last replies, if the disk gets full
 
-ROOT is the argument, otherwise ``$RAMIFY_HOME``, otherwise the platform's folder for user data. All
-of it is accessible by its owner alone.
+ROOT is given by the caller; the default is ``$RAMIFY_HOME``, or else the platform's folder for user
+data. Only its owner can access its files.
 """
 
 from __future__ import annotations
@@ -76,14 +77,17 @@ _VERSION = 4
 
 
 class RunIndex:
-    """Summaries of journals, cached while they are unchanged."""
+    """A cache of the summaries of journals. A summary is used as long as its journal is
+    unchanged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def summaries(self, folder: Path, ids: Sequence[str]) -> list[RunSummary]:
-        """Summaries of the journals in ``folder``, in the given order, without those that no longer
-        exist."""
+        """Return the summaries of the journals in ``folder``, in the order of ``ids``. Journals
+        that no longer exist are left out.
+        """
         cached = self._read(ids)
         summaries: list[RunSummary] = []
         fresh: list[tuple[str, int, int, bytes]] = []
@@ -106,7 +110,7 @@ class RunIndex:
         return summaries
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Delete the entries of these runs."""
+        """Delete the cached summaries of these runs."""
         import sqlite3
 
         try:
@@ -183,13 +187,15 @@ have written to one without its lock."""
 
 
 class Store(RunStore):
-    """The runs in one folder. Safe for several threads and processes at once.
+    """A store that keeps its runs in one folder. Safe for several threads and processes at once.
 
-    ``run`` may also be the path of a ``.jsonl`` file."""
+    Methods that take a ``run`` also accept the path of a ``.jsonl`` file.
+    """
 
     def __init__(self, root: str | Path | None = None, *, fsync: Fsync = os.fsync) -> None:
-        """``fsync`` flushes an open file to disk. Tests pass the method of a
-        ``testing.ForgetfulDisk``."""
+        """Open the store in the folder ``root``, by default the user's. ``fsync`` flushes an open
+        file to disk; tests pass the method of a ``testing.ForgetfulDisk`` to simulate a crash.
+        """
         folder = Path(root).expanduser() if root is not None else default_root()
         self.root = make_folder(folder, fsync)
         self._runs = make_folder(self.root / "runs", fsync)
@@ -203,7 +209,8 @@ class Store(RunStore):
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
         """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
-        it, in addition to the secrets of the environment."""
+        the journal, in addition to the secrets in environment variables.
+        """
         check_run_id(run_id)
         self._size.warn_if_full()
         keep_reserve(self.root)
@@ -223,7 +230,9 @@ class Store(RunStore):
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """Open the journal of an earlier run to continue it. An incomplete last line is cut off."""
+        """Open the journal of an earlier run in order to continue the run. An incomplete last line
+        is cut off.
+        """
         path = self.path(run)
         try:
             fd = open_locked(path, 0)
@@ -239,25 +248,30 @@ class Store(RunStore):
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
 
     def check(self, run: str | Path) -> JournalCheckResult:
-        """Check the checksums of a run's journal and its stored contexts. This also works while the
-        run is being written."""
+        """Verify the checksums of a run's journal and its stored contexts, and return the result.
+        This also works while the run is being written.
+        """
         return check_journal(self.path(run), self.blobs)
 
     def repair(self, run: str | Path) -> JournalRepairResult:
-        """Cut a damaged journal before its damage, so that the run can be resumed from there. The
-        damaged file is kept beside it. Raises StoreError if nothing can be kept, and RunInUse while
-        the run is being written."""
+        """Cut a damaged journal before the first damaged line, so that the run can be resumed from
+        there. The damaged file is kept beside it. Raises StoreError if nothing can be kept, and
+        RunInUse while the run is being written.
+        """
         return repair_journal(self.path(run), self._flusher.fsync)
 
     def check_free(self, run: str | Path) -> None:
-        """Raise RunInUse, which names the process, while ``run`` is being written."""
+        """Raise RunInUse if ``run`` is being written at the moment. The error names the process
+        that writes it.
+        """
         holder = writer(self.path(run))
         if holder is not None:
             raise in_use(self.path(run), str(holder))
 
     def path(self, run: str | Path) -> Path:
-        """The journal that ``run`` refers to: a run's id, the unique beginning of one, ``"last"``,
-        or a ``.jsonl`` file."""
+        """Return the path of the journal of a run. ``run`` is a run's id, the unique beginning of
+        an id, ``"last"``, or a ``.jsonl`` file.
+        """
         name = str(run)
         if name.endswith(".jsonl"):
             path = Path(name).expanduser()
@@ -279,8 +293,9 @@ class Store(RunStore):
         return FileStoredRun(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-        """Yield the events of ``run`` from the first one on, and new events while the run is being
-        written."""
+        """Yield the events of ``run`` from the first one on, followed by new events while the run
+        is being written.
+        """
         return follow(self.path(run), poll_s)
 
     def ids(self) -> list[str]:
@@ -326,8 +341,9 @@ class Store(RunStore):
         return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run and the blobs that no other run needs, and return the number of bytes freed.
-        Raises StoreError while the run is being written."""
+        """Delete a run and the blobs (stored contexts and outputs) that no other run needs. Returns
+        the number of bytes freed. Raises StoreError while the run is being written.
+        """
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
@@ -341,8 +357,8 @@ class Store(RunStore):
         keep_last: int | None = None,
         max_bytes: int | None = None,
     ) -> PruneResult:
-        """Delete runs and evaluations, oldest first, and the blobs that no run needs; returns the
-        ids.
+        """Delete runs and evaluations, oldest first, and the blobs (stored contexts and outputs)
+        that no remaining run needs. Returns the ids of what was deleted.
 
         The ``keep_last`` newest runs, and as many evaluations, always stay. Of the others, those
         whose last event is older than ``older_than_s`` are deleted (all of them if neither this nor
@@ -358,8 +374,9 @@ class Store(RunStore):
         return StorePruner(self.root, self._runs, self.blobs, self._size)
 
     def size(self, id: str | None = None) -> int:
-        """Size in bytes of the journal of run ``id``; by default, of everything that the store has
-        on the disk: journals, blobs, index and cache."""
+        """Return the size of the journal of run ``id`` in bytes. Without an id, return the size of
+        everything that the store has on disk: journals, blobs, index and cache.
+        """
         return self._size.measure() if id is None else self.stored(id).state()[1]
 
     def _journals(self) -> list[Path]:
@@ -367,8 +384,9 @@ class Store(RunStore):
 
 
 def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
-    """Ids of the journals among ``entries``, newest first. An id that does not begin with its time
-    is sorted by the file's modification time."""
+    """Return the ids of the journals among the entries of a folder, newest first. The time is the
+    one at the beginning of the id or, for an id without one, the modification time of the file.
+    """
     keyed = []
     for entry in entries:
         if entry.name.endswith(".jsonl"):
@@ -380,12 +398,14 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
 
 
 def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
-    """Ids of the runs that have a file with this end among ``entries``."""
+    """Return the ids of the runs that have a file with this suffix among the entries of a
+    folder.
+    """
     return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 
 def default_root() -> Path:
-    """Return the folder of the store that is used if none is given."""
+    """Return the folder of the store that is used if the caller gives none."""
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser()

@@ -1,10 +1,11 @@
-"""The interface for reading one run, in whichever store it is.
+"""The interface for reading one run, whichever store it is in.
 
     StoredRun ─┬─ FileStoredRun       the file of a run         (journal.py)
                └─ FilelessStoredRun   through a store's lines   (base.py)
 
-The viewer, listings, searches and replays read runs through it. If the store of a live run has no
-files, the viewer shows a reply only once it is complete. Not here: writing (see base.py).
+The viewer, listings, searches and replays read runs through this interface. If the store of a live
+run has no files, the viewer shows a reply only once it is complete. Writing is done through the
+interfaces in ``base.py``.
 """
 
 from __future__ import annotations
@@ -25,46 +26,54 @@ def is_run_id(name: str) -> bool:
 
 
 class StoredRun(Protocol):
-    """One run of a store, for reading. ``str()`` of it names the run in messages. Each line is one
-    event. An offset counts the bytes of the lines, newlines included."""
+    """One run of a store, opened for reading. Each line of it is one event, and offsets count the
+    bytes of the lines, newlines included. ``str()`` of the object names the run in messages.
+    """
 
     @property
     def id(self) -> str: ...
 
     @property
     def path(self) -> Path | None:
-        """The file of the run; None if its store has no files."""
+        """The journal file of the run, or None if its store has no files."""
 
     def state(self) -> tuple[int, int]:
-        """Return (a number that changes if the run is replaced, size of the run in bytes). Raises
-        StoreError if the run does not exist."""
+        """Return a number that changes if the run is replaced by another one, and the size of the
+        run in bytes. Raises StoreError if the run does not exist.
+        """
 
     def is_written(self) -> bool:
         """Return True if a process is writing the run now."""
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
-        """Yield the complete lines from ``offset``, without their newlines. Raises StoreError."""
+        """Yield the complete lines from byte ``offset`` on, without their newlines. Raises
+        StoreError if they cannot be read.
+        """
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
         """Yield the complete lines from byte ``offset`` on, with their newlines, in blocks of one
         or more lines."""
 
     def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
-        """Yield the line that begins at each of ``offsets``, without its newline."""
+        """Yield the lines that begin at the given byte offsets, without their newlines."""
 
     def blob(self, digest: str) -> bytes:
-        """Return the blob with this digest from the store of the run. Raises StoreError if it does
-        not exist."""
+        """Return the blob (a stored context or output) with this hash from the store of the run.
+        Raises StoreError if it does not exist.
+        """
 
     def has_neighbor(self, id: str) -> bool:
-        """Return True if the same store has a run ``id``."""
+        """Return True if the store of this run also has a run ``id``."""
 
     def reviews(self) -> Mapping[str, HumanRunReview]:
-        """Return the reviews of the runs in the same store by run id. A journal that is in no store
-        has at most its own review. Raises StoreError."""
+        """Return the reviews of all runs in the same store, by run id. A journal that is not in a
+        store has at most its own review. Raises StoreError if the reviews cannot be read.
+        """
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
-        """Replace the review of run ``id``, and return it with its time. Raises StoreError."""
+        """Replace the review of run ``id``, and return it with the time of the change. Raises
+        StoreError if it cannot be written.
+        """
 
     def remedy(self, number: int) -> str:
-        """Return what a user can do if line ``number`` is the first damaged one."""
+        """Return advice for the user on what to do if line ``number`` is the first damaged one."""

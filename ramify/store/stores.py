@@ -1,9 +1,11 @@
-"""Decides which store a command uses: the folder of ``Store``, or another ``RunStore`` by name.
+"""Opens the store that a command uses: by default a folder (``Store``), otherwise the store that an
+environment variable names.
 
     RAMIFY_RUN_STORE="my_store.py:SqliteStore=/data/runs.db"     calls it with the text after "="
     RAMIFY_RUN_STORE="sqlite=/data/runs.db"                      the entry point of a package
 
-Not here: what a store has to do (see base.py). A program gives its store to ``RLM``.
+What a store has to implement is defined in ``base.py``. A Python program passes its store to
+``RLM`` directly.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ VARIABLE = "RAMIFY_RUN_STORE"
 
 
 def open_store() -> RunStore:
-    """Open the store that ``RAMIFY_RUN_STORE`` names, by default the folder in ``RAMIFY_HOME``.
-    Raises ConfigError."""
+    """Open the store that the environment variable ``RAMIFY_RUN_STORE`` names, by default the
+    folder in ``RAMIFY_HOME``. Raises ConfigError if there is no such store.
+    """
     given = os.environ.get(VARIABLE, "")
     if not given:
         return Store()
@@ -46,8 +49,9 @@ def open_store() -> RunStore:
 
 
 def folder_store(what: str) -> Store:
-    """Open the store for a command that needs its files. ``what`` names the command. Raises
-    ConfigError if the store has no files."""
+    """Open the store for a command that needs the files of a folder. ``what`` names the command in
+    the error. Raises ConfigError if the store has no files.
+    """
     store = open_store()
     if not isinstance(store, Store):
         raise ConfigError(

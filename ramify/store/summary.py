@@ -1,4 +1,4 @@
-"""The fields of one run in a listing, read from its events. All stores share this code."""
+"""Summarises a run for a listing by reading its events. All stores share this code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ramify.types.trajectory import Stop, as_text, cut
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
-    """What a listing of runs shows of one run."""
+    """The fields of one run that a listing of runs shows."""
 
     id: str
     question: str = ""
@@ -78,8 +78,9 @@ MAX_ANSWER = 200
 
 
 def summarise(run: StoredRun) -> RunSummary:
-    """Return the summary of ``run``. The numbers are those of ``TrajectoryFold``, several times
-    faster."""
+    """Return the summary of ``run`` for a listing. Its numbers equal those of ``TrajectoryFold``,
+    which computes them from full events, but this function is several times faster.
+    """
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
         for block in run.blocks():

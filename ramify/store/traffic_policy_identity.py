@@ -1,4 +1,5 @@
-"""The file that says whose recorded traffic a store holds: ``STORE/traffic.json``.
+"""The file ``STORE/traffic.json``, which marks a store of recorded traffic and says which policy (a
+served model) produced the traffic.
 
 Not here: what it holds (``types/traffic.py``), and who records (``serve/traffic_recorder.py``).
 """
@@ -16,8 +17,9 @@ _FILE = "traffic.json"
 
 
 def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
-    """The policy whose traffic the store in this folder holds; None for any other store. Raises
-    ConfigError for a damaged file."""
+    """Return the identity of the policy whose traffic the store in this folder holds, or None if
+    the store holds no recorded traffic. Raises ConfigError if the file is damaged.
+    """
     path = store / _FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=PolicyArchitectureIdentity)
@@ -30,5 +32,5 @@ def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
 
 
 def write_identity(store: Path, identity: PolicyArchitectureIdentity) -> None:
-    """Record in a folder that its store contains the traffic of the policy ``identity``."""
+    """Mark the store in a folder as one that holds the traffic of this policy."""
     (store / _FILE).write_bytes(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")

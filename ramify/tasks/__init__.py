@@ -1,4 +1,4 @@
-"""Tasks: questions with right answers, and scores.
+"""Tasks: questions with right answers, and scores for the answers of a model.
 
     >>> from ramify import tasks
     >>> def make(rng):

@@ -23,10 +23,9 @@ number, several numbers by name, or a ``Score``::
         weights={"short": 0.1},
     )
 
-Not here: how an item is run (see ``evaluate/attempt.py``) and how rewards are used (see
-``train/``).
-A trajectory holds text written by a model and by its code. A score therefore treats it as hostile:
-it never executes the text, and its running time is bounded.
+Items are run by ``evaluate/attempt.py``, and rewards are used in ``train/``. A trajectory holds
+text written by a model and by its code, so a score must treat it as hostile: it never executes the
+text, and its running time is bounded.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One question, with its context and its right answer.
+    """One question of a task, with its context and its right answer.
 
     >>> tasks.Item("How many hosts failed?", context="web-3 ERROR", gold=1).gold
     1
@@ -108,8 +107,9 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Read the item's question from its messages. Raises ValueError for a message in another
-        form, or if no question is at the end."""
+        """Set the question of the item from its chat messages. Raises ValueError if a message has
+        an invalid form, or if the messages do not end with a question.
+        """
         messages, question = messages_of(self.messages), self.question
         if not question:
             if messages[-1].role != "user":
@@ -120,8 +120,9 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
-    """Initial state of one rollout. It is created once per rollout, so it may hold mutable state.
-    The engine accepts it as a context."""
+    """The initial state of one rollout: what the model's session contains when it starts. It is
+    created once per rollout, so it may hold mutable state. The engine accepts it as a context.
+    """
 
     context: Any = None
     """Value that the session receives as ``context``. None, or an empty text: no context."""
@@ -153,12 +154,14 @@ class TaskStart(msgspec.Struct, kw_only=True):
             self.context = None
 
     def manifest(self) -> str:
-        """Return ``about``; the engine calls this method."""
+        """Return the description of the context for the prompt, which is ``about``. The engine
+        calls this method.
+        """
         return self.about
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Rewards and metrics of one trajectory.
+    """The rewards and metrics of one trajectory, as returned by a task.
 
     >>> tasks.Score({"correct": 1.0, "brief": 0.5}, metrics={"calls": 3}).rewards["brief"]
     0.5
@@ -174,8 +177,8 @@ class Score(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Task(Protocol):
-    """Interface of a task: its items and their score. ``validate`` (``validation.py``) checks that
-    the gold answer scores 1 and a wrong answer does not.
+    """The interface of a task: its items, and a score for each answer. ``validate``
+    (``validation.py``) checks that the right answer scores 1 and a wrong answer does not.
 
     Example:
         class Sums:
@@ -208,11 +211,11 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose elements are made on access; a slice is a list."""
+    """A sequence whose elements are created when they are accessed. A slice is a list."""
 
     @abstractmethod
     def at(self, index: int) -> T:
-        """Make the element at ``index``, from 0 to below the length."""
+        """Create and return the element at ``index``, a number from 0 to one below the length."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -227,7 +230,9 @@ class LazySequence(Sequence[T]):
 
 
 class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
-    """The texts that the engine writes around the replies of a demonstrator."""
+    """The texts that the engine puts around the replies of a demonstrator, which a demonstration
+    without the engine has to reproduce.
+    """
 
     first_message: Callable[[str, object], str]
     """(question, context) -> the first message of a call."""
@@ -240,7 +245,7 @@ class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
 
 
 class GeneratedSplit(Sequence[Item]):
-    """A split whose items are generated on access.
+    """A split of a task, such as ``train``, whose items are generated when they are accessed.
 
     Each item has its own random generator, seeded by the task name, the seed, the split and the
     index. Splits are therefore disjoint, and any item can be regenerated independently.
@@ -292,7 +297,7 @@ class GeneratedSplit(Sequence[Item]):
         return msgspec.structs.replace(item, id=name)
 
     def id_of(self, index: int) -> str:
-        """Id of the item at ``index``, which need not be generated for it.
+        """Return the id of the item at ``index`` without generating the item.
 
         >>> tasks.task_of("needle").splits["test"].id_of(3)
         'needle/test/3'
@@ -300,7 +305,7 @@ class GeneratedSplit(Sequence[Item]):
         return f"{self.task}/{self.split}/{index}"
 
     def _check_reachable(self, index: int | slice) -> None:
-        """Raise ConfigError if ``index`` counts from the end of an endless split."""
+        """Raise ConfigError if ``index`` counts from the end and the split is endless."""
         bounds = (index.start, index.stop) if isinstance(index, slice) else (index,)
         is_open = (
             isinstance(index, slice)
@@ -323,7 +328,8 @@ class GeneratedSplit(Sequence[Item]):
 def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
-    """Return train, validation and test splits of a task whose items ``make`` generates.
+    """Return train, validation and test splits of a task. Their items are generated by the function
+    ``make`` when they are accessed.
 
     >>> def make(rng): return tasks.Item(f"{rng.randint(1, 9)} + 1?")
     >>> list(tasks.generated("sums", make, size=100))
@@ -381,8 +387,10 @@ def task_of(name: str, /, **options: Any) -> Task:
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Return what the factory ``make`` returns for ``options``. If ``make`` cannot be called,
-    return it unchanged. Raises ConfigError for an unknown option, or if the factory fails."""
+    """Call the factory function of a task with ``options``, and return the result. If ``make``
+    cannot be called, it is returned unchanged. Raises ConfigError for an unknown option, or if the
+    factory fails.
+    """
     if not callable(make):
         return make
     parameters = inspect.signature(make).parameters
@@ -404,7 +412,7 @@ def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of ``rewards``.
+    """Return the sum of ``rewards``, each multiplied by its weight.
 
     >>> total({"correct": 1.0, "short": 0.5}, {"short": 0.2})
     1.1
@@ -413,10 +421,11 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 
 def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
-    """Store the rewards, the per-call rewards and the metrics in ``trajectory`` and return it.
+    """Score a trajectory, store the rewards, per-call rewards and metrics in it, and return it.
 
     Raises RamifyError, naming the task and the item, if the score raised or returned an invalid
-    reward."""
+    reward.
+    """
     where = f"task '{task.name}', item {item.id}"
     try:
         score = task.score(item, trajectory)
@@ -431,8 +440,9 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
 
 
 def store_score(where: str, trajectory: Trajectory, score: Score) -> None:
-    """Store ``score`` in ``trajectory``. Raises RamifyError, which begins with ``where``, if it is
-    invalid."""
+    """Store the rewards and metrics of ``score`` in ``trajectory``. Raises RamifyError, whose
+    message begins with ``where``, if the score is invalid.
+    """
     _check_calls(where, trajectory, score)
     rewards = _finite(where, score.rewards)
     calls = {call: _finite(where, given) for call, given in score.calls.items()}
@@ -442,7 +452,7 @@ def store_score(where: str, trajectory: Trajectory, score: Score) -> None:
 
 
 def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
-    """Raise RamifyError unless ``score`` has a reward, and rewards of existing calls only."""
+    """Raise RamifyError if ``score`` has no reward, or has rewards for calls that do not exist."""
     if not score.rewards:
         raise RamifyError(
             f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})"
@@ -456,8 +466,9 @@ def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
 
 
 def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """``given`` as Python's numbers. Raises RamifyError, which names the one that is not finite or
-    not a number."""
+    """Convert the values of a mapping to Python numbers. Raises RamifyError, which names the value,
+    if one is not a finite number.
+    """
     numbers: dict[str, float] = {}
     for name, value in given.items():
         if inspect.iscoroutine(value):
@@ -486,7 +497,8 @@ none."""
 
 
 class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
-    """Wraps a reward function of the whole trajectory: ``fn(item, trajectory)``.
+    """Wraps a reward function that is called with the item and the whole trajectory: ``fn(item,
+    trajectory)``.
 
     Example:
         tasks.TrajectoryRewardFunction(lambda item, run: {"brief": float(len(run.calls) < 10)})
@@ -496,7 +508,7 @@ class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
 
 
 class SimpleTask(msgspec.Struct, frozen=True):
-    """Task made of splits and a reward function. Implements ``base.Task``.
+    """A task made of splits and a reward function. Implements the interface ``Task``.
 
     Example:
         tasks.SimpleTask("logs", tasks.generated("logs", make), tasks.numeric)
@@ -529,7 +541,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
             self._check_signature(self.reward)
 
     def _check_signature(self, reward: AnswerReward) -> None:
-        """Raise ConfigError unless ``reward`` can be called with (answer, item)."""
+        """Raise ConfigError if ``reward`` cannot be called with two arguments, the answer and the
+        item.
+        """
         try:
             signature = inspect.signature(reward)
         except ValueError:  # a function in C
@@ -576,8 +590,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:
-    """Convert the result of a reward function into a score; the result of an async function is
-    awaited first. A single number becomes the reward ``correct``."""
+    """Convert the result of a reward function to a ``Score``. The result of an async function is
+    awaited first, and a single number becomes the reward ``correct``.
+    """
     if isinstance(worth, Coroutine):
         worth = run_coroutine(worth)
     if isinstance(worth, Score):

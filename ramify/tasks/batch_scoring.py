@@ -1,12 +1,13 @@
-"""Scores the rollouts of a whole step together, for rewards that are called once per step.
+"""Scores all rollouts of a training step together, for rewards that are computed once per step.
 
     rollouts that await their score ──> task.score_step, once ──> one score each
 
-A task may score its rollouts one by one (``Task.score``), as they end, or all rollouts of a step
-with one call. In the second case a rollout that has ended gives up its session and its slot before
-it is scored. This file decides what an error means: one of the whole call concerns every rollout,
-and one in place of a score concerns that rollout only. Not here: which rollouts a step has (see
-``train/rollouts/group_queue.py``), and the time limit (see ``score_with_timeout.py``).
+A task may score its rollouts one by one as they end (``Task.score``), or all rollouts of a step
+with one call. In the second case, a rollout that has ended gives up its session, and its place
+among the concurrent rollouts, before it is scored. An error of the whole call applies to every
+rollout; an error in place of a score applies to that rollout only. Which rollouts belong to a step
+is decided in ``train/rollouts/group_queue.py``, and the time limit is applied by
+``score_with_timeout.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ EndedRollout = tuple[Item, Trajectory]
 
 @runtime_checkable
 class BatchScoredTask(Protocol):
-    """Interface of a task that can score all rollouts of a step with one call. It is a ``Task``
-    with two more methods.
+    """The interface of a task that can score all rollouts of a step with one call: a ``Task`` with
+    two more methods.
 
     Example:
         def is_scored_by_step(self, item): return True
@@ -34,11 +35,13 @@ class BatchScoredTask(Protocol):
     """
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if rollouts of ``item`` wait for the others of their step."""
+        """Return True if rollouts of ``item`` are scored together with the others of their step."""
         ...
 
     def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
-        """Return the score of each rollout, in order, or the reason why it has none."""
+        """Return one result for each rollout, in order: its score, or an error that explains why it
+        has none.
+        """
         ...
 
 
@@ -48,8 +51,9 @@ def is_scored_by_step(task: Task, item: Item) -> bool:
 
 
 def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
-    """Score the rollouts of a step with one call of the task. Returns for each rollout its score,
-    or the error that explains why it has no score."""
+    """Score all rollouts of a step with one call of the task. Returns for each rollout its score,
+    or the error that explains why it has none.
+    """
     assert isinstance(task, BatchScoredTask)
     where = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:
@@ -65,7 +69,8 @@ def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | Ra
 def score_step_in_time(
     task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
 ) -> list[RamifyError | None]:
-    """Score the rollouts of a step, and store the rewards and metrics of each in its trajectory.
+    """Score all rollouts of a step within a time limit, and store the rewards and metrics of each
+    in its trajectory.
 
     Returns for each rollout the error that explains why it has no score, or None if it has one. The
     task may take ``timeout_s`` seconds for all rollouts together.

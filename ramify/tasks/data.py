@@ -1,4 +1,5 @@
-"""Tasks from datasets: rows of JSONL or Parquet files, of Hugging Face ``datasets``, or of a list.
+"""Creates tasks from datasets: the rows of JSONL or Parquet files, of Hugging Face ``datasets``, or
+of a list.
 
     dataset("questions.jsonl", question="q", gold="a")                   divided 80 : 10 : 10
     dataset({"train": "train.jsonl", "test": "test.parquet"}, context="document", reward="f1")
@@ -10,7 +11,7 @@ Columns are selected by name. An error names the file, the row and the column. A
 without splits is divided by a hash of question and context: a row stays in its split when other
 rows are added, and the same question is never in two splits. Rows are read on access.
 
-Not here: the prompt around a question (see ``engine/scaffold.py``).
+The prompt around a question is written by ``engine/scaffold.py``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
 class DatasetColumns(msgspec.Struct, frozen=True):
-    """Names of the columns that make an item.
+    """The names of the columns of a dataset from which an item is made.
 
     Example:
         DatasetColumns(question="q", gold="a", context=("log", "notes"))
@@ -75,9 +76,10 @@ class DatasetColumns(msgspec.Struct, frozen=True):
     ``extra_info`` and ``data_source`` are among them if the rows have them."""
 
     def item(self, row: Row) -> Item:
-        """Convert ``row`` to an item.
+        """Convert one row of the dataset to an item.
 
-        Raises KeyError if a column is missing and TypeError if a value has the wrong type."""
+        Raises KeyError if a column is missing and TypeError if a value has the wrong type.
+        """
         asked = self.question or _first_of(_QUESTIONS, row)
         question = row[asked]
         messages: Sequence[Any] = ()
@@ -122,7 +124,9 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of ``names`` that the row has, or ``names[0]`` if it has none of them."""
+    """Return the first of ``names`` that is a column of the row, or ``names[0]`` if none of them
+    is.
+    """
     return next((name for name in names if name in row), names[0])
 
 
@@ -138,13 +142,13 @@ def dataset(
     reward: str | AnswerReward | TrajectoryRewardFunction = "exact",
     name: str = "",
 ) -> SimpleTask:
-    """Return a task over the rows of ``source``.
+    """Return a task whose items are the rows of ``source``.
 
-    ``question`` and ``gold`` are columns; without them, those of common data sets are found (see
-    ``DatasetColumns``). ``item`` converts a row to an item and replaces the column names.
-    ``reward`` is the name of a score in ``scoring`` or a function of (answer, item). With
-    ``gold=None`` the rows have no gold answer, and ``reward`` must be a function that does not need
-    one.
+    ``question`` and ``gold`` are the columns of the question and of the right answer; without them,
+    the columns of common datasets are recognised (see ``DatasetColumns``). ``item`` converts a row
+    to an item and replaces the column names. ``reward`` is the name of a score in ``scoring`` or a
+    function of (answer, item). With ``gold=None`` the rows have no right answer, and ``reward``
+    must be a function that does not need one.
 
     Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
     raises when it is accessed.
@@ -191,8 +195,10 @@ def dataset(
 def scorer_of(
     reward: str | AnswerReward | TrajectoryRewardFunction,
 ) -> AnswerReward | TrajectoryRewardFunction:
-    """Return the score called ``reward``, or the function itself. A function with a parameter
-    ``completions`` becomes a ``BatchedReward``. Raises ConfigError for an unknown name."""
+    """Return the scoring function called ``reward``. A function is returned unchanged, except that
+    one with a parameter ``completions`` becomes a ``BatchedReward``. Raises ConfigError for an
+    unknown name.
+    """
     scorer: Any = SCORERS.of(reward) if isinstance(reward, str) else reward
     if inspect.isfunction(scorer) and "completions" in inspect.signature(scorer).parameters:
         return BatchedReward(scorer)
@@ -201,7 +207,7 @@ def scorer_of(
 
 
 class DatasetItems(LazySequence[Item]):
-    """Rows of a source as items, converted on access."""
+    """A sequence of items, each converted from a row of a dataset when it is accessed."""
 
     def __init__(
         self,
@@ -210,8 +216,10 @@ class DatasetItems(LazySequence[Item]):
         make: Callable[[Row], Item],
         indices: Sequence[int] | Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """``indices`` selects rows, or returns the selection on the first access; None selects
-        all."""
+        """Create the items of the dataset ``name``. ``make`` converts a row to an item. ``indices``
+        selects rows, or is a function that returns the selection and is called on the first access;
+        None selects all rows.
+        """
         self._name = name
         self._rows = rows
         self._make = make
@@ -224,8 +232,9 @@ class DatasetItems(LazySequence[Item]):
         return self._selected() if callable(self._selected) else self._selected
 
     def some(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return a part of the dataset: the items at ``places``. ``name`` is the name of the part.
-        Items keep the number of their row in their ids."""
+        """Return the items at the given positions as a dataset called ``name``. The ids of the
+        items still contain the numbers of their rows.
+        """
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
         )
@@ -240,7 +249,9 @@ class DatasetItems(LazySequence[Item]):
 
 
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
-    """Convert row ``number`` to an item. Raises ConfigError that names the row."""
+    """Convert row ``number`` of a dataset to an item. Raises ConfigError, which names the row, if
+    that fails.
+    """
     row = rows[number]
     where = rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
     if not isinstance(row, Mapping):
@@ -259,10 +270,11 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divided(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Divide rows among ``splits``, and return the row numbers of each split. The split depends on
-    a hash of question and context, so equal questions stay together. Each split but the first gets
-    a tenth of the hashes, and the first gets the rest. If a split would be empty, it gets the
-    question with the largest hash from the largest split."""
+    """Divide rows among ``splits``, and return the row numbers of each split. The split of a row
+    depends on a hash of question and context, so equal questions stay together. Each split but the
+    first gets a tenth of the hashes, and the first gets the rest. A split that would be empty gets
+    the question with the largest hash from the largest split.
+    """
     same: dict[bytes, list[int]] = {}
     for number in range(len(rows)):
         item = _item(name, rows, number, make)
@@ -296,7 +308,9 @@ def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Seq
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split. A single source without splits has the empty name."""
+    """Return the rows of each split of a dataset, by the split's name. A single source without
+    splits has an empty name.
+    """
     if isinstance(source, str) and source.startswith("hf:"):
         source = _hugging_face(source)
     if isinstance(source, Mapping):  # also a DatasetDict
@@ -312,8 +326,9 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
 
 
 def rows_of(source: Source, where: str = "") -> Sequence[Row]:
-    """Return the rows of one file or list, read on access. Raises ConfigError and SourceError,
-    which names ``where``."""
+    """Return the rows of one file or list, which are read when they are accessed. Raises
+    ConfigError or SourceError, whose message names the source as ``where``.
+    """
     rows: Any
     if isinstance(source, str) and source.startswith("hf:"):
         rows = _hugging_face(source)
@@ -369,8 +384,9 @@ def _name_of(source: Source) -> str:
 
 
 class JsonlRows(LazySequence[Row]):
-    """Objects of a JSONL file. Lines are located once and decoded on access; blank lines are
-    ignored."""
+    """The objects of a JSONL file as a sequence. The beginnings of all lines are found once, and
+    each line is decoded when it is accessed. Blank lines are ignored.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -380,7 +396,7 @@ class JsonlRows(LazySequence[Row]):
         return len(self._lines)
 
     def place(self, index: int) -> str:
-        """Return the position of a row for errors: ``rows.jsonl, line 3``."""
+        """Return the position of a row for error messages, such as ``rows.jsonl, line 3``."""
         return f"{self._path}, line {self._lines[index][0]}"
 
     def at(self, index: int) -> Row:
@@ -414,7 +430,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 class ParquetRows(LazySequence[Row]):
-    """Rows of a Parquet file. One row group at a time is in memory."""
+    """The rows of a Parquet file as a sequence. Only one row group at a time is in memory."""
 
     def __init__(self, path: Path) -> None:
         parquet = _package("pyarrow.parquet", "datasets")

@@ -1,9 +1,9 @@
-"""Converts messages of datasets, in the format of OpenAI's chat API, into messages of a call.
+"""Converts the messages of datasets, in the format of OpenAI's chat API, to the messages of a call.
 
     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, …]
     content may be a list of text parts; roles: system, developer, user, assistant, tool
 
-Used for the items of a task and for demonstrations. Images are rejected.
+This is used for the items of a task and for demonstrations. Images are rejected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OpenAIChatMessage(msgspec.Struct):
     """0 excludes this reply from training (demonstrations only)."""
 
     def message(self) -> Message:
-        """Convert it into a message of a call."""
+        """Return this message converted to a message of a call."""
         content = self.content or ""
         return Message(
             "system" if self.role == "developer" else self.role,
@@ -70,8 +70,9 @@ def _tool_call(index: int, wire: _OpenAIChatToolCall) -> ToolCall:
 
 
 def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
-    """Convert mappings into messages; ``Message`` objects are kept. Raises ValueError for a message
-    in another form."""
+    """Convert chat messages, given as mappings, to messages of a call. ``Message`` objects are kept
+    as they are. Raises ValueError if a message has an invalid form.
+    """
     return tuple(
         each if isinstance(each, Message) else msgspec.convert(each, OpenAIChatMessage).message()
         for each in given
