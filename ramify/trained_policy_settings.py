@@ -1,4 +1,5 @@
-"""What a policy's folder says about the policy, and the policies that ship with the package.
+"""Read and write ``policy.json``, the file in a policy's folder that says how the policy was
+trained, and find the policies that ship with the package.
 
     ramify/models/NAME/policy.json     NAME is a packaged policy, and a complete model name
     runs/mine/policy/policy.json       a trained one, as ``local:runs/mine/policy``
@@ -9,7 +10,7 @@ Training writes the file. A folder without it is a checkpoint from elsewhere, wh
 and any limits suit, or was trained from scratch before the file existed: its chat template tells.
 
 A file with an unknown field or with a limit that no run accepts is an error, since it would
-otherwise be ignored without notice. Not here: weights and tokenizers (see ``models``).
+otherwise be ignored without notice. Weights and tokenizers are read in ``models``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SCRATCH_MARK = "<|u|>"
 class TrainedPolicySettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The scaffold and the limits that a policy was trained with."""
+    """The prompt scaffold and the limits that a policy was trained with."""
 
     scaffold: str | None = None
     """Name of the scaffold; None if any will do."""
@@ -47,7 +48,7 @@ class TrainedPolicySettings(
 
     @property
     def limits(self) -> dict[str, Any]:
-        """Limits that the policy was trained with, by their names in ``engine.limits``."""
+        """The limits that the policy was trained with, by their names in ``engine.limits``."""
         named = {
             "max_turns": self.max_turns,
             "max_depth": self.max_depth,
@@ -57,25 +58,28 @@ class TrainedPolicySettings(
 
 
 def packaged_policies() -> list[str]:
-    """Names of the policies that ship with the package."""
+    """Return the names of the policies that ship with the package."""
     return sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}"))
 
 
 def packaged_policy(name: str) -> Path | None:
-    """Return the folder of a policy that ships with Ramify; None if no policy has this name."""
+    """Return the folder of the policy ``name`` that ships with Ramify, or None if there is no such
+    policy."""
     return _PACKAGED / name if name in packaged_policies() else None
 
 
 def folder_of(model: str) -> Path | None:
-    """Return the folder of a model that runs in this process; None for any other model name."""
+    """Return the folder of a local model, which runs in this process, or None for any other model
+    name."""
     if model.startswith("local:"):
         return Path(model.removeprefix("local:")).expanduser()
     return packaged_policy(model)
 
 
 def read_card(folder: Path) -> TrainedPolicySettings:
-    """Read what ``folder`` says about its policy. Raises ConfigError for an invalid file. The
-    folder of a run has another file of this name, and says nothing about a policy."""
+    """Read the settings that ``folder`` stores for its policy. Without the file, the settings are
+    the defaults. Raises ConfigError for an invalid file. In the folder of a training run, a file of
+    this name means something else and is ignored."""
     path = folder / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=TrainedPolicySettings)
@@ -95,15 +99,16 @@ def read_card(folder: Path) -> TrainedPolicySettings:
 
 
 def policy_folder(run: Path) -> Path | None:
-    """The folder of the policy that a training run stored, given the run's folder; None for any
-    other folder."""
+    """Return the folder of the policy that the training run in folder ``run`` stored, or None if
+    that folder is not a training run's."""
     folder = run / "policy"
     is_run = (folder / "config.json").is_file() and not (run / "config.json").is_file()
     return folder if is_run else None
 
 
 def write_card(folder: Path, card: TrainedPolicySettings) -> None:
-    """Write ``card`` into ``folder``, or no file if it says nothing."""
+    """Write the settings ``card`` to ``folder``. If all settings have their defaults, no file is
+    written and an old one is removed."""
     if card == TrainedPolicySettings():
         (folder / FILE).unlink(missing_ok=True)
         return

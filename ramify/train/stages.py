@@ -1,12 +1,13 @@
-"""The stages of a run, and the data of each step of a stage.
+"""The stages of a training run (warm-up, supervised fine-tuning, reinforcement learning) and the
+data that each step of a stage learns from.
 
     warm-up  random strings, each repeated         ┐
     sft      demonstrations, stored trajectories   ├── source.work(step) ──> StepData
     rl       rollouts by the current policy        ┘   sequences of one or more optimizer steps
 
-Decides the size and options of each stage, and how a step's rollouts are split into minibatches.
-Not here: which rollouts a step gets (``group_queue.py``), and what happens with the data, which is
-the same for all stages (``trainer.py``).
+Each class here sets the size and options of one stage, and how the rollouts of a step are divided
+into minibatches. The choice of a step's rollouts is made in ``group_queue.py``; what happens with
+the data, which is the same for all stages, is in ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """All rollouts of a step failed, so further steps would not help."""
+    """Raised if all rollouts of a training step failed, so that further steps would not help."""
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -64,7 +65,8 @@ class Minibatch(msgspec.Struct, eq=False):
 
 
 class StepData(msgspec.Struct, eq=False):
-    """The data of one step of a stage: one or more minibatches, and what was measured."""
+    """The training data of one step of a stage, divided into one or more minibatches, with metrics
+    about the data."""
 
     parts: list[Minibatch]
     metrics: dict[str, float]
@@ -84,47 +86,49 @@ class StepData(msgspec.Struct, eq=False):
 
 
 class StepSource(Protocol):
-    """The source of a stage's data, open for the duration of the stage."""
+    """The source of the training data of one stage. It stays open for the duration of the stage."""
 
     async def work(self, step: int) -> StepData:
-        """Return the data of step ``step``, counted from 0. Steps are requested in order, each
-        after the previous step is over."""
+        """Return the training data of step ``step``, counted from 0. Steps are requested in order,
+        each after the previous step is over."""
         ...
 
     def newer(self, step: int) -> None:
-        """Notify the source that the engine has the weights after ``step`` steps of the stage."""
+        """Tell the source that the inference engine now has the weights after ``step`` steps of the
+        stage."""
         ...
 
     def state(self) -> tuple[int, list[int]]:
-        """Return the position in the data, for a checkpoint: the number of the next new item
-        (``CheckpointState.next_item``), and the numbers of the items that are in progress
-        (``CheckpointState.pending``)."""
+        """Return the position in the data, which a checkpoint stores: the number of the next new
+        item, and the numbers of the items that are in progress."""
         ...
 
     def take_skipped(self) -> list[GroupRecord]:
-        """Return the records of skipped items before ``next_item`` that no step's data contains
-        yet."""
+        """Return the records of items that were skipped and that no step's data has reported yet.
+        Only items before the next new one are included."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager. Use it while the engine is needed for other work."""
+        """Return a context manager that stops the source from using the inference engine. Use it
+        while the engine is needed for other work."""
         ...
 
 
 class Checkpointable(Protocol):
-    """State that a checkpoint within a stage holds in addition to weights and optimizer."""
+    """State that a checkpoint stores in addition to the weights and the optimizer's state."""
 
     def save(self, folder: Path) -> None:
-        """Write the current state."""
+        """Write the current state to the folder of a checkpoint."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state that ``save`` wrote. Raises ConfigError if there is none."""
+        """Restore the state that ``save`` wrote to ``folder``. Raises ConfigError if there is
+        none."""
         ...
 
 
 class TrainingStage(Protocol):
-    """The interface of one stage of a run."""
+    """The interface of one stage of a training run, such as supervised fine-tuning."""
 
     name: str
     num_steps: int
@@ -146,42 +150,42 @@ class TrainingStage(Protocol):
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """The stages of other policies that learn from the same rollouts, by policy name. Each has
-        its own optimizer and assigns its own credit."""
+        """The stages of other policies that learn from the same rollouts, by policy name. Each
+        policy has its own optimizer and assigns its own credit."""
         ...
 
     @property
     def kept(self) -> Mapping[str, Checkpointable]:
-        """The stage's own state that a checkpoint must hold after a step, by its name in the
-        checkpoint. Before the first step nothing is stored, since the stage creates this state
-        itself."""
+        """The additional state of this stage that a checkpoint must store, by name. A checkpoint
+        before the first step stores none, since the stage creates this state itself."""
         ...
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Derive further streams of a step's rows from ``streams``, in place. Returns metrics."""
+        """Compute further per-token values (streams) that the loss needs, and add them to ``rows``
+        in place. Returns metrics."""
         ...
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
-        """Return the rows on which the policy is compared before and after a step. Empty: no
-        comparison."""
+        """Return the token sequences on which the policy is compared before and after a training
+        step. If there are none, no comparison is made."""
         ...
 
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
-        """Open the stage's data source at a position that a checkpoint stores: the number of the
+        """Open the stage's data source at a position that a checkpoint stored: the number of the
         next new item, and the numbers of the items that were in progress."""
         ...
 
     async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
-        """Count how the first items begin, for a report of how many root calls will be recursive.
-        None for a stage without rollouts."""
+        """Count how many of the first items start as recursive calls and how many as plain ones, so
+        that the run can report this in advance. Returns None for a stage without rollouts."""
         ...
 
 
 class FixedDataStage(ABC):
-    """Base of the stages without rollouts: nothing is computed before learning, and no state is
-    kept."""
+    """Base class of the stages whose data exists before training. They compute nothing before
+    learning and keep no state."""
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
     loss = LossSpec()
@@ -229,7 +233,8 @@ class FixedDataStage(ABC):
 
 
 class RandomStringWarmUpStage(FixedDataStage):
-    """Induction warm-up on random strings; see ``sft_data.induction``."""
+    """A warm-up stage on repeated random strings, which teaches a model to copy earlier text
+    (induction). The strings come from ``sft_data.induction``."""
 
     name = "warmup"
 
@@ -249,7 +254,8 @@ class RandomStringWarmUpStage(FixedDataStage):
 
 
 class SftStage(FixedDataStage):
-    """Supervised fine-tuning on prepared rows, in the order of ``sft_data.order``."""
+    """Supervised fine-tuning on tokenized examples, in the order that ``sft_data.order``
+    returns."""
 
     name = "sft"
 
@@ -261,7 +267,8 @@ class SftStage(FixedDataStage):
         epochs: int,
         seed: int,
     ) -> None:
-        """Raises ConfigError if there is nothing to learn from."""
+        """Create a stage of supervised fine-tuning. Raises ConfigError if there is nothing to learn
+        from."""
         super().__init__()
         self._rows = rows
         self._order = order(rows, batch_tokens, epochs, seed)
@@ -277,8 +284,8 @@ class SftStage(FixedDataStage):
 
 
 class RlStage:
-    """Reinforcement learning: rollouts on the task's training split, with advantages by an
-    algorithm."""
+    """Reinforcement learning on rollouts of the task's training split. An algorithm computes the
+    advantages."""
 
     name, samples = "rl", True
 
@@ -294,11 +301,11 @@ class RlStage:
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """``algorithm`` is the part of the recipe's algorithm that applies to this stage's policy.
-        ``temperature`` is the sampling temperature of the policy's calls; if it is None, the
-        temperature of all rollouts is used. ``others`` holds the stages of other policies that
-        learn from the same rollouts, by policy name. ``pool`` decides which items are skipped
-        because they currently give no training signal."""
+        """Create a stage of reinforcement learning. ``algorithm`` is the part of the recipe's
+        algorithm that applies to this stage's policy. ``temperature`` is the sampling temperature
+        of the policy's calls; if it is None, the temperature of all rollouts is used. ``others``
+        holds the stages of other policies that learn from the same rollouts, by policy name.
+        ``pool`` decides which items are skipped because they currently give no training signal."""
         self.num_steps = spec.steps
         self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
         self.loss = spec.loss.for_minibatches(spec.sample.minibatches)
@@ -357,7 +364,8 @@ class RlStage:
         return sample_rows(groups, self._temperature, step)
 
     def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
-        """Return the data of step ``step``, made from the groups in ``taken``."""
+        """Return the training data of step ``step``, made from the groups of rollouts in
+        ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step, taken.notes)
         data, learnt = self.learned_from(groups, reader)
@@ -390,8 +398,8 @@ class RlStage:
     def learned_from(
         self, groups: list[Group], reader: SignalRunner | None = None
     ) -> tuple[StepData, set[str]]:
-        """Assign advantages to ``groups``. Return the training data for this stage's policy, and
-        the ids of the rollouts that received credit."""
+        """Assign advantages to the rollouts in ``groups``. Return the training data for this
+        stage's policy, and the ids of the rollouts that received credit."""
         assigned = self._composed(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.wants_every_token
         )
@@ -413,19 +421,21 @@ class RlStage:
         return data, {rollout.trajectory.id for rollout in assigned.rollouts}
 
     def has_no_signal(self, group: Group, reader: SignalRunner | None = None) -> bool:
-        """True if a complete group has no signal."""
+        """Return True if nothing can be learned from a complete group, for example because all its
+        rollouts have the same reward."""
         composed = self._composed(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _composed(self, reader: SignalRunner | None) -> Algorithm:
-        """Return the algorithm with its state and with the signals' scores."""
+        """Return the training algorithm with its current state and with the scores of the
+        signals."""
         algorithm = remembering(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
     def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
-        """Divide the rollouts into minibatches of about the same size. Rollouts are dealt in turn,
-        so that each minibatch has some of every group. The denominators are divided evenly, so that
-        each minibatch is an estimate of the same loss."""
+        """Divide the rollouts of a step into minibatches of about the same size. Rollouts are dealt
+        in turn, so that each minibatch has some of every group. The loss denominators are divided
+        evenly, so that each minibatch is an estimate of the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         with working("packing"):
@@ -436,7 +446,8 @@ class RlStage:
 
 
 class RolloutStepSource:
-    """The data source of ``RlStage``; a step's data is ready when its groups are complete."""
+    """The source of training data for ``RlStage``. The data of a step is ready when its groups of
+    rollouts are complete."""
 
     def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalRunner | None) -> None:
         self._stage = stage
@@ -466,9 +477,9 @@ class RolloutStepSource:
 
 
 def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """Complete the optimizer's options. Unless they are set, the schedule lasts ``num_steps``, and
-    the warm-up is a tenth of that, at most 10 steps. Raises ConfigError, with the stage's name, if
-    the schedule is shorter than the warm-up."""
+    """Complete the optimizer's options. Unless they are set, the schedule lasts ``num_steps``
+    steps, and the warm-up lasts a tenth of that, but at most 10 steps. Raises ConfigError, with the
+    stage's name, if the schedule is shorter than the warm-up."""
     if optim.warmup_steps is None:
         optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
     if optim.num_steps is not None:
@@ -483,8 +494,8 @@ def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec
 
 
 def streams_of(loss: LossSpec) -> frozenset[str]:
-    """Return the names of the streams that the trainer must compute before it can evaluate this
-    loss."""
+    """Return the names of the per-token inputs (streams) that the trainer must compute before it
+    can evaluate this loss."""
     needed = {"ref_logprobs"} if loss.kl_beta else set()
     if loss.old == "pass":
         needed.add("old_logprobs")
@@ -492,8 +503,8 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
-    """Raise RolloutsFailed if all rollouts of a step failed. ``notes`` tell which rollouts were
-    given up."""
+    """Raise RolloutsFailed if all rollouts of a training step failed. ``notes`` say which rollouts
+    were given up; the message quotes the first note if no rollout has an error."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = [
@@ -507,9 +518,9 @@ def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str
 
 
 def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
-    """Store each turn's advantages in its rollout (``metadata["advantages"]``), so that saved
-    rollouts show them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list if its tokens
-    differ."""
+    """Store the advantages of each turn in the metadata of its rollout, so that saved rollouts show
+    them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, with a list in place of the number if its
+    tokens differ."""
     for rollout in rollouts:
         by_turn: dict[str, float | list[float]] = {}
         for (call, turn), credit in rollout.credits.items():
@@ -548,9 +559,9 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
-    """Return metrics of agents that asked the policy: ``agent/CAUSE`` counts the calls that outside
-    agents began, by cause, and ``agent/continued`` counts the turns that continued a call. Empty if
-    no agent asked."""
+    """Return metrics about requests of outside agents to the policy: ``agent/CAUSE`` counts the
+    calls that they began, by cause, and ``agent/continued`` counts the turns that continued a call.
+    Empty if no agent sent a request."""
     asked = [call for call in calls if call.cause is not None]
     counts = Counter(f"agent/{call.cause}" for call in asked)
     counts["agent/continued"] = sum(max(len(call.turns) - 1, 0) for call in asked)

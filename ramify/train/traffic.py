@@ -1,18 +1,19 @@
-"""Recorded traffic as rollouts: ``ramify train RECIPE task.traffic=STORE``.
+"""Train on recorded traffic, that is, on replies that a served policy gave to users, in place of
+new rollouts: ``ramify train RECIPE task.traffic=STORE``.
 
     STORE (``ramify serve-policy --record``) ── replies with a reward ──> groups of rollouts
                                                                           instead of new ones
     the recipe's task ── its other splits ──> evaluations, as in any run
 
-Decides what a rollout is: one recorded reply that has a reward, with the conversation before it as
-its prompt. Prompt, sampled ids and log-probabilities are those of the recording; nothing is
-tokenized or sampled again. A reply's rewards are its own (``feedback``, scorers of turns), then
-those of its call and of its run, reviews included. The trainer corrects for older weights as for
-any stale rollout (``losses/``): all recorded tokens count as sampled before the first step.
+A rollout is one recorded reply that has a reward, with the conversation before it as its prompt.
+Prompt, sampled ids and log-probabilities are those of the recording; nothing is tokenized or
+sampled again. A reply's rewards are its own (``feedback``, scorers of turns), then those of its
+call and of its run, reviews included. The trainer corrects for older weights as for any stale
+rollout (``losses/``): all recorded tokens count as sampled before the first step.
 
 A group is a sample of replies in random order, since a user's prompt is answered once: algorithms
 that compare within a group compare a reply with those to other prompts. Redacted tokens have no
-weight. Not here: recording (``serve/traffic_recorder.py``), and what rewards are worth.
+weight. Traffic is recorded by ``serve/traffic_recorder.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
 
 
 class RecordedReply(NamedTuple):
-    """One reply that can be learned from."""
+    """A recorded reply that has a reward, so that a policy can learn from it."""
 
     run: str
     call: str
@@ -54,14 +55,16 @@ class RecordedReply(NamedTuple):
 
 
 class TrafficTask:
-    """A task whose training split is recorded traffic. Its other splits are those of ``task``."""
+    """A task whose training examples are recorded replies. Its other splits are those of an
+    ordinary task."""
 
     def __init__(
         self, task: Task, store: Path, *, group: int, temperature: float, seed: int = 0
     ) -> None:
-        """``group`` is the number of replies per item. Only replies that were sampled at
-        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic, or too
-        few replies with a reward."""
+        """Create a task from the recorded traffic in the folder ``store``, with the other splits of
+        ``task``. Each item consists of ``group`` replies. Only replies that were sampled at
+        ``temperature`` are used. Raises ConfigError if there is no recorded traffic, or if too few
+        replies have a reward."""
         identity = read_identity(store)
         if identity is None:
             raise ConfigError(
@@ -99,7 +102,8 @@ class TrafficTask:
         return scores
 
     def check(self, identity: PolicyArchitectureIdentity) -> None:
-        """Raise ConfigError if a policy with this identity cannot learn from the traffic."""
+        """Raise ConfigError if a policy with this tokenizer and architecture cannot learn from the
+        traffic."""
         if difference := self.identity.difference(identity):
             raise ConfigError(
                 f"task.traffic={self.store.root} has conversations of {difference}: its token ids "
@@ -107,8 +111,8 @@ class TrafficTask:
             )
 
     async def recorded(self, item: Item, name: str, number: int) -> Trajectory:
-        """Return rollout ``number`` of ``item``. A recording that has been deleted since has no
-        reward."""
+        """Return the recorded reply ``number`` of ``item`` as a rollout with this name. If the
+        recording has been deleted in the meantime, the rollout has an error and no reward."""
         reply = self.replies[item.metadata["replies"][number]]
         try:
             run = await asyncio.to_thread(self.store.load, reply.run)
@@ -118,8 +122,9 @@ class TrafficTask:
 
 
 class _ReplyGroups(LazySequence[Item]):
-    """One item per group of consecutive recorded replies. If the last group is too small, replies
-    from the beginning of the recording fill it up, so that all groups have the same size."""
+    """The training items, each made of a group of consecutive recorded replies. If the last group
+    is too small, the first replies are used again to fill it, so that all groups have the same
+    size."""
 
     def __init__(self, num_replies: int, group: int) -> None:
         self._num_replies = num_replies
@@ -135,8 +140,8 @@ class _ReplyGroups(LazySequence[Item]):
 
 
 def mask_redacted_tokens(assigned: StepAdvantages) -> None:
-    """Set the loss weight of redacted tokens to 0, in place. Denominators stay, so that the weight
-    of other tokens does not depend on how many were redacted."""
+    """Set the loss weight of redacted tokens to 0, in place. The loss denominators are not changed,
+    so that the weight of other tokens does not depend on how many were redacted."""
     for rollout in assigned.rollouts:
         for mark in rollout.trajectory.marks:
             credit = rollout.credits.get((mark.call, mark.turn))
@@ -157,7 +162,8 @@ def _masked(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
 
 
 def is_recorded(item: Item) -> bool:
-    """True for an item of a ``TrafficTask`` whose rollouts are recorded."""
+    """Return True if ``item`` is made of recorded replies, so that no new rollouts are sampled for
+    it."""
     return item.id.startswith("traffic/") and "replies" in item.metadata
 
 
@@ -186,7 +192,7 @@ def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Co
 
 
 def _why_not(turn: Turn, marks: Sequence[Annotation], temperature: float) -> str:
-    """Return why a reply cannot be learned from; empty if it can."""
+    """Return the reason why a reply cannot be learned from, or an empty text if it can."""
     if not turn.reply.token_ids or turn.reply.logprobs is None:
         return "have no token ids"
     sampled_at = next(
@@ -215,8 +221,8 @@ def _too_few(
 
 
 def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Trajectory:
-    """Return one reply as a rollout: a call with one turn, whose prompt is the conversation before
-    the reply."""
+    """Return one recorded reply as a rollout. The rollout is a call with one turn, whose prompt is
+    the conversation before the reply."""
     source = run.call(reply.call)
     turn, path = source.turns[reply.turn], run.path(source, reply.turn)
     sampled = turn.reply.token_ids or ()

@@ -1,4 +1,5 @@
-"""The one trainer: stage by stage, step by step, from data to a newer policy.
+"""The trainer, which executes a training run stage by stage and step by step. In each step it gets
+data, updates the policy, and publishes the new weights.
 
     source.work(step)                               the first complete groups; others continue
         ▼
@@ -9,11 +10,11 @@
         ▼
     evaluate ─ checkpoint                           then the next step, unless a guard ends it
 
-Synchronous training is ``max_staleness = 0``: rollouts of step k begin after step k-1. Decides the
-order of operations. Not here: where data comes from (``stages.py``), how a policy learns and its
-engines get the weights (``learner.py``), how many policies there are (``learners.py``), what is
-written (``run_record.py``), credit (``advantages/``), losses (``losses/``) and devices
-(``backends/``).
+Training is synchronous if ``max_staleness`` is 0: rollouts of step k then begin after step k-1.
+This module determines the order of operations. The data comes from ``stages.py``; ``learner.py``
+updates a policy and sends its weights to the engines, and ``learners.py`` does so for several
+policies; ``run_record.py`` writes the files. Credit is computed in ``advantages/`` and losses in
+``losses/``; devices are used through ``backends/``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ T = TypeVar("T")
 
 
 class SplitEvaluator(NamedTuple):
-    """How a run evaluates its policy: by which function, on which splits, and when."""
+    """Says how a training run evaluates its policy: by which function, on which splits, and
+    when."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
     """Map a split to its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None:
@@ -62,7 +64,7 @@ class SplitEvaluator(NamedTuple):
 
 
 class Trainer:
-    """One training run in progress."""
+    """Executes one training run, from its first step or from a checkpoint to the end."""
 
     def __init__(
         self,
@@ -73,8 +75,8 @@ class Trainer:
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
-        """``learners`` holds one learner per trained policy, beginning with the learner of
-        ``Run.policy``."""
+        """Create a trainer. ``learners`` holds one learner per trained policy; the first is the one
+        of ``Run.policy``."""
         self.record = record
         self._learners = Learners(learners, record)
         self._stages = stages
@@ -93,14 +95,14 @@ class Trainer:
     # --- the run
 
     def stop(self, by: str) -> None:
-        """End the run for the reason ``by``; ``run`` then raises StoppedBySignal. A step that is
-        being learned is completed and saved first. Rollouts and evaluations in progress are cut
-        off. Call it in the event loop's thread."""
+        """End the run because of the signal named ``by``; ``run`` then raises StoppedBySignal. A
+        training step whose learning has begun is completed and saved first. Rollouts and
+        evaluations in progress are cut off. Call this in the event loop's thread."""
         self._watch.stop(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
-        """Train from the beginning, or from the checkpoint ``resume``, to the end. Returns the
-        final state."""
+        """Train to the end, starting from the checkpoint ``resume`` if one is given. Returns the
+        final state of the run."""
         try:
             with (
                 self.record.account,
@@ -171,7 +173,8 @@ class Trainer:
                         break
 
     async def _save_steps_so_far(self) -> None:
-        """Save where the run was stopped: after the last whole step of the stage, if it has one."""
+        """Save a checkpoint after the last whole step of the current stage, if there is one. Used
+        when a run is stopped early."""
         state = self.state
         if state.stage_step and self._source is not None:
             self._note_position(self._source)
@@ -179,8 +182,8 @@ class Trainer:
             await self._in_torch(self.record.checkpoints.settle)
 
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
-        """Report, before the first rollout, how many roots will be recursive. Returns this as
-        metrics."""
+        """Log, before the first rollout, how many root calls will be recursive, and return the
+        counts as metrics."""
         counting = stage.count_root_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
         count = await self._watch.bounded(what, counting, can_stop=True)
@@ -190,8 +193,8 @@ class Trainer:
         return count.metrics()
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """Yield the data of each remaining step of ``stage``. Rollouts of later steps continue in
-        the meantime, within the limit that ``max_staleness`` sets."""
+        """Yield the training data of each remaining step of ``stage``. Rollouts of later steps
+        continue in the meantime, within the limit that ``max_staleness`` sets."""
         state = self.state
         self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:
@@ -249,7 +252,8 @@ class Trainer:
         await self._at_intervals(stage)
 
     def _note_position(self, source: StepSource) -> None:
-        """Note which items have begun, for a checkpoint."""
+        """Update the state for the next checkpoint: which items have begun, and which were
+        skipped."""
         self.state.next_item, self.state.pending = source.state()
         self.record.write_rollouts([], source.take_skipped())
 
@@ -288,7 +292,8 @@ class Trainer:
             await self._in_torch(self._save)
 
     def _report_verdict(self, verdict: TrainingGuardVerdict, where: str) -> None:
-        """Log the doctor's verdict, and remember what it decides."""
+        """Log the faults that the automatic diagnosis of the run found, and remember whether it
+        ends the stage or rolls it back."""
         step = self.state.step
         for name, text, *_ in verdict.found:
             _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
@@ -342,7 +347,7 @@ class Trainer:
         self.record.begin_next_stage()  # the next one begins with a new optimizer
 
     def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
-        """Restore the policies that learn in ``stage`` as they were at ``checkpoint``."""
+        """Restore the policies that learn in ``stage`` from ``checkpoint``."""
         self._learners.restore(stage, checkpoint, is_open=True)
         for name, part in stage.kept.items() if self.state.stage_step else ():
             part.load(checkpoint / name)
@@ -355,8 +360,9 @@ class Trainer:
     async def evaluate(
         self, split: str, stage: str, also: Mapping[str, float] | None = None
     ) -> Mapping[str, float]:
-        """Evaluate the current policy on ``split``. The validation reward becomes the run's score,
-        if there is one. ``also`` holds metrics to write in the same record."""
+        """Evaluate the current policy on ``split`` and return the metrics. On the validation split,
+        the reward also becomes the run's score. ``also`` holds metrics to write in the same
+        record."""
         if self._evaluation.of is None:
             return {}
         await self._learners.publish()
@@ -372,9 +378,9 @@ class Trainer:
         return values
 
     async def _report(self) -> None:
-        """Evaluate the final splits for the last policy and for the best one on the validation
-        stream, recorded as ``last`` and ``best``. One of them is left in OUT/policy
-        (``evaluate.keep``). The best may be the policy that rollouts began with."""
+        """Evaluate the last policy and the best one on the final splits, and leave one of them in
+        the folder OUT/policy, as ``evaluate.keep`` says. The metrics are recorded as ``last`` and
+        ``best``. The best policy is chosen on the validation split and may be the initial one."""
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}
         if found["best"] in (None, found["last"]):

@@ -1,5 +1,5 @@
-"""Bounds every wait of a training run: it ends with its result, or with an error that says what was
-stuck and where.
+"""Limit every wait of a training run, so that it ends either with its result or with an error that
+says what was stuck and where.
 
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
@@ -9,9 +9,9 @@ stuck and where.
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
 writes all stacks (threads, tasks, and the output of ``others``, e.g. of ranks) to OUT/stalled.txt
-and ends the wait. If the event loop does not react, it raises the error in the loop's thread. Not
-here: waits with their own, shorter time limits (a reply, a cell, a rollout, a judge, a step of a
-weight update, a rank).
+and ends the wait. If the event loop does not react, it raises the error in the loop's thread. Waits
+with their own, shorter time limits (a reply, a cell, a rollout, a judge, a step of a weight update,
+a rank) are limited elsewhere.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ cancelled."""
 
 
 class StallError(TrainError):
-    """Nothing made progress. Stuck threads cannot be stopped from here: the process may have to be
-    killed."""
+    """Raised if a training run makes no progress for too long. Stuck threads cannot be stopped from
+    Python, so the process may have to be killed."""
 
 
 class StoppedBySignal(TrainError):
-    """The run was asked to stop; its steps so far are saved."""
+    """Raised if a signal such as SIGTERM asked the training run to stop. The steps so far are
+    saved."""
 
     def __init__(self, by: str) -> None:
         super().__init__(f"the run was ended by {by}")
@@ -73,7 +74,8 @@ class _Wait:
 
 
 class RunWatchdog:
-    """Watches the waits of one run; ``close`` ends its thread."""
+    """Watches all waits of one training run from a separate thread, and ends them with an error if
+    the run makes no progress."""
 
     def __init__(
         self,
@@ -83,8 +85,9 @@ class RunWatchdog:
         others: Callable[[], str] | None = None,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        """``others`` returns the stacks of other processes, as text. ``on_stall`` is called in the
-        watching thread before anything is ended."""
+        """Create a watchdog that ends waits after ``stall_s`` seconds without progress. ``others``
+        returns the stacks of other processes, as text. If there is a stall, ``on_stall`` is called
+        in the watching thread before any wait is ended."""
         self._out = out
         self._stall_s = stall_s
         self._others = others
@@ -97,19 +100,18 @@ class RunWatchdog:
         self._thread: threading.Thread | None = None
 
     def moved(self) -> None:
-        """Report progress."""
+        """Tell the watchdog that the run has made progress."""
         self._moved = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait, and all later ones, with ``error``. Call it in the event loop's
-        thread."""
+        """End all current and later waits with ``error``. Call this in the event loop's thread."""
         self._failed = self._failed or error
         for wait in self._waits:
             _end(wait, self._failed)
 
     def stop(self, by: str) -> None:
-        """End the waits that were begun with ``can_stop``, and all later ones of that kind, with
-        StoppedBySignal. Call it in the event loop's thread."""
+        """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
+        Call this in the event loop's thread."""
         self._stopped_by = by
         for wait in self._waits:
             if wait.can_stop and not wait.task.done():
@@ -211,7 +213,8 @@ class RunWatchdog:
 
 
 class SerialThread:
-    """A thread that runs work in order, and that the process can exit without."""
+    """A thread that runs pieces of work one after another. It does not keep the process from
+    exiting."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -222,7 +225,7 @@ class SerialThread:
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in this thread and return its result. Work that has begun is completed even
-        if its caller is cancelled."""
+        if the caller is cancelled."""
         future: Future[T] = Future()
         with self._wake:
             if self._is_closed:
@@ -263,15 +266,16 @@ class SerialThread:
 
 
 class WatchedTrainingThread:
-    """The thread in which weights change; each wait for it is bounded by ``watch``."""
+    """The thread in which the weights change. The watchdog ``watch`` ends a wait for this thread if
+    nothing progresses."""
 
     def __init__(self, watch: RunWatchdog, name: str = "ramify-train") -> None:
         self.watch = watch
         self._thread = SerialThread(name)
 
     async def run(self, step: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` in this thread and return its result. The work belongs to step ``step``,
-        counted from 1."""
+        """Run ``work`` in the training thread and return its result. ``step`` is the number of the
+        training step, from 1, for error messages."""
         name = getattr(work, "__name__", "work").strip("_")
         running = self._thread.run(work, *arguments)
         return await self.watch.bounded(
@@ -279,7 +283,8 @@ class WatchedTrainingThread:
         )
 
     def close(self, *, is_stalled: bool) -> None:
-        """Wait for the current work, unless it is stuck, and end the watch."""
+        """Wait until the current work is done, unless the thread is stuck, and stop the
+        watchdog."""
         self._thread.close(0 if is_stalled else None)
         self.watch.close()
 
@@ -313,8 +318,8 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
-    """Yield the stack of a task as text: each coroutine that awaits the next, and finally what the
-    last one waits for."""
+    """Yield the stack of an asyncio task as lines of text: each coroutine, from the outermost
+    inwards, and finally what the innermost one waits for."""
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -325,8 +330,8 @@ def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
 
 
 def _stack_of(wait: _Wait) -> list[str]:
-    """Return the stack of the thread that does the work of ``wait``, as printable lines. If the
-    work runs in the event loop and the loop is idle, return the stack of the waiting coroutine."""
+    """Return the stack of the thread that ``wait`` is waiting for, as printable lines. If the work
+    runs in the event loop and the loop is idle, return the stack of the waiting coroutine."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:

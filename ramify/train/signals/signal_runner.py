@@ -1,4 +1,5 @@
-"""Running signals: they read each group as soon as it is complete, while other rollouts continue.
+"""Run the training signals of a recipe. Each signal scores a group of rollouts as soon as the group
+is complete, while other rollouts continue.
 
     rollouts of item 0 ── group ──┐
     rollouts of item 1 ────────── │ ── group ──┐      each signal reads each group, concurrently
@@ -6,10 +7,10 @@
                             signals read   signals read ── composed into streams
                                                         ── judges' calls added to the tree
 
-Decides which signal reads a group and when, and what is measured: how long each signal was running
-(``NAME/s``; signals overlap with rollouts and with each other), and how long the step waited for
-signals alone (``signals_wait_s``). A failure makes the signal abstain on that group; a bug is
-raised.
+This module chooses which signal scores a group and when. It also measures how long each signal was
+running (``NAME/s``; signals overlap with rollouts and with each other), and how long the step
+waited for signals alone (``signals_wait_s``). If a signal fails on a group, it gives no score for
+that group; a bug is raised.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _log = ComponentLogger("train")
 
 
 class TrainingSignalSet:
-    """The signals of one run, and the resources they share."""
+    """The training signals of one run and the resources that they share, such as client pool, call
+    cache and teachers."""
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class TrainingSignalSet:
         temperature: float = 1.0,
         wants_reference: bool = False,
     ) -> None:
-        """``pool`` opens the rollouts' client pool; ``policy`` answers judges whose model is
-        ``policy``. Raises ConfigError for a term without its signal."""
+        """Create the set of signals of a run. ``pool`` opens the rollouts' client pool; ``policy``
+        is the client that answers for judges whose model is named ``policy``. Raises ConfigError if
+        a term of ``hybrid`` names a signal that is not given."""
         hybrid.check(signals)
         self._signals = dict(signals)
         self._hybrid = hybrid
@@ -82,8 +85,8 @@ class TrainingSignalSet:
 
     @property
     def kept(self) -> Mapping[str, RunTeachers]:
-        """State to store in a checkpoint, by name: the teachers, if they have state that cannot be
-        recomputed."""
+        """State of the signals that a checkpoint must store, by name. This is the teachers, and
+        only if they have state that cannot be recomputed."""
         return (
             {"teachers": self._teachers}
             if self._teachers is not None and self._teachers.has_state
@@ -92,7 +95,8 @@ class TrainingSignalSet:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[SignalRunner]:
-        """Return a context manager that opens a reader for the duration of the rollouts."""
+        """Return a context manager that opens a ``SignalRunner`` and closes its resources when the
+        rollouts are over."""
         async with contextlib.AsyncExitStack() as stack:
             judges = None
             if self._pool is not None:
@@ -115,8 +119,8 @@ class TrainingSignalSet:
 
 
 class SignalRunner:
-    """Reads groups and holds the scores, step after step. A group may be read in one step and used
-    in a later one."""
+    """Runs the signals on groups of rollouts and keeps the scores from step to step, since a group
+    may be scored in one training step and used in a later one."""
 
     def __init__(
         self,
@@ -145,8 +149,8 @@ class SignalRunner:
         """When the latest group was complete, and when the latest reading ended."""
 
     async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
-        """Prepare for step ``step``. ``items`` holds the items of all groups that may be read, by
-        id."""
+        """Prepare for training step ``step``. ``items`` maps ids to the task items of all groups
+        that may be scored in this step."""
         scorers = await self._teachers.at(step) if self._teachers is not None else {}
         self.context = msgspec.structs.replace(
             self.context, step=step, items=items, scorers=scorers
@@ -160,7 +164,8 @@ class SignalRunner:
         self._complete_at = self._read_at = time.perf_counter()
 
     async def group(self, group: Group) -> None:
-        """Have every active signal read ``group``, unless it has already done so."""
+        """Have every active signal score ``group``, unless all of its rollouts have already been
+        scored."""
         unread = {
             name: signal
             for name, signal in self._active.items()
@@ -174,25 +179,25 @@ class SignalRunner:
 
     @property
     def readings(self) -> dict[str, dict[str, SignalScore]]:
-        """The scores that each active signal gave, by name of the signal and id of the
-        trajectory."""
+        """The scores from each active signal: a mapping from signal name to trajectory id to
+        score."""
         return {name: self._scores[name] for name in self._active}
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Drop the scores of these groups."""
+        """Drop the stored scores of ``groups``, which are no longer needed."""
         for scores in self._scores.values():
             for group in groups:
                 for trajectory in group.trajectories:
                     scores.pop(trajectory.id, None)
 
     def composed(self, algorithm: Algorithm) -> Algorithm:
-        """Return the recipe's hybrid algorithm for this step, together with the scores."""
+        """Return the recipe's hybrid algorithm, supplied with the scores of this training step."""
         assert isinstance(algorithm, Hybrid)
         return algorithm.with_readings(self.readings, self.context.step)
 
     def put_on_trees(self, groups: Sequence[Group]) -> None:
-        """Add the judges' calls and each signal's numbers to the trees. Call it once the streams
-        are made."""
+        """Record the judges' calls and each signal's scores in the call trees of the rollouts. Call
+        this after the per-token training data has been made."""
         for group in groups:
             for trajectory in group.trajectories:
                 put_on_tree(
@@ -205,8 +210,8 @@ class SignalRunner:
                 )
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of the step that learns from ``groups``: what the signals found, and
-        how long reading took."""
+        """Return the metrics of the training step that learns from ``groups``: how many rollouts
+        each signal scored, why others have no score, and how long scoring took."""
         ids = {trajectory.id for group in groups for trajectory in group.trajectories}
         wait_s = max(0.0, self._read_at - self._complete_at)
         metrics: dict[str, float] = {"signals_wait_s": wait_s}
@@ -223,7 +228,7 @@ class SignalRunner:
         }
 
     def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
-        """Warn if a judge gave no usable verdict on any rollout of the step."""
+        """Warn if a judge gave no usable verdict on any rollout of the training step."""
         reasons = {score.abstained for score in scores}
         if not scores or not reasons <= {"unanswered", "outside the format"}:
             return
@@ -267,7 +272,8 @@ class SignalRunner:
         }
 
     def _report(self, text: str) -> None:
-        """Log each kind of failure once per step."""
+        """Log a failure of a signal as a warning, at most once per step for each kind of
+        failure."""
         kind = text.partition(" for ")[0]
         if kind not in self._reported:
             self._reported.add(kind)
@@ -290,8 +296,8 @@ checkpoint if its tag is its name, or the place by which it was chosen (``my_jud
 
 
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
-    """Build the signals of a recipe. Raises ConfigError, with the nearest name, for an unknown
-    one."""
+    """Build the signals that a recipe names. Raises ConfigError for an unknown name and suggests
+    the nearest known one."""
     signals: dict[str, Signal] = {}
     for name, spec in specs.items():
         signal: Signal = SIGNALS.build(spec)

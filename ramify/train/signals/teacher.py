@@ -1,5 +1,6 @@
-"""The teacher signal: a teacher rescores the policy's own tokens after a hint is added to the
-prompt, ℓ_T − ℓ_o per token.
+"""The teacher signal: a teacher model rescores the tokens that the policy sampled, after a hint is
+added to the prompt. A token's score is the teacher's log-probability minus the one at sampling (ℓ_T
+− ℓ_o).
 
     path     P P P u u u </u> <a> r r r </a> o o o <a> r r
     row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r
@@ -11,9 +12,8 @@ The difference is positive if the hint makes the token more likely. It is minus 
 estimate of the reverse KL from policy to teacher. Everything is done on ids: the hint's ids are
 inserted into the prompt's, and the response ids are checked to be unchanged. Without hints
 (``hints=None``) this is on-policy distillation from the source. A turn that cannot be scored gets
-no number, never zeros. Decides the rows, the choice among hints, and what is made of the scores.
-
-Not here: the computation of log-probabilities (see scorer.py).
+no number, never zeros. This module builds the rows, chooses among the hints, and makes the signal
+from the scores; log-probabilities are computed by scorer.py.
 
 Legend: N tokens sampled in a turn, k candidates per position.
 """
@@ -58,7 +58,7 @@ class TeacherSignal(
     tag_field="name",
     tag="teacher",
 ):
-    """Teacher that rescores sampled tokens; implements ``Signal``.
+    """A training signal from a teacher model, which rescores the tokens that the policy sampled.
 
     ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` is ℓ_T, and ``top`` holds candidates if requested."""
 
@@ -119,7 +119,7 @@ class TeacherSignal(
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The scorers that this signal needs."""
+        """The names of the scorers that this signal needs, such as the teacher model."""
         needs_student = (
             self.student == "recomputed"
             or self.choose == "overlap"
@@ -171,8 +171,8 @@ class TeacherSignal(
         hints: HintsForTrajectory,
         writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
-        """Return one row per turn and candidate hint. If a hint cannot be inserted, the failure is
-        counted and the signal abstains."""
+        """Return one token sequence to score for each turn and candidate hint. If a hint cannot be
+        inserted into a prompt, the failure is counted and the turn gets no score."""
         rows = []
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
@@ -198,7 +198,7 @@ class TeacherSignal(
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[ReplyTokenSpan]:
-        """Return the spans of ``path`` to score for a hint at ``place``. If several turns have
+        """Return the spans of ``path`` to score for a hint at turn ``place``. If several turns have
         hints, each hint applies only to its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
@@ -215,7 +215,8 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[ReplyTokenSpan]]:
-        """Return the teacher's row, the row without the hint, and the spans to score."""
+        """Return three things: the token sequence with the hint for the teacher to score, the same
+        sequence without the hint, and the token spans to score."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
@@ -243,7 +244,7 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> list[int]:
-        """Return the ids of ``prompt`` with the hint at the end of its last message.
+        """Return the token ids of ``prompt`` with the hint inserted at the end of its last message.
 
         The messages are rendered with and without the hint, and only the ids that differ are
         replaced.
@@ -277,8 +278,8 @@ class TeacherSignal(
         hints: Sequence[HintsForTrajectory],
         context: SignalContext,
     ) -> None:
-        """Run one pass of the policy over the plain rows, if needed, and one of the teacher over
-        all rows with hints."""
+        """Score all token sequences with hints by the teacher in one pass. If the policy's scores
+        are needed too, make one pass of the policy over the sequences without hints."""
         if not rows:
             return
         temperature = context.temperature
@@ -316,15 +317,15 @@ class TeacherSignal(
 
     @property
     def _num_support(self) -> int:
-        """How many of the policy's most likely tokens are candidates; 0 if the candidates are the
-        teacher's most likely tokens."""
+        """The number of the policy's most likely tokens that serve as candidates at each position;
+        0 if the teacher's most likely tokens serve instead."""
         return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """Return the policy's scores of the rows without hints; empty if they are not needed. Rows
-        of the same trajectory have the same tokens."""
+        """Return the policy's scores of the token sequences without hints. If the scores are not
+        needed, nothing is computed and each entry is empty."""
         if not (compares or self._num_support or self.student == "recomputed"):
             return [TokenScores([])] * len(rows)
         top = (
@@ -339,12 +340,12 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """Return the root calls of the group as they were sampled, if the loss has a KL to this
-        same teacher.
+        """Return the group's root calls as they were sampled, if the loss also has a KL term to
+        this teacher.
 
-        Packed together with the teacher's rows they cost no extra prompt, and training saves this
-        pass. Empty if candidates are requested, since those would be computed for these rows as
-        well.
+        Packed together with the sequences that the teacher scores anyway, they cost no extra
+        prompt, and training saves this pass. Empty if candidates are requested, since those would
+        be computed for these calls as well.
         """
         if not context.wants_reference or self.source != "reference" or self.top:
             return
@@ -371,8 +372,9 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """Return the index of one row for each trajectory and turn: that of the first hint, or of
-        the hint with the largest ``overlap``, as the option ``choose`` says."""
+        """Choose one hint for each trajectory and turn, and return the indices of the rows that
+        have the chosen hints. The option ``choose`` selects either the first hint or the one with
+        the largest ``overlap`` of teacher and policy."""
         by_place: dict[tuple[int, TurnId], list[int]] = {}
         for index, row in enumerate(rows):
             by_place.setdefault((row.number, row.place), []).append(index)
@@ -431,11 +433,11 @@ class TeacherSignal(
 
 
 class _CannotInsert(Exception):
-    """A hint cannot be inserted before a reply; the message says why in a few words."""
+    """Raised if a hint cannot be inserted before a reply; the message says why in a few words."""
 
 
 class _HintedRow(NamedTuple):
-    """One row to score, with its hint."""
+    """One token sequence for the teacher to score, with the hint that was inserted."""
 
     number: int
     """Index of the trajectory in its group."""
@@ -459,8 +461,9 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """Keep the ``num`` most likely candidates of each row, which are sorted by probability. Returns
-    an empty list if ``num`` is 0, and all candidates if it is ``ALL``."""
+    """Return the ``num`` most likely candidates of each row, whose candidates are sorted by
+    probability. The result is empty if ``num`` is 0; all candidates are kept if ``num`` is
+    ``ALL``."""
     if not num:
         return []
     return [list(row if num == ALL else row[:num]) for row in rows]
@@ -469,7 +472,7 @@ def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
 def _by_place(
     spans: Sequence[ReplyTokenSpan], values: Sequence[float]
 ) -> dict[TurnId, list[float]]:
-    """Split ``values``, one per scored token, by turn."""
+    """Group ``values``, one per scored token, by the turn that the token belongs to."""
     remaining = iter(values)
     return {
         (span.call, span.turn): [next(remaining) for _ in range(span.end - span.start)]
@@ -478,8 +481,8 @@ def _by_place(
 
 
 def _sampled(row: _HintedRow, group: Group) -> list[float]:
-    """Return the log-probabilities of the row's scored tokens (ℓ_o), as the sampler reported
-    them."""
+    """Return the log-probabilities (ℓ_o) that the sampler reported for the scored tokens of
+    ``row``."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -495,8 +498,8 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scorers that these signals need, as a mapping from the scorer's name to the decay
-    of its moving average. Only the scorer ``ema`` uses the decay."""
+    """Return the scorers that ``signals`` need: a mapping from a scorer's name to the decay of its
+    moving average. Only the scorer ``ema``, an average of the policy's weights, uses the decay."""
     decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):

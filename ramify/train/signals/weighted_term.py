@@ -1,8 +1,9 @@
-"""One term of a hybrid algorithm: a signal's scores, weighted, normalised and clipped, per token.
+"""Compute one term of a hybrid algorithm, which combines several training signals. The scores of
+the term's signal are weighted, normalised and clipped, and then assigned to tokens.
 
     scores ── route ──> trajectories ── norm ──> numbers per turn ── clip · w(step) ──> per token
 
-Not here: how terms are added to the outcome's advantages (``compose.py``).
+The terms are added to the outcome's advantages by ``compose.py``.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ Weight = float | AnnealSchedule
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    """The value of a constant or annealed weight at ``step``."""
+    """Return the value of a constant or annealed weight at training step ``step``."""
     return weight.at(step) if isinstance(weight, AnnealSchedule) else weight
 
 
 class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One signal's contribution to the advantages or to the loss."""
+    """A term of a hybrid algorithm: what one signal contributes to the advantages or to the
+    loss."""
 
     signal: str
     """The signal's name in ``rl.signals``."""
@@ -95,7 +97,7 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ScoredTrajectory(NamedTuple):
-    """One trajectory's score and reward."""
+    """A trajectory with its score from a signal and its reward."""
 
     trajectory: Trajectory
     reading: SignalScore
@@ -103,8 +105,8 @@ class ScoredTrajectory(NamedTuple):
 
 
 class HybridTermValues:
-    """The values of one term of a hybrid algorithm at one training step, for each trajectory and
-    turn."""
+    """The values of one term of a hybrid algorithm at one training step. There is one value for
+    each turn of each trajectory."""
 
     def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term = term
@@ -114,8 +116,8 @@ class HybridTermValues:
         """Inputs of the distillation loss ``kd``, by id of the trajectory and turn."""
 
     def acts_on(self, id: str) -> bool:
-        """Return whether the term affects the trajectory with this id: it adds a non-zero number to
-        an advantage, or it adds a loss."""
+        """Return True if the term affects the trajectory with this id, either because it adds a
+        non-zero number to an advantage or because it adds a loss."""
         numbers = self.numbers.get(id, {})
         return bool(self.losses.get(id)) or any(
             value != 0 for values in numbers.values() for value in values
@@ -128,7 +130,7 @@ class HybridTermValues:
         weights: Mapping[str, float],
         passed: float,
     ) -> dict[str, float]:
-        """Compute the term's numbers for all groups, and return its metrics."""
+        """Compute the values of the term for all ``groups``, and return metrics about them."""
         name = self.term.signal
         num, num_bad, num_hinted, num_nonzero = 0, 0, 0, 0
         pairs: list[tuple[float, float]] = []
@@ -208,8 +210,8 @@ class HybridTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if a teacher scored hinted tokens and changed none: a weight or a mask
-        must be wrong."""
+        """Raise TrainError if a teacher scored tokens after a hint but the term is 0 for all of
+        them, because then the hint, a mask or an option of the term must be wrong."""
         if self.term.into == "loss" or not values or any(values):
             return
         if any(reading.tokens and reading.notes for reading in readings.values()):
@@ -221,8 +223,9 @@ class HybridTermValues:
 
 
 def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[dict[TurnId, float]]:
-    """Return the numbers on turns, with the outcome added, normalised within the group. Turn i of a
-    call is compared with turn i of the same call in the other trajectories."""
+    """Add the outcome's reward to the number of each turn, normalise the sums within the group, and
+    return them. A turn is compared with the same turn of the same call in the other
+    trajectories."""
     rows = [
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
@@ -231,7 +234,7 @@ def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[di
 
 
 def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
-    """Repeat the number of each turn for each of its sampled tokens."""
+    """Return the number of each turn, repeated for every token sampled in that turn."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
         for index, _, num in sampled(call):
@@ -253,8 +256,8 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 
 def not_finite(reading: SignalScore) -> str:
-    """Describe the first non-finite number in ``reading`` and the turn it belongs to; empty if
-    there is none."""
+    """Return a description of the first number in ``reading`` that is not finite, with its turn.
+    The text is empty if all numbers are finite."""
     for place, value in reading.turns.items():
         if not math.isfinite(value):
             return f"{value} for call {place[0]}, turn {place[1]}"
@@ -266,8 +269,8 @@ def not_finite(reading: SignalScore) -> str:
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the correlation between the mean of a term's numbers over a trajectory and the
-    trajectory's reward, from one pair per trajectory. Returns None if either is constant."""
+    """Return the correlation between a term's mean value in a trajectory and that trajectory's
+    reward. ``pairs`` has both numbers for each trajectory. Returns None if either is constant."""
     if len(pairs) < 2 or any(len({pair[index] for pair in pairs}) < 2 for index in range(2)):
         return None
     return statistics.correlation(*zip(*pairs, strict=True))
@@ -276,7 +279,7 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def _streams(
     trajectory: Trajectory, reading: SignalScore
 ) -> Iterator[tuple[TurnId, dict[str, Any]]]:
-    """Yield, for each scored turn, the inputs of the distillation loss ``kd``: log-probabilities of
+    """Yield the inputs of the distillation loss ``kd`` for each scored turn: log-probabilities of
     candidate tokens if the teacher returned any, and otherwise of the sampled tokens."""
     for place, logprobs in reading.logprobs.items():
         num = num_sampled_in(trajectory, place)

@@ -1,12 +1,13 @@
-"""Experiment trackers: services that receive a run's metrics in addition to ``metrics.jsonl``.
+"""The interface to experiment trackers, services such as MLflow that receive a run's metrics in
+addition to the file ``metrics.jsonl``.
 
     StepMetrics ── listener ──> queue ── thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
-Decides what is sent: every value, under its stage's name, and the run's configuration once, never
-with secrets. A resumed run continues the same run at the service. No tracker can delay or end
-training: one that fails is reported once and not used again.
+This module sends every value, under its stage's name, and once the run's configuration, never with
+secrets. A resumed run continues the same run at the service. No tracker can delay or end training:
+one that fails is reported once and not used again.
 
-Not here: each service's API (see the other files, each with a class that implements ``Tracker``).
+The other files of this folder have one class for each service; it implements ``Tracker``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CLOSE_S = 60.0
 
 
 class TrackerRunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker receives when a run begins."""
+    """What an experiment tracker is told about a training run when the run begins."""
 
     name: str
     folder: Path
@@ -62,7 +63,7 @@ class TrackerRunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tracker(Protocol):
-    """One run at a tracking service.
+    """The interface of an experiment tracker: one run at a tracking service such as MLflow.
 
     It is created as ``Class(about, **options)`` on the main thread before training. All other
     methods are called on one other thread. A class may also have ``note(step, name, text)``, which
@@ -80,26 +81,29 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """The id by which a resumed run continues at the service."""
+        """The service's id of this run. It is stored, so that a resumed run can continue the same
+        one."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """Send everything that is pending. ``failed``: the run ended with an error."""
+        """Send everything that is pending and end the run at the service. ``failed`` is True if
+        training ended with an error."""
         ...
 
 
 class RunTrackers:
-    """The trackers of one run, as a listener of its metrics."""
+    """The experiment trackers of one training run. An instance is called with the metrics of each
+    step and passes them on to all trackers."""
 
     def __init__(
         self,
         names: Sequence[str],
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Check the trackers without opening them. Raises ConfigError for an unknown name or
-        option, or a missing package."""
+        """Check the names and options of the trackers without opening them. Raises ConfigError for
+        an unknown name or option, or a missing package."""
         self._classes = {
             name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)
         }
@@ -115,8 +119,9 @@ class RunTrackers:
     def opened(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
-        """Keep all trackers open for the duration of the block. ``resumed_at`` is the step that a
-        resumed run starts from. Raises ConfigError if a tracker cannot be opened."""
+        """Return a context manager that keeps all trackers open during its block. ``resumed_at`` is
+        the step at which a resumed run continues. Raises ConfigError if a tracker cannot be
+        opened."""
         if not self._classes:
             yield
             return
@@ -208,8 +213,9 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Send ``folder`` as an artefact to the tracker ``name``, into the tracker's run for this
-    training run, and return ``name``. ``title`` is the training run's name. Raises ConfigError."""
+    """Upload ``folder`` as an artefact to the tracker ``name``, where it is attached to the run
+    that belongs to this training run. Returns ``name``. ``title`` is the training run's name.
+    Raises ConfigError if the upload fails."""
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
@@ -228,8 +234,8 @@ def send_folder(
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; the trackers' own options
-    are left out."""
+    """Flatten a nested configuration to dotted names: ``{"rl": {"steps": 3}}`` becomes
+    ``{"rl.steps": 3}``. Secrets are removed, and the trackers' own options are left out."""
     return dict(
         _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
     )

@@ -1,5 +1,5 @@
-"""MLflow: a tracking server or a local store, given by ``MLFLOW_TRACKING_URI`` or the option
-``uri``."""
+"""A tracker for MLflow. It logs to a tracking server or a local store, which is given by the
+environment variable ``MLFLOW_TRACKING_URI`` or the option ``uri``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_CHARS = 500
 
 
 class MlflowTracker:
-    """Tracker that logs to one run of an MLflow experiment."""
+    """A tracker that logs the metrics of a training run to one run of an MLflow experiment."""
 
     modules: ClassVar[tuple[str, ...]] = ("mlflow",)
     extra: ClassVar[str] = "mlflow"
@@ -57,7 +57,7 @@ class MlflowTracker:
         self._client.set_tag(self.id, f"doctor.{name}", f"step {step}: {text}")
 
     def send_folder(self, folder: Path) -> None:
-        """Log ``folder`` as the artefacts below ``policy``."""
+        """Upload ``folder`` to the MLflow run as artefacts below the path ``policy``."""
         self._client.log_artifacts(self.id, str(folder), "policy")
 
     def close(self, failed: bool) -> None:

@@ -1,5 +1,5 @@
-"""TensorBoard: event files in the run's folder, for ``tensorboard --logdir DIR``. No data leaves
-the machine."""
+"""A tracker for TensorBoard. It writes event files to the run's folder, which ``tensorboard
+--logdir DIR`` shows; no data leaves the machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TensorBoardTracker:
-    """Tracker that writes TensorBoard event files, by ``tensorboardX``, or by torch if TensorBoard
-    is installed. Both write the same files."""
+    """A tracker that writes TensorBoard event files. It uses ``tensorboardX``, or torch if
+    TensorBoard is installed; both write the same files."""
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: TrackerRunInfo, folder: str = "") -> None:
-        """``folder`` is ``tensorboard`` in ``about.folder`` by default. After a resume, readers of
-        the files drop events of steps later than the resumed one."""
+        """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder. After a
+        resume, programs that read the files drop the events of steps later than the resumed one."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
         # File names have a resolution of one second: without a suffix, a run that is resumed within
         # the same second would overwrite its own file.

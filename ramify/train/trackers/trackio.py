@@ -1,5 +1,5 @@
-"""Trackio: a local dashboard (``trackio show``), or a Hugging Face Space given by the option
-``space_id``."""
+"""A tracker for Trackio, which shows metrics on a local dashboard (``trackio show``) or in a
+Hugging Face Space that the option ``space_id`` names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
-    """Tracker that logs to Trackio. Options are those of ``trackio.init``. Trackio identifies a run
-    by its name, so the name gets a unique suffix."""
+    """A tracker that logs to Trackio. It takes the options of ``trackio.init``. Trackio identifies
+    a run by its name, so a unique suffix is added to the name."""
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
@@ -48,5 +48,6 @@ class TrackioTracker:
 
 
 def _silenced() -> contextlib.AbstractContextManager[Any]:
-    """Suppress Trackio's usage hints: only the command itself writes to standard output."""
+    """Return a context manager that suppresses Trackio's usage hints, because only the command
+    itself may write to standard output."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -1,5 +1,5 @@
-"""Weights & Biases. With ``WANDB_MODE=offline`` the run stays on this machine until ``wandb
-sync``."""
+"""A tracker for Weights & Biases. With ``WANDB_MODE=offline`` the data stays on this machine until
+``wandb sync`` is run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class WandbTracker:
-    """Tracker that logs to Weights & Biases. Options are those of ``wandb.init``: ``project``,
-    ``entity``, ``group``, ``tags``, ``mode``, …"""
+    """A tracker that logs to Weights & Biases. It takes the options of ``wandb.init``, such as
+    ``project``, ``entity``, ``group``, ``tags`` and ``mode``."""
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
@@ -48,7 +48,7 @@ class WandbTracker:
         self._run.alert(title=f"step {step}: {name}", text=text)
 
     def send_folder(self, folder: Path) -> None:
-        """Log ``folder`` as an artefact of type ``model``."""
+        """Upload ``folder`` as an artefact of type ``model``."""
         import wandb
 
         name = re.sub(r"[^\w.-]", "-", str(self._run.name or self._run.id))
