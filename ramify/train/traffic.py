@@ -63,8 +63,8 @@ class TrafficTask:
     ) -> None:
         """Create a task from the recorded traffic in the folder ``store``, with the other splits of
         ``task``. Each item consists of ``group`` replies. Only replies that were sampled at
-        ``temperature`` are used. Raises ConfigError if there is no recorded traffic, or if too few
-        replies have a reward."""
+        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic, or too
+        few replies with a reward."""
         identity = read_identity(store)
         if identity is None:
             raise ConfigError(

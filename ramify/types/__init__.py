@@ -1,4 +1,5 @@
-"""Data types that flow through Ramify. They do no I/O and have no behavior beyond views."""
+"""The data types that the parts of Ramify exchange. They do no I/O, and their methods only derive
+values from the data."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.sequence import Batch, Segment, TokenSequence

@@ -1,4 +1,4 @@
-"""How an agent that was written elsewhere ended its work on one item."""
+"""How an external agent, one that was not written with Ramify, ended its work on one task item."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ AGENT_RECORD = "agent"
 
 
 class AgentOutcome(enum.StrEnum):
-    """How an agent ended.
+    """The way in which an external agent ended its work.
 
     >>> train.AgentOutcome("hung") is train.AgentOutcome.HUNG
     True
@@ -31,5 +31,6 @@ class AgentOutcome(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True for all outcomes except ``ENDED`` and ``CANCELLED``."""
+        """True for all outcomes except ``ENDED`` and ``CANCELLED``, so the agent did not end as it
+        should."""
         return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)

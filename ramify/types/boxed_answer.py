@@ -1,4 +1,5 @@
-r"""The last ``\boxed{…}`` of a text, which holds the answer of a reply that reasons first.
+r"""Find the last ``\boxed{…}`` in a text. Models that reason before they answer mark the final
+answer in this way.
 
     so it is \boxed{\frac{1}{2}} and not \boxed{3       ->  \frac{1}{2}
 
@@ -19,7 +20,8 @@ _BRACE = lazy_pattern(
 
 
 def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
-    r"""Return the contents of the last complete box, or None.
+    r"""Return the contents of the last complete ``\boxed{…}`` in ``text``, or None if there is
+    none.
 
     The box must begin in the last ``tail_chars`` characters (None: anywhere).
 
@@ -32,7 +34,8 @@ def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the contents of each complete box, ordered by their ends."""
+    """Return the start and end positions of the contents of each complete box, ordered by their
+    ends."""
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []
     """Start of the contents of each open brace; -1 for a brace that does not open a box."""

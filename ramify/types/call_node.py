@@ -1,7 +1,8 @@
-"""One call of a run's tree as views show it: its state, times, costs and the kind of its answer.
+"""One call in the tree of a run, as live views show it: its state, times, costs, and whether its
+answer is a number, a text, or something else.
 
-Texts are shortened. Not here: how events change a node (``call_tree.py``), and which nodes differ
-from their siblings (``sibling_outliers.py``).
+Texts are shortened. Events change a node in ``call_tree.py``; ``sibling_outliers.py`` finds the
+nodes that differ from their siblings.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+
 
 
 def number_in(text: str) -> float | None:
-    """The number that ``text`` consists of, such as ``$1,234.50``; None for other text."""
+    """Return the number that ``text`` consists of, such as 1234.5 for ``$1,234.50``, or None if the
+    text is something else."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
     return float(match[1].replace(",", "").replace("_", "")) if match else None
 
 
 def kind_of_answer(answer: Any, text: str) -> str:
-    """``number``, ``text``, ``list``, ``dict`` or ``none``; a text may consist of a number."""
+    """Return the kind of an answer: ``number``, ``text``, ``list``, ``dict`` or ``none``. A text
+    that consists of a number counts as a number."""
     if answer is None:
         return "none"
     if isinstance(answer, list | tuple):
@@ -37,9 +40,9 @@ def kind_of_answer(answer: Any, text: str) -> str:
 
 
 class CallNode(msgspec.Struct, gc=False):
-    """One call of the tree.
+    """One call in the tree of a run, as live views show it.
 
-    There may be many thousands, most of them plain calls, so lists that those lack are None.
+    There may be many thousands, most of them plain calls, so lists that plain calls lack are None.
     """
 
     index: int
@@ -103,19 +106,19 @@ class CallNode(msgspec.Struct, gc=False):
 
     @property
     def telling(self) -> str:
-        """The part of the call's question that tells it apart from its siblings. Empty if the
-        beginning of the question does."""
+        """The part of the call's question that distinguishes it from those of its siblings. Empty
+        if the beginning of the question is enough to distinguish it."""
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property
     def name(self) -> str:
-        """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``. A root is named by
-        its id."""
+        """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``. A root call is
+        named by its id."""
         return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
 
     @property
     def has_failed(self) -> bool:
-        """True if the call ended with an error, or without an answer."""
+        """True if the call ended with an error or without an answer."""
         return self.stop is Stop.ERROR or (
             self.stop not in (None, Stop.FINAL) and self.answer_kind == "none"
         )

@@ -1,13 +1,14 @@
-"""Fold of a run's events into its tree of calls: what a view shows while the run is in progress.
+"""Build the tree of calls from the events of a run. Views show this tree while the run is in
+progress.
 
     events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
                           └─> OpenTelemetry spans    (engine/spans.py)
 
 Each call is a node with its state, times and costs, but without its texts. The run as a whole is a
-``Trajectory`` without calls. The events may be reduced ones that have the tags of events, and of
-their fields only those that are read here (see ``store/short_events.py``). Not here: complete
-calls with their texts, which ``TrajectoryFold`` of event.py collects.
+``Trajectory`` without calls. The events may be short forms with the same tags, which have only the
+fields that are read here (see ``store/short_events.py``). Complete calls with their texts are
+collected by ``TrajectoryFold`` of event.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _ACTS = {
 
 
 class CallTree:
-    """Tree of a run's calls so far. It is valid after every event, also for an interrupted run."""
+    """The tree of a run's calls so far. It is valid after every event, even if the run was
+    interrupted."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, CallNode] = {}
@@ -72,11 +74,12 @@ class CallTree:
 
     @property
     def run(self) -> Trajectory:
-        """The run as a whole, without its calls."""
+        """The data of the run as a whole, such as rewards and cost, without its calls."""
         return self._fold.trajectory
 
     def apply(self, event: Event) -> CallNode | None:
-        """Apply ``event`` and return its call's node.
+        """Update the tree with ``event``. Returns the node of the call that the event belongs to,
+        or None if it belongs to no call.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -155,7 +158,8 @@ class CallTree:
         self._fold.apply(event)
 
     def _resume(self, event: RunResumed) -> CallNode | None:
-        """Calls that a limit had ended continue; their last turns no longer count."""
+        """Reopen calls that a limit had ended, since the run continues. Their last turns no longer
+        count."""
         self.run.stop, self.run.answer, self.run.reason = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:
@@ -272,8 +276,9 @@ _WITHOUT_REASON = {
 def ending(
     stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False, *, num_below: int = 0
 ) -> str:
-    """Say in one sentence why a run or call ended. The page, ``show``, ``runs`` and ``ask`` use it.
-    ``num_below`` is the number of calls below a root that has no turns.
+    """Return a short text that says why a run or call ended. The run's page and the commands
+    ``show``, ``runs`` and ``ask`` use it. ``num_below`` is the number of calls below a root that
+    has no turns.
 
     >>> ending(Stop.FINAL, "", 6), ending(Stop.FINAL, "", 0, num_below=21)
     ('final, after 6 turns', 'final, after 21 leaf calls')

@@ -1,4 +1,5 @@
-"""Events of a run: the single source of the journal, live views and the trajectory.
+"""The events of a run. The journal, live views and the final record of the run are all made from
+the same stream of events.
 
 The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, complete or
 truncated anywhere, into a ``Trajectory``. The engine uses this fold in memory, and the store uses
@@ -38,15 +39,16 @@ from ramify.types.trajectory import (
 class Event(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", gc=False
 ):
-    """Fields that all events share. Plain data has no cycles, so none of it is searched for them: a
-    long run has millions of these objects."""
+    """Base class of all events of a run, with the fields that they share. Garbage collection is off
+    for these objects (``gc=False``), since a long run has millions of them and they contain no
+    cycles."""
 
     at_s: float = 0.0
     """Seconds since the run started."""
 
 
 class RunStarted(Event, frozen=True, tag="RunStarted"):
-    """The run began. The first event of each journal.
+    """A run began. This is the first event of each journal.
 
     Example:
         event.id, event.question, event.started_at    # seconds since 1970
@@ -66,7 +68,7 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
 
 
 class CallStarted(Event, frozen=True, tag="CallStarted"):
-    """A call began: the root, a child, or a plain sub-call.
+    """A call began: the root call, a child (another recursive call), or a plain request to a model.
 
     Example:
         CallStarted(id="0.1", kind="rlm", model="openai:m", depth=1, question="Which host?")
@@ -85,7 +87,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
 
 
 class RequestStarted(Event, frozen=True, tag="Requested"):
-    """A request is about to be sent.
+    """A request is about to be sent to a model.
 
     Example:
         event.prompt[-1].content    # the newest message of turn ``event.turn``
@@ -103,7 +105,7 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
-    """An attempt to send a request failed.
+    """An attempt to send a request to a model failed.
 
     Example:
         AttemptFailed(call="0", turn=2, error="429, rate limited", cost=0.0)
@@ -120,7 +122,8 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):
-    """A reply arrived. Once this is in the journal, the reply is never paid for again.
+    """A reply arrived from a model. Once this event is in the journal, the reply is never requested
+    and paid for again.
 
     Example:
         event.reply.message.content, event.reply.usage.output_tokens
@@ -137,7 +140,7 @@ class ReplyReceived(Event, frozen=True, tag="Replied"):
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
-    """A session ran a cell of code.
+    """A session ran a cell, that is, one block of code that the model wrote.
 
     Example:
         CellRan(call="0", turn=2, cell=0, result=Cell("1 + 1", value="2"))
@@ -150,7 +153,7 @@ class CellRan(Event, frozen=True, tag="CellRan"):
 
 
 class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
-    """A user's tool returned to a session.
+    """A tool that the user provided returned a result to a session.
 
     Example:
         ToolAnswered(call="0", turn=1, cell=0, ordinal=0, name="lookup", …, seconds=0.2)
@@ -171,7 +174,8 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something a reader should know: a retry, a compaction, a deferred answer or a warning.
+    """Something happened that a reader of the run should know: a retry, a compaction of the
+    history, a deferred answer or a warning.
 
     Example:
         NoteAdded(call="0", text="retried after 1.5 s")
@@ -184,8 +188,8 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
-    """A call that a limit had ended continues with higher limits. Its last word no longer counts,
-    except for its cost, and the cell before it runs again.
+    """A run continues with higher limits, including calls that a limit had ended. The last turn of
+    such a call no longer counts, except for its cost, and the cell before it runs again.
 
     Example:
         RunResumed(limits={"max_turns": 60}, forgets={"0": 30})
@@ -197,7 +201,8 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
-    """The mode of the question was chosen: how it is answered, and why.
+    """The mode of a run was chosen, that is, the way in which its question is answered. The event
+    also has the reason.
 
     Example:
         ModeChosen(mode="plan", reason="aggregate: the question says 'How many'", strategy={…})
@@ -213,7 +218,7 @@ class ModeChosen(Event, frozen=True, tag="ModeChosen"):
 
 
 class CallEnded(Event, frozen=True, tag="CallEnded"):
-    """A call ended, with its answer.
+    """A call ended, with or without an answer.
 
     Example:
         CallEnded(id="0.1", stop=Stop.FINAL, answer="web-3")
@@ -228,7 +233,7 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
-    """The run ended. Its usage and cost are those of the whole tree.
+    """The run ended. The event's usage and cost are totals over all calls of the run.
 
     Example:
         event.stop, event.answer, event.cost    # dollars; None if a model has no price
@@ -250,7 +255,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
-    """Scores of a run, a call or a turn. A later score replaces an earlier one of the same name.
+    """A run, a call or a turn was given scores. A later score replaces an earlier one of the same
+    name.
 
     ``at_s`` may be long after the run ended and does not extend the run's duration.
     """
@@ -295,8 +301,8 @@ TASK = "task"
 
 
 class TrajectoryFold:
-    """Folds events into ``trajectory``, which is valid after every event, also if the run was cut
-    off.
+    """Builds a ``Trajectory`` from the events of a run. Its attribute ``trajectory`` is valid after
+    every event, even if the run was cut off.
 
     A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream. Its call ids
     continue the numbering.
@@ -400,8 +406,8 @@ class TrajectoryFold:
                 pass
 
     def add_ended(self, call: Call) -> None:
-        """Add a call that has ended, with its usage and cost, as its events would. It has no cause,
-        and at most one turn."""
+        """Add a call that has already ended, and its usage and cost, as its events would have done.
+        The call has at most one turn."""
         self._calls[call.id] = call
         self.trajectory.calls.append(call)
         self.trajectory.usage += call.usage
@@ -409,7 +415,7 @@ class TrajectoryFold:
             self.trajectory.cost = (self.trajectory.cost or 0.0) + call.cost
 
     def _compare_ids(self, call: Call, turn: Turn) -> None:
-        """Count a turn whose prompt does not start with all ids of the previous turns.
+        """Count the turn if its prompt does not start with all token ids of the previous turns.
 
         A trainer must split or reject such a turn. If its messages do start with all previous
         messages, the client tokenized old text again, which is recorded as an error.
@@ -446,14 +452,14 @@ class TrajectoryFold:
 
 
 def chosen_mode(event: ModeChosen) -> dict[str, Any]:
-    """Return what a run's metadata says of its mode."""
+    """Return the entries of a run's metadata that record which mode was chosen and why."""
     strategy = {"strategy": event.strategy} if event.strategy else {}
     return {"chosen_mode": event.mode, "mode_reason": event.reason, **strategy}
 
 
 def mode_of(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mode in which a run was answered, and why; two empty texts for a run without a
-    mode. A strategy that was given counts as a mode with its name."""
+    """Return the mode in which a run was answered and the reason for it; both are empty for a run
+    without a mode. If the user gave a strategy, its name is the mode."""
     strategy = metadata.get("strategy")
     if "chosen_mode" in metadata:
         return str(metadata["chosen_mode"]), str(metadata.get("mode_reason", ""))
@@ -463,7 +469,7 @@ def mode_of(metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
-    """Add the scores of ``event`` to ``trajectory``."""
+    """Add the scores that ``event`` holds to ``trajectory``."""
     if event.rewards and event.turn < 0:
         rewards = (
             trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
@@ -480,7 +486,7 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
 
 
 def scores_of(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
-    """Return the rewards, metrics and marks of ``trajectory`` as events for a journal."""
+    """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal."""
     calls = [
         ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=rewards)
         for id, rewards in trajectory.call_rewards.items()

@@ -1,5 +1,6 @@
-"""A root call that was forked: its segments between the forks, and the lines through them. A line
-is one way from the question to an end.
+"""Divide a forked root call into segments. A root call is forked if several continuations start
+from one of its turns; a segment is the turns between two forks, and a line is one way through the
+segments from the question to an end.
 
     call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
     call 0:1            ├ t0
@@ -9,8 +10,8 @@ is one way from the question to an end.
     lines      ending in 0 (5 turns), 0:1 (4 turns), 0:2 (5 turns): each as if it were the only one
 
 The share of a segment is divided equally among the continuations at its end, so the shares of all
-lines add up to 1. Not here: where a run forks (``BranchSearch``), and what is learnt from its lines
-(see ``train/advantages/fork_estimators.py``).
+lines add up to 1. ``BranchSearch`` decides where a run forks;
+``train/advantages/fork_estimators.py`` decides what is learnt from the lines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ramify.types.trajectory import Call, Parent, Trajectory
 
 
 class ForkSegment(NamedTuple):
-    """Turns of the root, or of a continuation of it, up to the next fork or the end."""
+    """Consecutive turns of a root call, or of a continuation of it, up to the next fork or the
+    end."""
 
     call: Call
     start: int
@@ -36,8 +38,8 @@ class ForkSegment(NamedTuple):
     the end of a line."""
 
     def ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """Yield the last call and the share of each path that passes through this segment. The
-        shares add up to ``share``, which is the share of the segment."""
+        """Yield the last call of each path that passes through this segment, with the share of the
+        path. The shares add up to ``share``, which is the share of the segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:
@@ -45,7 +47,7 @@ class ForkSegment(NamedTuple):
 
 
 def root_segments(trajectory: Trajectory) -> ForkSegment:
-    """Return the first segment of ``trajectory``, which leads to all others."""
+    """Return the first segment of a forked rollout. All other segments are reached from it."""
     forks: dict[str, dict[int, list[Call]]] = {}
     for call in trajectory.calls:
         if call.parent is None and call.fork is not None:
@@ -67,9 +69,9 @@ def root_segments(trajectory: Trajectory) -> ForkSegment:
 
 
 def line_of(trajectory: Trajectory, end: Call) -> Trajectory:
-    """Return one path through a forked rollout as a trajectory without forks. The path leads from
-    the question to the end of the call ``end``. Its root call has all turns on the path, and it has
-    only the calls that these turns made. It has no rewards yet."""
+    """Extract one path of a forked rollout as a trajectory without forks. The path leads from the
+    question to the end of the call ``end``. The root call of the result has all turns on the path,
+    and the result has only the calls that these turns made. It has no rewards yet."""
     lineage = [(end, len(end.turns))]
     while (fork := lineage[-1][0].fork) is not None:
         lineage.append((trajectory.call(fork.call), fork.turn + 1))

@@ -1,6 +1,7 @@
-"""Messages sent to a model and the replies that come back, independent of the provider's format.
+"""The messages that are sent to a model and the replies that come back, in a form that does not
+depend on the provider.
 
-Clients translate; no layer above them knows a provider's field names.
+Each client translates them to its provider's format; no other code knows a provider's field names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One native tool call that a model requested.
+    """A call of a tool that a model requested through the tool interface of its API.
 
     >>> inference.ToolCall("call_1", "lookup", '{"host": "web-3"}').name
     'lookup'
@@ -29,7 +30,7 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One message of a conversation.
+    """One message of a conversation with a model.
 
     >>> ramify.Message("user", "Which host failed first?").role
     'user'
@@ -48,13 +49,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` in a form that UTF-8 can hold: lone surrogates become escapes."""
+    """Return ``text`` in a form that UTF-8 can encode: lone surrogates are replaced by escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def sendable(message: Message) -> Message:
-    """Return ``message`` with all its texts in a form that UTF-8 can encode: lone surrogates become
-    escapes."""
+    """Return ``message`` with all its texts in a form that UTF-8 can encode: lone surrogates are
+    replaced by escapes."""
     calls = tuple(
         ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
         for call in message.tool_calls
@@ -69,7 +70,8 @@ def sendable(message: Message) -> Message:
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Token counts as reported by the server. Supports ``+``."""
+    """The token counts of one or more requests, as the server reported them. Two can be added with
+    ``+``."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -101,7 +103,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """Sampled tokens ``[start, end)`` came from policy ``version``."""
+    """Says that the sampled tokens in the range ``[start, end)`` came from version ``version`` of
+    the policy, since weights may change while a reply is sampled."""
 
     start: int
     end: int
@@ -109,7 +112,7 @@ class VersionSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The reply to one request, as every client returns it."""
+    """The reply to one request. Every client returns replies in this form."""
 
     message: Message
     usage: Usage = Usage()

@@ -1,4 +1,5 @@
-"""Short forms of structs: the same data with fewer fields, for readers that need only those.
+"""Define short forms of structs, which have the same data but fewer fields, for readers that need
+only those fields.
 
     @short_form_of(ReplyReceived)
     class ReplyOutline(Event, frozen=True, tag="Replied"):
@@ -10,7 +11,7 @@ A field that the whole struct does not have would then always have its default, 
 renaming a field would show as a zero on a page. So the decorator compares both when the short form
 is defined.
 
-Not here: the short forms themselves (see ``store/short_events.py``).
+The short forms of events are in ``store/short_events.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
 def short_form_of(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
-    """Class decorator for a short form of ``whole``. Raises TypeError if it has a field or a tag
-    that ``whole`` does not have."""
+    """Return a class decorator that checks a short form of the struct ``whole``. The decorator
+    raises TypeError if the short form has a field or a tag that ``whole`` does not have."""
 
     def check(short: Short) -> Short:
         strange = [name for name in short.__struct_fields__ if name not in whole.__struct_fields__]

@@ -1,12 +1,13 @@
-"""A picture: its header, its reference in a message, and its value in a session.
+"""Pictures in a conversation: how they are recognised, how a message refers to them, and what
+stands for them in a session.
 
     bytes ── picture_of ──> Picture(digest, kind, width, height, …)     in messages and the journal
     Picture.value()    ──> {"picture": digest, "name": …, "kind": …}    in a context and a session
 
-Decides which bytes are a picture that may be sent: PNG, JPEG or WebP, and at most as large as the
-strictest API accepts. Only the header is read, so a small file that claims to have billions of
-pixels costs nothing. Not here: where the bytes are kept (see ``engine/run_pictures.py``), and how
-many tokens a picture costs (see ``clients/picture_token_costs.py``).
+A picture may be sent if it is PNG, JPEG or WebP, and at most as large as the strictest API accepts.
+Only the header is read, so a small file that claims to have billions of pixels costs nothing. The
+bytes are kept by ``engine/run_pictures.py``; ``clients/picture_token_costs.py`` estimates how many
+tokens a picture costs.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ _MAX_SEGMENTS = 10_000
 
 
 class NotAPicture(ValueError):
-    """The bytes are not a picture, or the picture is damaged. The text of the error completes a
+    """Raised if bytes are not a picture, or if the picture is damaged. The message completes a
     sentence that begins with the name of the picture."""
 
 
 class PictureTooLarge(NotAPicture):
-    """The picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. It could be scaled down."""
+    """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. The caller could scale it
+    down."""
 
 
 class PictureBytes(msgspec.Struct, frozen=True):
-    """A picture that a tool returns. The session gets a dict that stands for it, and can show the
-    picture to models.
+    """A picture that a user's tool returns. The session gets a dict that stands for the picture,
+    and can show the picture to models.
 
     Example:
         return ramify.PictureBytes(open("camera.jpg", "rb").read(), "camera.jpg")
@@ -63,7 +65,7 @@ class PictureBytes(msgspec.Struct, frozen=True):
 
 
 class PictureSize(msgspec.Struct, frozen=True):
-    """Format, width and height of a picture, as its header states them."""
+    """The format, width and height of a picture, as stated in the header of its file."""
 
     kind: PictureKind
     width: int
@@ -73,7 +75,7 @@ class PictureSize(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Reference to a picture by the hash of its bytes.
+    """A reference to a picture by the hash of its bytes, with the format and size.
 
     >>> ramify.Picture("9f86…", "png", 640, 480, 20_113, "chart.png").media_type
     'image/png'
@@ -95,7 +97,8 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"image/{self.kind}"
 
     def value(self) -> dict[str, Any]:
-        """Return the dict that stands for the picture in a session. It does not have the bytes."""
+        """Return the dict that stands for the picture in a session. The dict does not contain the
+        bytes."""
         return {
             "picture": self.digest,
             "name": self.name,
@@ -110,7 +113,8 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def picture_of(data: bytes, name: str = "") -> Picture:
-    """Return the reference to the picture in ``data``. Raises NotAPicture."""
+    """Return a reference to the picture whose file content is ``data``. Raises NotAPicture if
+    ``data`` is not a picture."""
     import hashlib
 
     size = size_of(data)
@@ -128,8 +132,8 @@ def picture_of(data: bytes, name: str = "") -> Picture:
 
 
 def size_of(data: bytes) -> PictureSize:
-    """Return the size from a picture's header, and check that the end of the picture is there.
-    Raises NotAPicture."""
+    """Read the format and size from a picture's header, and check that the end of the picture is
+    there. Raises NotAPicture if not."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _png(data)
     elif data.startswith(b"\xff\xd8\xff"):
@@ -184,8 +188,8 @@ def _webp(data: bytes) -> PictureSize:
 
 
 def digest_in(value: Any) -> str | None:
-    """Return the digest in a dict that stands for a picture, or None for any other value. The value
-    may come from a hostile session."""
+    """Return the hash of a picture if ``value`` is a dict that stands for one, and None for any
+    other value. The value may come from a hostile session, so it is checked."""
     if not isinstance(value, dict) or value.keys() != _KEYS:
         return None
     digest = value["picture"]
@@ -193,7 +197,7 @@ def digest_in(value: Any) -> str | None:
 
 
 def has_pictures(context: Any) -> bool:
-    """Return True if a context is a picture, or if one of its first items is."""
+    """Return True if ``context`` is a picture, or if one of its first items is one."""
     if digest_in(context) is not None:
         return True
     if not isinstance(context, dict | list | tuple):
@@ -203,7 +207,8 @@ def has_pictures(context: Any) -> bool:
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
-    """Return the dicts that stand for pictures in a context, each picture once, in order."""
+    """Return the dicts in a context that stand for pictures, each picture once, in order of
+    appearance."""
     return list({value["picture"]: value for value in _values_in(value, 0)}.values())
 
 
@@ -217,7 +222,7 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return the line that replaces a picture's dict in the text of a prompt to which the picture
-    itself is attached."""
+    """Return the line that represents a picture in the text of a prompt. The picture itself is
+    attached to the prompt."""
     size = f"{value.get('width')} × {value.get('height')} pixels"
     return f"[the picture {value.get('name')!s:.200}, {value.get('kind')!s:.10}, {size}]"

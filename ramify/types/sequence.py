@@ -1,4 +1,5 @@
-"""Training data: token sequences with per-token streams, and the packed batch of them.
+"""The training data: token sequences with one or more values per token (streams), and the batch
+that packs several sequences together.
 
     TokenSequence: one path             Batch: a forest; shared prefixes are stored once
     token_ids   1 2 3 7 8               token_ids  1 2 3 7 8 9
@@ -34,8 +35,8 @@ else:  # numpy is installed only with the trainer
 
 
 class SamplingMask(msgspec.Struct):
-    """Ids that the sampler could have drawn at each token if top-p or top-k truncated the
-    vocabulary."""
+    """The token ids that the sampler could have drawn at each position. It is recorded if top-p or
+    top-k truncated the vocabulary."""
 
     offsets: Ints
     """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; an empty slice means the
@@ -45,7 +46,8 @@ class SamplingMask(msgspec.Struct):
 
 
 class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
-    """One path through a tree, from its first token to its last."""
+    """One path through the turns of a call, from the first token to the last, with the values that
+    training needs per token."""
 
     token_ids: Ints
     """[T]"""
@@ -103,8 +105,8 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Tokens ``[start, end)`` of a batch. They attend causally to themselves and to their
-    ancestors."""
+    """The tokens ``[start, end)`` of a batch. They attend causally to themselves and to the
+    segments before them in the same sequence (their ancestors)."""
 
     start: int
     end: int
@@ -113,7 +115,8 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, eq=False, kw_only=True):
-    """A packed forest in which shared prefixes are stored once, ready for the device."""
+    """A batch of token sequences, ready for the device. Sequences are packed as a forest in which
+    shared prefixes are stored once."""
 
     token_ids: Ints
     """[T]"""
@@ -165,7 +168,8 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
 
 
 def check_segments(segments: list[Segment], num_tokens: int) -> None:
-    """Raise ValueError if ``segments`` do not cover the tokens in preorder."""
+    """Raise ValueError if ``segments`` do not cover all tokens with each segment after its parent
+    (preorder)."""
     end = 0
     ancestors: list[int] = []
     for index, segment in enumerate(segments):
@@ -196,13 +200,13 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
 
 
 def call_of(name: str) -> str:
-    """Return the name of the call that a sequence belongs to: ``7c1f/call=0.3`` for
-    ``7c1f/call=0.3/path=1``."""
+    """Return the name of the call that a token sequence belongs to: ``7c1f/call=0.3`` for the
+    sequence ``7c1f/call=0.3/path=1``."""
     return name.partition("/path=")[0]
 
 
 def rollout_of(name: str) -> str:
-    """Return the name of the rollout that a sequence belongs to: ``7c1f`` for
+    """Return the name of the rollout that a token sequence belongs to: ``7c1f`` for the sequence
     ``7c1f/call=0.3/path=1``."""
     return name.partition("/call=")[0]
 
@@ -213,7 +217,7 @@ all calls of a rollout sampled."""
 
 
 def path_group(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
-    """Return a key that is the same for all paths of one call, or of one rollout if that is the
-    ``unit``. It comes from the name of the sequence. A sequence without a name has the key
+    """Return a key that is the same for all token sequences of one call, or of one rollout if
+    ``unit`` is ``rollout``. The key is taken from the sequence's name; without a name, it is
     ``index``."""
     return (call_of(name) if unit == "call" else rollout_of(name)) or index

@@ -1,13 +1,14 @@
-"""Which of the calls of one cell differ from their siblings, and how.
+"""Find the calls that differ from their siblings, and say how. Siblings are the calls of the same
+kind that one cell (one block of a session's code) made.
 
     0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "sheet 8 returned 1,414; its siblings
                                                       about 29,877"
 
-Siblings are the calls of the same kind that one cell made. They are compared once their cell has
-run. A sibling differs by an error, by the type of its answer, by a number or a length more than
-three median deviations from the median (scaled so that a normal distribution has one standard
-deviation), or by its answer if others were asked the same question about the same context. Not
-here: drawing (see viewer/static) and the tree (see call_tree.py).
+Siblings are compared once their cell has run. A sibling differs by an error, by the type of its
+answer, by a number or a length more than three median deviations from the median (scaled so that a
+normal distribution has one standard deviation), or by its answer if others were asked the same
+question about the same context. The page draws them (viewer/static); the tree is built in
+call_tree.py.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dic
 
 
 class SiblingOutlierFinder:
-    """The calls of each cell, which are compared once the cell has run."""
+    """Collects the calls that each cell of code makes. Once a cell has run, its calls are compared
+    to find outliers."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
     def add(self, node: CallNode, question: str) -> list[CallNode]:
-        """Add a call to its siblings. ``question`` is the whole question of the call. Returns the
-        earlier siblings whose question must now be shown differently (``CallNode.telling``)."""
+        """Add a call to the calls of its cell. ``question`` is the whole question of the call.
+        Returns the earlier siblings whose question must now be shown differently, because they
+        share less with the new one (``CallNode.telling``)."""
         if (parent := node.parent) is None:
             return []
         place = (parent.call, parent.turn, parent.cell)
@@ -52,7 +55,8 @@ class SiblingOutlierFinder:
         return changed
 
     def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
-        """Mark the outliers among the calls of a cell, and return them."""
+        """Compare the calls of a cell, mark those that differ from their siblings, and return the
+        marked ones."""
         group = self._groups.get((call, turn, cell), ())
         kinds = {node.kind for node in group}
         marked = []
@@ -69,8 +73,8 @@ class SiblingOutlierFinder:
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Find the siblings that differ from the others. Returns by the index of each how it differs: a
-    sentence without its subject."""
+    """Find the siblings that differ from the others. Returns a mapping from the index of such a
+    sibling to a sentence, without its subject, that says how it differs."""
     found = _by_question(siblings)
     if len(siblings) < MIN_SIBLINGS:
         return found
@@ -88,8 +92,9 @@ def _failure(node: CallNode, count: int) -> str:
 
 
 def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Find the calls that disagree with the majority of the siblings that were asked the same
-    question about the same context. Returns a sentence about each, by its index in ``siblings``."""
+    """Find the calls whose answer disagrees with the majority, among siblings that were asked the
+    same question about the same context. Returns a sentence about each, by its index in
+    ``siblings``."""
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(siblings):
         groups.setdefault(node.subject, []).append(index)
@@ -143,15 +148,15 @@ def _about(value: float) -> str:
 
 
 def _kind_and_value(node: CallNode) -> str:
-    """Return the type of a call's answer and its beginning, such as ``text: “none found”``, or
-    ``nothing`` for a call without an answer."""
+    """Return a description of a call's answer: its type and its beginning, such as ``text: “none
+    found”``, or ``nothing`` for a call without an answer."""
     kind = _NAMES.get(node.answer_kind)
     return f"{kind}: {shown(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the index of each value that is more than three median deviations from the median,
-    with that median.
+    """Find the values that are more than three median deviations from the median. Returns the index
+    of each such value, with the median.
 
     If more than half of the values are the same, only a single different one is far.
     """

@@ -1,11 +1,12 @@
-"""What tells the questions of siblings apart: their common beginning and end are left out.
+"""Find the words that distinguish the questions of sibling calls from each other: their common
+beginning and end are left out.
 
     "Sum the revenue column of sheet 7 of the workbook"  ──>  sheet 7
     "Sum the revenue column of sheet 8 of the workbook"  ──>  sheet 8
 
 Questions arrive one after the other, and there may be thousands of long ones. So the first is kept,
-and of each other only the part that the siblings do not share. Not here: which calls are siblings
-(see sibling_outliers.py).
+and of each other only the part that the siblings do not share. Which calls are siblings is decided
+in sibling_outliers.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestions:
-    """The questions of the calls of one kind that one cell made, in order."""
+    """The questions of sibling calls, which one cell of code made, in order. Only the parts in
+    which they differ are stored."""
 
     def __init__(self) -> None:
         self._first = ""
@@ -48,8 +50,8 @@ class SiblingQuestions:
         return len(self._parts)
 
     def add(self, question: str) -> bool:
-        """Add a question. Returns whether the earlier questions now share less, so that the part
-        that is specific to each has grown."""
+        """Add a question. Returns True if it shortens the beginning or the end that all questions
+        share, so that the specific part of each earlier question has grown."""
         text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
         self._sorted = None
         if not self._parts:
@@ -73,7 +75,7 @@ class SiblingQuestions:
 
     def _grow(self, prefix: str, suffix: str) -> None:
         """Shorten the beginning and the end that all questions share to ``prefix`` and ``suffix``.
-        What is cut off is added to the part that is specific to each earlier question."""
+        The text cut off is added to the specific part of each earlier question."""
         if len(self._parts) == 1:
             end = len(self._first) - len(suffix)
             self._parts = [self._first[len(prefix) : end][:_MAX_PART]]
@@ -84,14 +86,14 @@ class SiblingQuestions:
         self._prefix, self._suffix = prefix, suffix
 
     def telling(self, index: int) -> str:
-        """Return the part of a question that tells it apart from the others. Empty if the beginning
-        of the question does, or if all are the same."""
+        """Return the part of the question at ``index`` that distinguishes it from the others. Empty
+        if the beginning of the question is enough to do so, or if all are the same."""
         start, text = self._own(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
 
     def name(self, index: int) -> str:
-        """Return a short name for the call with this question, such as ``sheet 7``. It is ``number
-        7 of 12`` if the words of the question do not tell it apart."""
+        """Return a short name for the call with the question at ``index``, such as ``sheet 7``. If
+        no words distinguish the question from the others, the name is ``number 7 of 12``."""
         start, text = self._own(index)
         is_sentence = " " not in self._prefix  # they share no words at the beginning
         if is_sentence and text:
@@ -107,8 +109,8 @@ class SiblingQuestions:
         return f"“{words}”" if is_quoted else words
 
     def _is_shared(self, index: int, chars: int) -> bool:
-        """Return True if the part that is specific to this question begins with the same ``chars``
-        characters as that of another question."""
+        """Return True if another question's specific part begins with the same ``chars`` characters
+        as that of the question at ``index``."""
         part = self._parts[index]
         piece = part[: max(chars, 0) + 1]
         if self._sorted is None:
@@ -120,9 +122,9 @@ class SiblingQuestions:
         return len(found) == 2 and all(each.startswith(piece) for each in found)
 
     def _own(self, index: int) -> tuple[int, str]:
-        """Return the part of a question that the others do not share, extended to whole words: its
-        start in the question, and its text. If it begins with a number, the word before the number
-        is included."""
+        """Return the part of a question that the others do not share, extended to whole words. The
+        result is the part's start in the question and its text. If the part begins with a number,
+        the word before the number is included."""
         prefix, part = self._prefix, self._parts[index]
         if len(self._parts) == 1 or not part.strip():
             return 0, ""
@@ -134,7 +136,7 @@ class SiblingQuestions:
 
 
 def _num_shared(one: str, other: str) -> int:
-    """Number of characters at the beginning that both have."""
+    """Return the length of the longest common prefix of two texts, in characters."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

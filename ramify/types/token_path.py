@@ -1,4 +1,4 @@
-"""A call as one sequence of token ids, exactly those that the model processed.
+"""A call as one sequence of token ids, exactly as the model processed them.
 
 A turn holds the ids that its prompt adds to the path so far, and the ids that were sampled:
 
@@ -6,7 +6,7 @@ A turn holds the ids that its prompt adds to the path so far, and the ids that w
     turn 1   prompt_ids 4       token_ids 9     reused_ids 5   path  1 2 3 7 8 4 9
     turn 2   prompt_ids 5       token_ids 6     reused_ids 3   path  1 2 3 5 6   (not an extension)
 
-Not here: the training data that is made of paths (see ``sequence.py``).
+The training data made of such paths is in ``sequence.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ramify.types.message import Reply
 
 
 class ReplyTokenSpan(msgspec.Struct, frozen=True):
-    """Tokens ``[start, end)`` of a path were sampled as the reply of ``turn`` of ``call``."""
+    """Says that the tokens ``[start, end)`` of a path were sampled as the reply of turn ``turn`` of
+    the call ``call``."""
 
     call: str
     turn: int
@@ -26,7 +27,7 @@ class ReplyTokenSpan(msgspec.Struct, frozen=True):
 
 
 class TokenPath(msgspec.Struct, frozen=True):
-    """One sequence of tokens, from the first prompt token to the last sampled token."""
+    """One sequence of token ids, from the first token of the prompt to the last sampled token."""
 
     ids: tuple[int, ...]
     """[T]"""
@@ -51,8 +52,8 @@ class TokenPath(msgspec.Struct, frozen=True):
 
 
 class TokenPathBuilder:
-    """Builds the path up to the last turn that was added. Takes time linear in the ids stored in
-    the turns."""
+    """Builds the token sequence of a call up to the last turn that was added. This takes time
+    linear in the number of ids stored in the turns."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -63,13 +64,14 @@ class TokenPathBuilder:
         self._routes: list[tuple[tuple[int, ...], ...] | None] = []
 
     def is_extended_by(self, reply: Reply, reused_ids: int) -> bool:
-        """True if the path with this reply starts with the whole current path."""
+        """Return True if adding this reply would keep the whole current path as a prefix of the new
+        one."""
         has_ids = reply.prompt_ids is not None and reply.token_ids is not None
         return has_ids and reused_ids == len(self._ids)
 
     def add(self, call: str, turn: int, reply: Reply, reused_ids: int) -> None:
-        """Add the reply of a turn. A reply without ids makes the path unknown until the next one
-        that has them.
+        """Add the reply of a turn to the path. A reply without token ids makes the path unknown
+        until a later reply has them.
 
         Args:
             call: id of the call.
@@ -93,7 +95,7 @@ class TokenPathBuilder:
         self._versions.append(versions)
 
     def built(self) -> TokenPath | None:
-        """Return the path so far, or None if it is unknown."""
+        """Return the path so far, or None if it is unknown because a reply had no token ids."""
         if not self._ids:
             return None
         length = len(self._ids)
@@ -120,7 +122,8 @@ class TokenPathBuilder:
         )
 
     def _cut(self, length: int) -> None:
-        """Keep the first ``length`` ids and shorten a span that extends beyond them."""
+        """Keep only the first ``length`` ids of the path, and shorten a span that extends beyond
+        them."""
         del self._ids[length:]
         self._spans = [
             ReplyTokenSpan(span.call, span.turn, span.start, min(span.end, length))

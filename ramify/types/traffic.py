@@ -1,12 +1,12 @@
-"""What a store of recorded traffic says about its conversations: which policy replied in them, and
-under which names it keeps the facts about each turn.
+"""The format of recorded traffic, that is, of conversations with a served policy. It defines how a
+store names the policy that replied, and how it marks the facts about each turn.
 
     STORE/traffic.json     the policy, as ``PolicyArchitectureIdentity``
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
                            by ``feedback``, or a scorer: rewards of the turn by name
 
-Shared by the server that records (``serve/traffic_recorder.py``) and the training that reads
-(``train/traffic.py``).
+This module is shared by the server that records (``serve/traffic_recorder.py``) and the training
+that reads (``train/traffic.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NEXT_MESSAGE = "next_message"
 
 
 class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
-    """The tokenizer and the architecture of a policy, as recorded beside its token ids. Its weights
-    may change."""
+    """The tokenizer and the architecture of a policy, recorded beside its token ids. The policy's
+    weights may change without changing this identity."""
 
     name: str
     """Path or name that it was loaded from; shown to people."""
@@ -42,9 +42,9 @@ class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
     """``qwen3 of 596,049,920 parameters``"""
 
     def difference(self, other: PolicyArchitectureIdentity) -> str:
-        """Say how the policy ``other`` differs from this one. Empty if both have the same
-        tokenizer and architecture, so that token ids and log-probabilities of one can be used
-        for the other."""
+        """Return a description of how the policy ``other`` differs from this one. The text is empty
+        if both have the same tokenizer and architecture, so that token ids and log-probabilities of
+        one can be used for the other."""
         if self.vocabulary != other.vocabulary:
             return f"another tokenizer ({self.name}; here it is {other.name})"
         if self.architecture != other.architecture:
@@ -53,8 +53,8 @@ class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
 
 
 def next_message(run: Trajectory, call: Call, turn: int) -> Message | None:
-    """Return the message that the user wrote after the reply of ``turn``; None if none is
-    recorded."""
+    """Return the message that the user wrote after the reply of turn ``turn``, or None if no such
+    message was recorded."""
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
     forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
     following += [each.turns[0] for each in forks]

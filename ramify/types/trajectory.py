@@ -33,7 +33,7 @@ CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
 
 
 class Stop(enum.StrEnum):
-    """Reason a call ended.
+    """The reason why a call ended, such as a final answer, a limit or an error.
 
     >>> ramify.Stop.MAX_TURNS.is_truncated(), ramify.Stop.FINAL.is_truncated()
     (True, False)
@@ -52,7 +52,7 @@ class Stop(enum.StrEnum):
     """The run waits until a person has removed the cause of a failure. It can be resumed."""
 
     def is_truncated(self) -> bool:
-        """True if a limit cut the call short, so its answer is the best one so far."""
+        """Return True if a limit cut the call short, so that its answer is the best one so far."""
         return self in _TRUNCATED
 
 
@@ -67,8 +67,8 @@ _TRUNCATED = {
 
 
 class AgentCallReason(enum.StrEnum):
-    """Why a request of an outside agent began a call instead of continuing an earlier one
-    (``docs/agents.md``)."""
+    """The reason why a request of an external agent began a new call instead of continuing an
+    earlier one (``docs/agents.md``)."""
 
     NEW = "new"
     """The request has no reply of an earlier call: it is a first request, a sub-agent's, or begins
@@ -100,7 +100,8 @@ class AgentCallReason(enum.StrEnum):
     """The client changed nothing, but the chat template writes an earlier message differently."""
 
     def is_rewritten(self) -> bool:
-        """True if the client sent its history back differently from how it was sent before.
+        """Return True if the client sent back a history that differs from what it had sent and
+        received before.
 
         >>> AgentCallReason.THINKING.is_rewritten(), AgentCallReason.TEMPLATE.is_rewritten()
         (True, False)
@@ -119,7 +120,7 @@ _NOT_REWRITTEN = {
 
 
 class FileReference(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One file on this machine, as it was when it was read."""
+    """A reference to a file on this machine, with its properties at the time when it was read."""
 
     path: str
     """Absolute path."""
@@ -132,7 +133,8 @@ class FileReference(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Reference to a context by its content hash, never by value."""
+    """A reference to a context, the input that a call works on, by the hash of its content. The
+    content itself is stored elsewhere."""
 
     digest: str
     """SHA-256 (hexadecimal) of the encoded context; also the name of its blob in a store."""
@@ -146,8 +148,9 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def by_reference(self) -> str:
-        """The files that it refers to: ``by reference: /var/log/a.log (92,663,629 bytes) and 2 more
-        files``; empty if it contains its texts."""
+        """Return a text that names the files which the context refers to, such as ``by reference:
+        /var/log/a.log (92,663,629 bytes) and 2 more files``. The text is empty if the context
+        contains its texts."""
         if not self.files:
             return ""
         more = len(self.files) - 1
@@ -156,7 +159,7 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One execution of code in a session.
+    """One execution of a block of code in a session, with its output.
 
     >>> ramify.Cell("1 + 1", value="2", seconds=0.01).value
     '2'
@@ -183,7 +186,7 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One request to a model, its reply, and the cells that the reply ran."""
+    """One request to a model, the model's reply, and the cells of code that the reply ran."""
 
     reused: int
     """Number of messages of the conversation so far (prompts and replies of all previous turns)
@@ -200,14 +203,15 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def num_ids(self) -> int | None:
-        """Length of the path up to and including this reply; None if the client gave no ids."""
+        """The number of token ids up to and including this reply, or None if the client gave no
+        ids."""
         if self.reply.prompt_ids is None or self.reply.token_ids is None:
             return None
         return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
 
 
 class Parent(msgspec.Struct, frozen=True, gc=False):
-    """Origin of a call: cell ``cell`` of turn ``turn`` of call ``call``."""
+    """The place that a call was made from: cell ``cell`` of turn ``turn`` of the call ``call``."""
 
     call: str
     turn: int
@@ -215,14 +219,16 @@ class Parent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """A call with this fork continues ``call`` after ``turn`` and shares everything before."""
+    """Says that a call is a continuation of the call ``call`` after its turn ``turn``, with which
+    it shares everything before that point."""
 
     call: str
     turn: int
 
 
 class Call(msgspec.Struct, omit_defaults=True, gc=False):
-    """One invocation of a model at one depth: a complete RLM loop or a single plain request."""
+    """One call of a model: either a whole recursive loop (RLM) with many turns, or a single plain
+    request."""
 
     id: str
     """Dotted path in order of creation: ``0``, ``0.0``, ``0.3.1``."""
@@ -255,8 +261,8 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Annotation of a run, a call or a turn in addition to its rewards: named numbers and one short
-    text."""
+    """A remark about a run, a call or a turn in addition to its rewards: named numbers and one
+    short text."""
 
     by: str
     """Author: ``task``, or the name of a signal or judge."""
@@ -272,7 +278,7 @@ class Annotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Trajectory(msgspec.Struct, omit_defaults=True):
-    """One run: its tree of calls, its rewards and its cost."""
+    """The complete record of one run: its tree of calls, its rewards and its cost."""
 
     id: str
     question: str
@@ -312,12 +318,12 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     @property
     def root(self) -> Call:
-        """The first call; in a conversation, the call of the first question."""
+        """The first call of the run. In a conversation, this is the call of the first question."""
         return self.calls[0]
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest call; 0 if the root made no calls."""
+        """The depth of the deepest call, which is 0 if the root call made no calls."""
         return max((call.depth for call in self.calls), default=0)
 
     def call(self, id: str) -> Call:
@@ -327,7 +333,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         raise KeyError(f"no call {id!r} in trajectory {self.id}")
 
     def children(self, call: Call) -> list[Call]:
-        """Return the calls that the cells of ``call`` made, in order of creation."""
+        """Return the calls that the code of ``call`` made, in order of creation."""
         return [
             child
             for child in self.calls
@@ -335,7 +341,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         ]
 
     def walk(self) -> Iterator[Call]:
-        """Yield every call: parents before children, siblings in order of creation."""
+        """Yield every call of the run: parents before children, siblings in order of creation."""
         below: dict[str | None, list[Call]] = {}
         for call in self.calls:
             below.setdefault(call.parent.call if call.parent else None, []).append(call)
@@ -346,16 +352,17 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             stack.extend(below.get(call.id, [])[::-1])
 
     def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
-        """Return the messages of ``call`` up to and including the reply of ``turn`` (default: the
-        last turn)."""
+        """Return all messages of ``call`` up to and including the reply of turn ``turn``, which is
+        by default the last turn."""
         messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
 
     def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
-        """Return the token ids of ``call`` up to and including the reply of ``turn`` (default: the
-        last turn), preceded by those of the calls that it continues. None if that turn has no ids.
+        """Return the token ids of ``call`` up to and including the reply of turn ``turn`` (default:
+        the last turn). If the call continues other calls, their ids come first. Returns None if
+        that turn has no ids.
 
         A turn that does not extend the previous one truncates the path where they diverge.
         ``paths`` also returns the part that was cut off.
@@ -366,7 +373,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         return path.built()
 
     def paths(self, call: Call) -> list[TokenPath]:
-        """Return the smallest set of paths that contains every id of ``call``.
+        """Return the smallest set of token sequences (paths) that contains every token id of
+        ``call``.
 
         This is one path unless a turn does not extend the previous one (``metrics["split_turns"]``
         counts these). Tokens that several paths share were sampled once: ``TokenPath.spans`` gives
@@ -383,8 +391,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         return [known for known in (*paths, last) if known is not None]
 
     def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
-        """Yield (call id, index, turn) from the first turn, starting with the calls that ``call``
-        continues."""
+        """Yield each turn of ``call`` up to turn ``turn``, with the id of its call and its index.
+        The turns of the calls that ``call`` continues come first."""
         lineage = [(call, len(call.turns) if turn is None else turn + 1)]
         while (fork := lineage[-1][0].fork) is not None:
             lineage.append((self.call(fork.call), fork.turn + 1))
@@ -394,7 +402,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
 
 class GroupFate(enum.StrEnum):
-    """What became of a group."""
+    """What became of a group of rollouts: whether training learned from it, and if not, why."""
 
     LEARNT = "learnt"
     """Some of its tokens had an advantage."""
@@ -413,7 +421,7 @@ class GroupFate(enum.StrEnum):
 
 
 class Group(msgspec.Struct):
-    """Trajectories of one task: the siblings over which a baseline is computed."""
+    """The trajectories of several attempts at one task item. A baseline is computed over them."""
 
     task: str
     trajectories: list[Trajectory]
@@ -423,12 +431,13 @@ class Group(msgspec.Struct):
 
 
 def cut(text: str, width: int = 120) -> str:
-    """Shorten ``text`` to ``width`` characters, so that it fits a row."""
+    """Shorten ``text`` to at most ``width`` characters, so that it fits into one row."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def as_text(value: Any) -> str:
-    """Convert an answer to text; empty for None."""
+    """Convert an answer to text: a string as it is, None to the empty text, and other values to
+    JSON."""
     return (
         value
         if isinstance(value, str)

@@ -49,7 +49,7 @@ CLOSE_S = 60.0
 
 
 class TrackerRunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an experiment tracker is told about a training run when the run begins."""
+    """What an experiment tracker learns about a training run when the run begins."""
 
     name: str
     folder: Path
@@ -213,9 +213,9 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Upload ``folder`` as an artefact to the tracker ``name``, where it is attached to the run
-    that belongs to this training run. Returns ``name``. ``title`` is the training run's name.
-    Raises ConfigError if the upload fails."""
+    """Upload ``folder`` as an artefact to the tracker ``name``, attached to the run that belongs to
+    this training run. Returns ``name``. ``title`` is the training run's name. Raises ConfigError if
+    the upload fails."""
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
