@@ -4,8 +4,8 @@
                         └── server stops, or is killed ──▶ listed at the next start
 
 Each run in progress has an empty file as its mark, because a server may be killed at any time, and
-two servers may share a store. Only a store in a folder has marks. Not here: how a run continues
-(see RLM.restart).
+two servers may share a store. Only a store in a folder has such marks. How a run continues is
+defined in ``RLM.restart``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _ID = re.compile(r"[\w-]+")
 
 
 class UnfinishedRuns:
-    """Marks of the runs in progress in one store."""
+    """The marks of the runs in progress in one store, by which a restarted server finds unfinished
+    runs.
+    """
 
     def __init__(self, store: RunStore | None) -> None:
         self._store = store
@@ -42,7 +44,9 @@ class UnfinishedRuns:
                 (self._folder / run).unlink(missing_ok=True)
 
     def left(self) -> list[str]:
-        """Ids of the runs that can be continued, oldest first. Removes marks of finished runs."""
+        """Return the ids of the runs that a stopped server left unfinished and that can be
+        continued, oldest first. Marks of runs that have ended are removed.
+        """
         if self._folder is None or self._store is None:
             return []
         runs = []

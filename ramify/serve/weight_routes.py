@@ -1,4 +1,5 @@
-"""Routes of a served policy for its weights and its memory, in the formats of vLLM and SGLang.
+"""HTTP routes that update the weights of a served policy and free its memory, in the formats of
+vLLM and SGLang.
 
     vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
              POST /init_weight_transfer_engine  /start_weight_update  /update_weights
@@ -24,7 +25,7 @@ fails with the reason until a complete update has arrived.
                   /resume_memory_occupation
 
 Requests wait until the engine is ready again, and fail after ten minutes. ``GET /health`` still
-answers meanwhile.
+answers in the meantime.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _NAMED = 3
 
 
 class PolicySleep:
-    """Sleep state of one server: which parts are asleep, and the requests that wait for them."""
+    """The sleep state of one server: which parts of the engine are asleep, and which requests wait
+    for them to wake up.
+    """
 
     def __init__(
         self,
@@ -72,10 +75,11 @@ class PolicySleep:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """``stop`` stops sampling in one of vLLM's modes (``abort``, ``wait`` or ``keep``).
-        ``resume_sampling`` resumes it, unless the server is paused or its weights are being
-        updated, which ``is_updating`` tells. A request waits at most ``wait_s`` seconds for a
-        sleeping engine."""
+        """Create the sleep state of a server, which is awake. ``stop`` stops sampling in one of
+        vLLM's modes (``abort``, ``wait`` or ``keep``). ``resume_sampling`` resumes it, unless the
+        server is paused or its weights are being updated, in which case ``is_updating`` returns
+        True. A request waits at most ``wait_s`` seconds for a sleeping engine.
+        """
         self._client = client
         self._stop = stop
         self._resume_sampling = resume_sampling
@@ -88,21 +92,25 @@ class PolicySleep:
 
     @property
     def asleep(self) -> list[str]:
-        """Tags (vLLM's) of the parts that are asleep."""
+        """The parts of the engine that are asleep, by vLLM's names for them."""
         return sorted(self._asleep)
 
     @property
     def can_serve_requests(self) -> bool:
-        """Whether requests can be answered: nothing is asleep and no weights are missing."""
+        """True if requests can be answered, that is, nothing is asleep and no weights are
+        missing.
+        """
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
-        """Wake the waiting requests, if the engine is ready."""
+        """Wake the waiting requests if the engine can serve them now."""
         if self.can_serve_requests:
             self._ready.set()
 
     async def wait(self) -> None:
-        """Wait until the engine is ready. Raises ServerFailed after ``wait_s`` seconds."""
+        """Wait until the engine can serve requests. Raises ServerFailed if that takes longer than
+        ``wait_s`` seconds.
+        """
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._ready.wait()
@@ -113,7 +121,7 @@ class PolicySleep:
             ) from None
 
     def reason(self) -> str:
-        """Reason why the engine is not ready, or empty."""
+        """Return why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.asleep)}): POST /wake_up"
         missing = self._client.missing
@@ -191,7 +199,9 @@ _NOT_WHOLE = "half of the weights are new"
 
 
 class WeightRoutes:
-    """Handlers and state of the routes: paused, updating, and whether the weights are complete."""
+    """The handlers of the routes and their state: whether sampling is paused, whether an update is
+    in progress, and whether the weights are complete.
+    """
 
     def __init__(
         self,
@@ -202,10 +212,10 @@ class WeightRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """``in_flight`` counts the requests in progress. ``weight_syncs`` names your own weight
-        sync classes that a trainer may use in addition to the built-in ones. With ``root``, weight
-        files are read only from below that folder. ``wait_s`` is how long a request waits for a
-        sleeping engine.
+        """Create the routes of a served policy. ``in_flight`` returns the number of requests in
+        progress. ``weight_syncs`` names the user's own weight sync classes, which a trainer may use
+        in addition to the built-in ones. If ``root`` is given, weight files are read only from
+        below that folder. ``wait_s`` is how many seconds a request waits for a sleeping engine.
         """
         self._client = client
         self._in_flight = in_flight
@@ -251,9 +261,9 @@ class WeightRoutes:
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the trainer's process group and release its shared memory. Idempotent.
+        """Leave the process group of the trainer and release its shared memory. Idempotent.
 
-        Otherwise a later broadcast would wait for this process.
+        If the process stayed in the group, a later broadcast of the trainer would wait for it.
         """
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
@@ -274,7 +284,7 @@ class WeightRoutes:
         return {"status": "paused"}
 
     async def _stop_sampling(self, mode: str) -> None:
-        """Stop sampling in one of vLLM's modes."""
+        """Stop sampling in one of vLLM's modes: ``abort``, ``wait`` or ``keep``."""
         if mode not in _MODES:
             raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
         while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
@@ -328,9 +338,10 @@ class WeightRoutes:
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        """Receive a chunk of an update.
+        """Receive one chunk of a weight update.
 
-        With ``begins`` it also starts the update; with ``weight_version`` it also ends it.
+        If the request contains ``begins``, it also starts the update; if it contains
+        ``weight_version``, it also ends the update.
         """
         info = _object(body, "update_info")
         if body.get("begins"):
@@ -382,7 +393,9 @@ class WeightRoutes:
         self._resume_sampling()
 
     def _number(self, version: object) -> int:
-        """Version number of an update: ``version`` if it is a number, else the next one."""
+        """Return the version number of an update: ``version`` if that is a number, otherwise the
+        number after the current one.
+        """
         text = str(version)
         return int(text) if text.isdigit() else self._client.version + 1
 
@@ -433,7 +446,9 @@ class WeightRoutes:
 
 
 def facts(client: LocalClient, name: str) -> dict[str, Any]:
-    """Facts about the served policy that a trainer compares with its own."""
+    """Return facts about the served policy, which a trainer compares with its own policy before it
+    sends weights.
+    """
     policy = client.policy
     return {
         "version": __version__,

@@ -1,6 +1,6 @@
-"""Archives: each readable member becomes a text named ``archive.zip/member``. Zip; tar, plain or
-compressed by gzip, bzip2, xz or zstd; and single compressed files. Not here: 7z (see
-``seven_zip.py``).
+"""Reads archives: each readable file in an archive becomes a text named ``archive.zip/member``. The
+formats are zip; tar, plain or compressed by gzip, bzip2, xz or zstd; and single compressed files.
+7z archives are read by ``seven_zip.py``.
 
 Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
 bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary text does not
@@ -42,7 +42,9 @@ _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the name of a member: ``("a.zip", "/../etc/x")`` -> ``"a.zip/etc/x"``."""
+    """Return the name of a file in an archive, without parts such as ``..``: ``/../etc/x`` in
+    ``a.zip`` becomes ``a.zip/etc/x``.
+    """
     return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
 
 
@@ -53,7 +55,9 @@ def is_hidden(member: str) -> bool:
 
 
 def read_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Read one unpacked member, whose bytes have already been counted."""
+    """Read one unpacked file of an archive. Its bytes have already been counted towards the
+    limit.
+    """
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
     except OversizedSource:
@@ -71,9 +75,10 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
-    """Check the stated sizes of the parts of a document that is a zip archive, and count those that
-    its reader unpacks as text. A reader unpacks a part no further than to its stated size. Returns
-    the names of the parts."""
+    """Check the sizes that a document which is a zip archive states for its parts, and count the
+    parts that are unpacked as text towards the limit. A part is never unpacked beyond its stated
+    size. Returns the names of the parts.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
             parts = archive.infolist()
@@ -138,7 +143,9 @@ def read_zip(file: SourceFile, loading: SourceCollector) -> None:
 def _unpack(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceCollector
 ) -> bytes:
-    """Unpack a member block by block, because the size that the archive states may be false."""
+    """Unpack a file of an archive block by block and count its bytes, because the size that the
+    archive states may be false.
+    """
     data = bytearray()
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):
@@ -191,7 +198,9 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(contextlib.closing[Any]):
-    """Unpacked stream of a zstd file, whose errors are OSErrors."""
+    """A stream of unpacked bytes of a zstd file. Damaged data raises OSError, as in other
+    streams.
+    """
 
     def __init__(self, zstd: Any, raw: BinaryIO) -> None:
         limit = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
@@ -241,7 +250,7 @@ def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceCollec
 
 
 class _BoundedStream:
-    """Stream that counts its output against the limits of the load."""
+    """A stream of unpacked bytes that counts them towards the limits of the load."""
 
     def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceCollector) -> None:
         self._stream = stream
@@ -261,5 +270,5 @@ class _BoundedStream:
         return back + data
 
     def give_back(self, data: bytes) -> None:
-        """Push ``data`` back, to be read again."""
+        """Push ``data`` back into the stream, so that it is read again."""
         self._back = data + self._back

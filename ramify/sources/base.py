@@ -1,10 +1,12 @@
-"""Types of loaded sources, and the loader object that readers report to.
+"""Types that describe loaded sources, and the collector to which the readers of files report their
+results.
 
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
 
-A reader raises ``UnreadableSource`` for a file that it cannot read. Beside other files this becomes
-a ``SourceProblem``, so that no file is skipped silently. For the only source it becomes an error.
+A reader raises ``UnreadableSource`` for a file that it cannot read. If other files are loaded too,
+the error becomes a ``SourceProblem``, so that no file is skipped silently. If the file is the only
+source, the load fails.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ _SHOWN = 6
 
 
 def needs_inputs() -> str:
-    """Return the remedy for a source whose library is not installed."""
+    """Return advice for a source that cannot be read because an optional library is not
+    installed.
+    """
     return f"reading it needs {install_command('inputs')}"
 
 
 class UnreadableSource(Exception):
-    """A source cannot be read. ``reason`` completes a sentence that begins with its name;
-    ``remedy`` says what to do."""
+    """Raised if a source cannot be read. ``reason`` completes a sentence that begins with the name
+    of the source; ``remedy`` says what to do.
+    """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
@@ -55,11 +60,13 @@ class UnreadableSource(Exception):
 
 
 class OversizedSource(UnreadableSource):
-    """A source is larger than a limit, or unpacks as a bomb would. None of it is loaded."""
+    """Raised if a source is larger than a limit, or if a small file unpacks to an enormous size.
+    Nothing of the source is loaded.
+    """
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
-    """Where a part of a document begins in its text."""
+    """The position in a document's text at which a part of it begins, such as a page."""
 
     line: int
     """First line of the part in the text, counted from 1."""
@@ -113,7 +120,9 @@ class RecordedSources(msgspec.Struct, frozen=True):
 
 
 class LoadedContext(msgspec.Struct, frozen=True):
-    """A context with its items, the files that could not be read, and those that were skipped."""
+    """A context that was loaded from sources, with a description of each item, the files that could
+    not be read, and those that were skipped.
+    """
 
     context: str | MappedText | dict[str, Any]
     """Text of a single file, or the value of a single picture; otherwise name -> text or value,
@@ -138,12 +147,13 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     @property
     def is_csv(self) -> bool:
-        """Whether the context has texts of CSV files alone."""
+        """True if the context consists of the texts of CSV files only."""
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return what a repeated run needs to load the tools again: ``origin``, and the names of
-        the tools."""
+        """Return what is needed to load the tools of a recorded run again: the names of the tools,
+        and ``origin``, where the sources were.
+        """
         if not self.origin:
             return {}
         # Optional tools are recorded with the context.
@@ -151,8 +161,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return {**self.origin, "tools": names}
 
     def manifest(self) -> str:
-        """Describe the context for a model's prompt in a few lines, in addition to its type, size
-        and beginning."""
+        """Return a description of the context for the model's prompt, in a few lines. The type,
+        size and beginning of the context are described elsewhere in the prompt.
+        """
         if not isinstance(self.context, dict):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
@@ -177,14 +188,17 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> dict[str, tuple[SourcePlace, ...]]:
-        """The pages, slides, sheets or headings of each document. A key is the name by which
-        citations refer to the document."""
+        """The pages, slides, sheets or headings of each document, by the name with which citations
+        refer to the document.
+        """
         if isinstance(self.context, str):
             return {"context": self.items[0].places}
         return {item.name: item.places for item in self.items if item.places}
 
     def record(self) -> dict[str, Any]:
-        """Return ``RecordedSources`` as plain values."""
+        """Return what was loaded and left out as plain values, in the form of
+        ``RecordedSources``.
+        """
         plain: dict[str, Any] = msgspec.to_builtins(
             RecordedSources(
                 self.items[:MAX_RECORDED],
@@ -200,7 +214,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return plain
 
     def describe(self) -> list[str]:
-        """Describe loaded, unreadable and skipped files for the user, one per line."""
+        """Return a description of the loaded, unreadable and skipped files for the user, one per
+        line.
+        """
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
@@ -221,8 +237,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return [*map(one_line, lines), *self.warnings()]
 
     def warnings(self) -> list[str]:
-        """Say which files are not in the context, or not as they are on disk, one line for each
-        reason."""
+        """Return a line for each reason why files are missing from the context, or differ from what
+        is on disk.
+        """
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
@@ -257,11 +274,12 @@ class SourceCollector:
         counts_mapped: bool = False,
         has_tools: bool = True,
     ) -> None:
-        """``work`` shows how many bytes were read. With ``strict``, the first file that cannot be
-        read raises SourceError. Large texts stay in their files instead of memory; ``mapped_bytes``
-        is the size from which a text, or all texts together, are large (see ``mapped_files.py``).
-        With ``counts_mapped``, they count towards ``max_bytes``, too. Without ``has_tools``,
-        sessions get the context and no tools."""
+        """Create an empty collector. ``work`` shows how many bytes were read. With ``strict``, the
+        first file that cannot be read raises SourceError. Large texts stay in their files instead
+        of memory; ``mapped_bytes`` is the size from which a text, or all texts together, are large
+        (see ``mapped_files.py``). With ``counts_mapped``, they count towards ``max_bytes``, too.
+        Without ``has_tools``, sessions get the context and no tools.
+        """
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
@@ -301,8 +319,9 @@ class SourceCollector:
 
     @contextlib.contextmanager
     def one_file(self) -> Iterator[None]:
-        """Enclose the reading of one file. If the file turns out to be too large, everything that
-        was added from it is removed."""
+        """Return a context manager for the reading of one file. If the file turns out to be too
+        large, everything that was added from it is removed.
+        """
         self._began = self._spent
         num_items, num_tables = len(self.items), len(self.tables)
         try:
@@ -316,17 +335,18 @@ class SourceCollector:
 
     @property
     def room(self) -> int:
-        """Number of bytes that may still be read."""
+        """The number of bytes that may still be loaded."""
         return self.max_bytes - self._spent
 
     @property
     def spent(self) -> int:
-        """Number of bytes in memory so far."""
+        """The number of bytes that have been loaded into memory so far."""
         return self._spent
 
     def map(self, num_bytes: int, name: str) -> None:
-        """Count a text that stays in its file. If mapped files are limited, raises OversizedSource
-        for a file above the limit, and SourceError if all files together exceed it."""
+        """Count a text that stays in its file instead of memory. If such texts are limited, raises
+        OversizedSource for a file above the limit, and SourceError if all files together exceed it.
+        """
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized(num_bytes)
         self.num_mapped += 1
@@ -335,14 +355,16 @@ class SourceCollector:
             raise self._too_many(name)
 
     def show(self, num_bytes: int, name: str) -> None:
-        """Show how much of the last text in a file was read."""
+        """Show the user how much of the latest text that stays in its file has been read."""
         if self._work is not None:
             self._work.at(self._spent + num_bytes, name)
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file: first its size, then its unpacked parts. Raises
-        SourceError if the file's size brings all files together above the limit, and
-        OversizedSource if the file alone, or what it unpacks to, exceeds the limit."""
+        """Count bytes of the current file towards the limit: first the size of the file, then that
+        of its unpacked parts. Raises SourceError if the size of the file brings all files together
+        above the limit, and OversizedSource if the file alone, or what it unpacks to, exceeds the
+        limit.
+        """
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:
@@ -374,7 +396,9 @@ class SourceCollector:
         detail: str = "",
         places: Sequence[SourcePlace] = (),
     ) -> None:
-        """Add one text to the context as ``name``, or as ``name (2)`` if that name exists."""
+        """Add one text to the context under the given name, or as ``name (2)`` if that name is
+        already used.
+        """
         unique = self._unique(name)
         self.texts[unique] = text
         in_file = isinstance(text, MappedText)
@@ -416,13 +440,15 @@ def size_text(num_bytes: int) -> str:
 
 
 def listing(names: list[str]) -> str:
-    """Join names, at most ``_SHOWN`` of them: ``a, b, c and 12 more``."""
+    """Join names for a message, such as ``a, b, c and 12 more``. At most ``_SHOWN`` names are
+    listed.
+    """
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
 
 
 def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:
-    """Count names by suffix: ``1,204 .py, 30 .txt, 2 other``."""
+    """Return a summary of files by suffix, such as ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
     return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

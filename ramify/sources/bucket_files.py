@@ -1,4 +1,4 @@
-"""Lists and reads files in buckets.
+"""Lists and reads files in cloud storage buckets and on the Hugging Face hub.
 
     s3://bucket/key       AWS_… variables, ~/.aws; AWS_ENDPOINT_URL for other servers
     gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS, or the login of gcloud
@@ -6,10 +6,10 @@
     hf://datasets/a/b/c   HF_TOKEN
 
 A name may be a file, a prefix (all files below it), or a pattern with ``*``, ``?``, ``[…]`` and
-``**``. The clients are pyarrow's, and for the Hugging Face hub its own, through fsspec. Without
-credentials, requests are anonymous, so public buckets can be read. These clients may hang, so this
-module runs in the process that fetches (``fetch_process.py``). Not here: web addresses, limits, and
-the cache.
+``**``. Buckets are read with the clients of pyarrow, and the Hugging Face hub with its own client,
+through fsspec. Without credentials, requests are anonymous, so public buckets can be read. The
+clients may hang, so this module runs in a separate process (``fetch_process.py``). Web addresses,
+limits and the cache are handled by other modules.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _BLOCK_BYTES = 1 << 20
 
 
 class BucketDownload:
-    """A file in a bucket, opened for reading. ``head`` describes it."""
+    """A file in a bucket, opened for reading. ``head`` describes the file."""
 
     def __init__(self, stream: Any, head: RemoteHead) -> None:
         self._stream = stream
         self.head = head
 
     def read(self) -> bytes:
-        """Return the next bytes, or b"" at the end. Raises UnreadableSource."""
+        """Return the next bytes of the file, or b"" at its end. Raises UnreadableSource if they
+        cannot be read.
+        """
         with _sentences(self.head.final_url):
             return bytes(self._stream.read(_BLOCK_BYTES))
 
@@ -47,7 +49,9 @@ class BucketDownload:
 
 
 def list_bucket(url: str) -> list[ListedFile]:
-    """Return the files that ``url`` names. Raises UnreadableSource."""
+    """Return the files that a URL names, which may contain a pattern. Raises UnreadableSource if
+    the bucket cannot be listed.
+    """
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
         raise UnreadableSource("has a pattern as its bucket", "name one bucket")
     with _sentences(url):
@@ -81,8 +85,9 @@ def list_bucket(url: str) -> list[ListedFile]:
 
 
 def open_file(url: str, version: str) -> BucketDownload:
-    """Open one file. ``version`` is the version of an earlier copy, or empty. Raises
-    UnreadableSource."""
+    """Open one file for reading. ``version`` is the version of a copy that is already on this
+    machine, or empty. Raises UnreadableSource if the file cannot be opened.
+    """
     with _sentences(url):
         files, path = _opened(url)
         stream = files.open_input_stream(path, compression=None)
@@ -102,13 +107,16 @@ def open_file(url: str, version: str) -> BucketDownload:
 
 
 def _version(info: Any) -> str:
-    """Return a text for the size and the time of a file, or an empty one if the time is not
-    known."""
+    """Return a text that identifies the version of a file by its size and time, or an empty text if
+    the time is not known.
+    """
     return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
 
 
 def _regex(pattern: str) -> str:
-    """Return a pattern of paths as a regular expression. ``*`` ends at a slash, ``**`` does not."""
+    """Translate a pattern of paths to a regular expression. ``*`` does not match a slash, and
+    ``**`` does.
+    """
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
@@ -121,7 +129,7 @@ def _regex(pattern: str) -> str:
 
 
 def _opened(url: str) -> tuple[Any, str]:
-    """Return the file system of ``url`` and the path in it."""
+    """Return the file system that a URL refers to, and the path in it."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
@@ -254,16 +262,18 @@ _SIGNS = {
 
 
 def _name_check(url: str) -> str:
-    """Return the advice for a file that does not exist. The Hugging Face hub reports private files
-    as missing, too, so there the advice mentions the token."""
+    """Return the advice to give if a file does not exist. The Hugging Face hub also reports private
+    files as missing, so its advice mentions the token.
+    """
     is_hub = url.lower().startswith("hf:")
     return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
 
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Turn the errors of the bucket clients into UnreadableSource with a readable reason and
-    without secrets."""
+    """Return a context manager that turns the errors of the bucket clients into UnreadableSource,
+    with a readable reason and without secrets.
+    """
     try:
         yield
     except UnreadableSource:

@@ -1,11 +1,12 @@
-"""Lets ``tables`` and ``sql`` of a session use the tables that are values of a context.
+"""Lets a session use the tables in its context through ``tables`` and ``sql``. A table in the
+context is a DataFrame that the user passed.
 
     completion(frame, …)            sql("SELECT … FROM context")
     completion({"sales": frame}, …) sql("SELECT … FROM sales")
 
-DuckDB reads the columns in the memory file of the context, without a copy. Its process maps the
-file at the first query. A context of less than a megabyte gets such a file only then. Not here:
-tables in files (``tables.py``), and what a query may do (``duckdb_process.py``).
+DuckDB reads the columns without a copy, in the memory file that holds the context; its process maps
+the file at the first query. A context of less than a megabyte gets such a file only at that time.
+Tables in files are handled by ``tables.py``, and ``duckdb_process.py`` defines what a query may do.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ _NAME = "context"
 
 
 class ContextSqlTables:
-    """The tables among the values of one context. ``tools`` are the functions that a session gets.
-    Call ``use`` first, to set the context that ``sql`` reads."""
+    """The tables among the values of one context, as SQL tables. ``tools`` are the functions that a
+    session gets. Call ``use`` first, to set the context that ``sql`` reads.
+    """
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """``tables`` maps the names in SQL to tables. ``keys`` maps them to keys of the context, or
-        to None if the context itself is the table."""
+        """Create the tables of a context. ``tables`` maps their names in SQL to the tables.
+        ``keys`` maps the same names to keys of the context, or to None if the context itself is the
+        table.
+        """
         self._keys = dict(keys)
         self._listing = [
             {
@@ -50,8 +54,9 @@ class ContextSqlTables:
 
     @classmethod
     def of(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
-        """Return the tables of ``context``. Returns None if it has none, if DuckDB is not
-        installed, or if ``tools`` already has an ``sql``."""
+        """Return the tables of ``context``, or None if there are none, if DuckDB is not installed,
+        or if ``tools`` already contains a function ``sql``.
+        """
         if isinstance(context, Table):
             found: dict[str | None, Table] = {None: context}
         elif type(context) is dict:
@@ -73,7 +78,7 @@ class ContextSqlTables:
         return {"sql": self.sql, "tables": self._listing}
 
     def manifest(self) -> str:
-        """Return a line for the prompt that says which tables ``sql`` can query."""
+        """Return a line for the model's prompt that lists the tables that ``sql`` can query."""
         names = [
             name if self._keys[name] is None else f"{name} (context[{self._keys[name]!r}])"
             for name in self._keys
@@ -102,7 +107,7 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """Return a descriptor of a file that contains the encoded context."""
+        """Return the file descriptor of a file that contains the encoded context."""
         if context.fd is not None:
             return context.fd
         if self._file < 0:

@@ -1,4 +1,5 @@
-"""Converts values of other libraries to contexts: DataFrames, arrays, models, paths.
+"""Converts values of other libraries, such as DataFrames, arrays, data models and paths, to values
+that a context can hold.
 
     pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
     numpy.ndarray                                           NumberArray, over the same buffer
@@ -6,9 +7,10 @@
     a path, several paths, a binary file                    what ``load`` reads
     a file that was opened as text                          its text
 
-No library is imported here: a value of a library exists only if the caller has imported it.
-pyarrow, of the extra ``inputs``, is needed for all columns except numbers. An index that is not the
-default one becomes columns. Not here: how a table reaches a session (``sandbox/guest/tables.py``).
+No library is imported here, since a value of a library exists only if the caller has imported it.
+The exception is pyarrow (of the extra ``inputs``), which is needed for all columns except numbers.
+An index of a DataFrame that is not the default one becomes columns. How a table reaches a session
+is defined in ``sandbox/guest/tables.py``.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ _MAX_SMALL_BYTES = (1 << 31) - 1
 
 
 def as_context(value: Any) -> Any:
-    """Return ``value`` in a form that a session can hold: unchanged if it already is one, what
-    ``load`` returns if it is a path, otherwise converted. Raises ConfigError, or SourceError for a
-    path that cannot be read."""
+    """Convert a value to a form that a session can hold. A suitable value is returned unchanged, a
+    path is loaded (see ``load``), and anything else is converted. Raises ConfigError for an
+    unsupported value, and SourceError for a path that cannot be read.
+    """
     if _is_path(value) or _are_paths(value):
         from ramify.sources.load_sources import load
 
@@ -60,7 +63,9 @@ def as_context(value: Any) -> Any:
 
 
 def is_opened(value: Any) -> bool:
-    """Return True if ``as_context`` would read from a disk or wait for a stream."""
+    """Return True if ``as_context`` would have to read from a disk or wait for a stream to convert
+    this value.
+    """
     return _is_path(value) or _are_paths(value) or _is_file(value)
 
 
@@ -111,7 +116,8 @@ def _read(file: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Convert a value, and everything inside it, to plain Python values and the context types of
-    this package. Returns ``value`` itself if nothing had to be converted."""
+    this package. If nothing has to be converted, ``value`` itself is returned.
+    """
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -135,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_fields(value: Any) -> Any:
-    """Convert an object with named fields, or a rarer plain value."""
+    """Convert an object with named fields, such as a dataclass, or a rarer plain value."""
     import dataclasses
 
     fields: Mapping[str, Any] | None = None
@@ -178,8 +184,9 @@ def _of_fields(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Convert a value of pandas, polars, pyarrow, datasets or numpy. Returns any other value
-    unchanged."""
+    """Convert a value of pandas, polars, pyarrow, datasets or numpy. Any other value is returned
+    unchanged.
+    """
     for name, convert in (
         ("pandas", _of_pandas),
         ("polars", _of_polars),
@@ -240,8 +247,9 @@ def _pandas_column(series: Any, name: str) -> Column:
 
 
 def _number_column(values: Any) -> Column:
-    """Return a column over a numpy array. The array is copied only if its values are not
-    contiguous."""
+    """Return a column that uses the memory of a numpy array. The array is copied only if its values
+    are not contiguous.
+    """
     kept = _contiguous(values)
     name = str(kept.dtype)
     return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
@@ -318,7 +326,7 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
 
 
 def _unique(labels: Iterable[Any]) -> list[str]:
-    """Return the names of columns as text, and make them distinct."""
+    """Convert the names of columns to text, and change repeated names so that all are distinct."""
     names: dict[str, None] = {}
     for label in labels:
         name = ".".join(map(str, label)) if isinstance(label, tuple) else str(label)
@@ -343,15 +351,18 @@ def _pyarrow(value: Any) -> Any:
 
 
 def table_of(table: Any) -> Table:
-    """Return a pyarrow table as a ``Table`` over its buffers. The chunks of a column are joined."""
+    """Convert a pyarrow table to a ``Table`` that uses the same memory. If a column consists of
+    several chunks, they are joined.
+    """
     names = _unique(table.column_names)
     columns = {name: column_of(table.column(number), name) for number, name in enumerate(names)}
     return Table(columns, table.num_rows)
 
 
 def column_of(array: Any, name: str) -> Column:
-    """Return a column over the buffers of a pyarrow array. Raises ConfigError, with the name of the
-    column, if its type is not supported."""
+    """Convert a pyarrow array to a column that uses the same memory. Raises ConfigError, with the
+    name of the column, if its type is not supported.
+    """
     import pyarrow
 
     types, type_ = pyarrow.types, array.type
@@ -419,7 +430,7 @@ def column_of(array: Any, name: str) -> Column:
 
 
 def _joined(array: Any) -> Any:
-    """Return one array with all chunks. Several chunks are copied."""
+    """Return an array that has the contents of all chunks. A single chunk is not copied."""
     import pyarrow
 
     if array.num_chunks == 1:
@@ -436,8 +447,9 @@ def _joined(array: Any) -> Any:
 
 
 def _cast_to(type_: Any) -> Any:
-    """Return the type to which an array of ``type_`` is converted first, or None if it is used
-    unchanged."""
+    """Return the type to which an array of the given type is converted first, or None if no
+    conversion is needed.
+    """
     import pyarrow
 
     types = pyarrow.types
@@ -457,7 +469,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """Return the bytes of a pyarrow buffer."""
+    """Return the bytes of a pyarrow buffer as a memory view, or None for None."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")

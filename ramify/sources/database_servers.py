@@ -1,16 +1,16 @@
-"""Databases on PostgreSQL and MySQL servers, named by URL: the schema with sample rows as context,
-and ``sql(query, db=…)`` in the server's dialect.
+"""Databases on PostgreSQL and MySQL servers as sources, named by a URL. The context gets the schema
+with sample rows, and sessions get ``sql(query, db=…)`` in the dialect of the server.
 
     postgresql://user@host/shop    password: in the URL, PGPASSWORD, or ~/.pgpass
     mysql://user@host/shop         password: in the URL, or MYSQL_PWD
     …/shop?sslmode=verify-full     options of TLS, by the names of each database's tools; others are
                                    refused
 
-Every query is a read-only transaction that is rolled back, has a time limit on the server and one
-here (the process that waits for it is killed), and is bounded in rows and bytes. The password is
-known to that process only: names, errors and the record of a run have the URL without it. Queries
-run on the host; a session reaches no network. What the user named in the URL may read is decided by
-the server: name one with few rights. Not here: tables in files (``tables.py``).
+Every query is a read-only transaction that is rolled back, and is limited in time, rows and bytes.
+The server has a time limit, and so has the process that waits for it, which is killed if necessary.
+Only that process knows the password: names, errors and the record of a run have the URL without it.
+Queries run on the host, as a session reaches no network. The server decides what the user in the
+URL may read, so name one with few rights. Tables in files are handled by ``tables.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_SHOWN = 80
 
 
 class DatabaseAddress(msgspec.Struct, frozen=True):
-    """A database on a server."""
+    """The address of a database on a server, parsed from a URL."""
 
     kind: str
     """``postgresql`` or ``mysql``."""
@@ -54,7 +54,7 @@ class DatabaseAddress(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> str:
-        """The URL without password and options."""
+        """The URL of the database without password and options, for messages."""
         return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
 
@@ -75,8 +75,9 @@ def is_database_url(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """Return the name of a source in the form in which it may be recorded. The URL of a database
-    server loses its password and all unsupported options."""
+    """Return the name of a source in a form that may be recorded. The password and all unsupported
+    options are removed from the URL of a database server.
+    """
     if not is_database_url(name):
         return name
     scheme, _, rest = name.partition("://")
@@ -88,8 +89,10 @@ def without_password(name: str) -> str:
 
 
 def read_server(url: str, loading: SourceCollector) -> None:
-    """Add a description of the database at ``url`` to the context, and a function that queries it.
-    Raises UnreadableSource if the server cannot be read, and SourceError for a wrong URL."""
+    """Add a description of the database at ``url`` to the context, and give sessions a function
+    that queries it. Raises UnreadableSource if the server cannot be read, and SourceError for an
+    invalid URL.
+    """
     address = parse_address(url)
     try:
         text, num_tables = _described(address)
@@ -116,8 +119,10 @@ def read_server(url: str, loading: SourceCollector) -> None:
 
 
 def parse_address(url: str) -> DatabaseAddress:
-    """Parse the URL of a database. A password that it lacks is read from the environment. Raises
-    SourceError, with the password removed, if ``url`` does not name a database."""
+    """Parse the URL of a database. If it has no password, the password is read from the
+    environment. Raises SourceError, whose message has no password, if the URL does not name a
+    database.
+    """
     shown = without_password(url)
     try:
         parts = urlsplit(url)
@@ -186,8 +191,9 @@ def _options(kind: str, query: str, shown: str) -> dict[str, str]:
 def query_server(
     address: DatabaseAddress, query: str, params: Any = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Return the rows of one query in a read-only transaction. Raises ValueError, PermissionError
-    or TimeoutError, none of which has the password."""
+    """Run a query in a read-only transaction and return its rows. Raises ValueError,
+    PermissionError or TimeoutError, whose messages do not contain the password.
+    """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(DatabaseQueryRequest(address, query, given, limit_s), limit_s, CONNECT_S)
     return [tuple(row) for row in rows]
@@ -235,7 +241,7 @@ def _short(value: Any) -> str:
 
 
 def serve() -> None:
-    """Answer questions from standard input until it is closed."""
+    """Run in a child process: answer queries from standard input until it is closed."""
     answer_requests(_answer)
 
 
@@ -321,9 +327,10 @@ def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """Translate TLS options, which mean the same here as in MySQL's own tools, into arguments for
-    the driver. Without any options, TLS is used if the server offers it, and its certificate is not
-    verified."""
+    """Translate TLS options of the URL to arguments for the MySQL driver. They mean the same as in
+    MySQL's own tools. Without options, TLS is used if the server offers it, and its certificate is
+    not verified.
+    """
     authority = options.get("ssl-ca")
     mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
     if mode == "DISABLED":
@@ -348,7 +355,8 @@ _REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
 
 def _limit_time(cursor: Any, limit_s: float) -> None:
     """Set a time limit for the queries of a connection. MariaDB takes it in seconds and MySQL in
-    milliseconds, under different names."""
+    milliseconds, under different names.
+    """
     import pymysql
 
     try:
@@ -358,8 +366,10 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _reading(asked: DatabaseQueryRequest) -> str:
-    """Return the query. Raises PermissionError if it may do more than read: even a read-only
-    transaction permits COPY and INTO OUTFILE, which write files on the server."""
+    """Return the text of a query after checking that it only reads. Raises PermissionError
+    otherwise. The check is needed because a read-only transaction still permits COPY and INTO
+    OUTFILE, which write files on the server.
+    """
     words = asked.query.casefold()
     if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
         raise PermissionError("sql: only a SELECT is allowed here")

@@ -1,4 +1,5 @@
-"""Joins the parts of a document to one text, and records the place of each part in it.
+"""Joins the parts of a document, such as pages, to one text, and records the place of each part in
+the text.
 
     [DocumentPart("page 1", "…"), DocumentPart("page 2", "…")] ──assemble──> text, places
 
@@ -34,7 +35,7 @@ class DocumentPart(msgspec.Struct, frozen=True):
 
 
 def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
-    """Return the text of all parts, and their places."""
+    """Join the parts of a document, and return the text and the places of the parts in it."""
     lines: list[str] = []
     places: list[SourcePlace] = []
     for part in parts:
@@ -53,13 +54,17 @@ def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str,
 
 
 def place_at(places: Sequence[SourcePlace], line: int) -> str:
-    """Return the name of the place that contains ``line``; empty before the first place."""
+    """Return the name of the place that contains the given line, or an empty string if the line is
+    before the first place.
+    """
     index = bisect.bisect_right([place.line for place in places], line)
     return places[index - 1].name if index else ""
 
 
 def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the index and the path of each heading: ``(7, "Risks / Currency")``."""
+    """Yield the line index of each heading and its path through the outline of the document, such
+    as ``(7, "Risks / Currency")``.
+    """
     path: list[tuple[int, str]] = []
     fence = ""
     for index, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""Conversion of documents to text in a separate process that can be killed.
+"""Converts documents to text in a separate process, which can be killed if a document is harmful.
 
     convert_document("docx", "a Word document", file, loading)
         ──> idle process ── its converter ──> ConvertedDocument
@@ -6,8 +6,8 @@
 
 A document is untrusted, and its parser may hang, use all memory or crash. The process has no keys
 in its environment, cannot write files, and has limited memory. The time limit begins once the
-converter has been imported. Not here: the converters (``office_documents.py``, ``mail.py``,
-``pdf.py``), and how a document becomes part of a context (``documents.py``).
+converter has been imported. The converters are in ``office_documents.py``, ``mail.py`` and
+``pdf.py``; ``documents.py`` adds their result to a context.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONVERTERS = {
 
 
 class ConvertedDocument(msgspec.Struct, frozen=True):
-    """The text of a document."""
+    """A document that was converted to text, with its places and attachments."""
 
     text: str
     detail: str
@@ -65,7 +65,9 @@ Converter = Callable[[bytes], ConvertedDocument]
 
 
 class ConversionRequest(msgspec.Struct, frozen=True):
-    """A document to convert. Without a document, it asks the process to import the converter."""
+    """A request to convert a document. A request without a document makes the process import the
+    converter.
+    """
 
     kind: str
     max_bytes: int = 0
@@ -73,7 +75,7 @@ class ConversionRequest(msgspec.Struct, frozen=True):
 
 
 class ConversionAnswer(msgspec.Struct, frozen=True):
-    """The converted document, or why it cannot be read."""
+    """The result of a conversion: the converted document, or the reason why it cannot be read."""
 
     document: ConvertedDocument | None = None
     reason: str = ""
@@ -89,8 +91,9 @@ _processes = RequestProcessPool(
 def convert_document(
     kind: str, what: str, file: SourceFile, loading: SourceCollector
 ) -> ConvertedDocument:
-    """Return the text of a document. ``what`` describes the document in errors: ``a PDF``. Raises
-    UnreadableSource."""
+    """Convert a document to text in the separate process, and return the result. ``what`` describes
+    the document in errors, such as ``a PDF``. Raises UnreadableSource if that fails.
+    """
     try:
         with _processes.one() as process:
             ask(process, [encode(ConversionRequest(kind))], _START_S)
@@ -117,7 +120,7 @@ def convert_document(
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed."""
+    """Run in a child process: answer conversion requests from standard input until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,11 +1,11 @@
-"""Readers of documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes one text
-with the places of its pages, slides or headings.
+"""Reads documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes one text with
+the places of its pages, slides or headings.
 
     file ──convert_document──> text, places, attachments ──> SourceCollector
            (document_process.py)                └── each is read as a file of its kind
 
-Not here: the conversion itself (``pdf.py``, ``office_documents.py``, ``mail.py``), scans
-(``pdf_page_pictures.py``), workbooks (``table_files.py``) and notebooks (``notebook.py``).
+The conversion itself is done in ``pdf.py``, ``office_documents.py`` and ``mail.py``. Scans are read
+by ``pdf_page_pictures.py``, workbooks by ``table_files.py`` and notebooks by ``notebook.py``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _converted(kind: str, file: SourceFile, loading: SourceCollector) -> Convert
 
 
 def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceCollector) -> None:
-    """Add the text of a document to the load, and read its attachments."""
+    """Add the text of a converted document to the load, and read the document's attachments."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
     loading.spend(len(text), file.name)
@@ -91,7 +91,9 @@ def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_html(file: SourceFile, loading: SourceCollector) -> None:
-    """Read a page as Markdown, or as its markup if it cannot be converted."""
+    """Read an HTML page and add its text as Markdown, or its HTML source if it cannot be
+    converted.
+    """
     text, _ = decode(file.data)
     try:
         _read("html", file, loading)

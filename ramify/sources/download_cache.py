@@ -1,12 +1,14 @@
-"""The copies of remote files on this machine: which copies are kept, where, and for how long.
+"""A cache of remote files on this machine. This module decides which copies are kept, where, and
+for how long.
 
     ROOT/<hash of the URL>/entry.json    version (ETag), type and name of the newest copy
     ROOT/<hash of the URL>/<hash>.data   its bytes; an older copy may still be in use
 
-ROOT is ``$RAMIFY_HOME/downloads`` or the platform's folder for caches, and only its user may enter
+ROOT is ``$RAMIFY_HOME/downloads`` or the platform's folder for caches, and only its user may access
 it. A copy is used only after the server has confirmed its version. Copies without a version, and
-those that the server forbids to keep, are not used again. Copies that were not used for a day are
-removed, the oldest first, once all take more than 10 GB. URLs are not stored: they may have keys.
+those that the server forbids to keep, are not used again. Once all copies together take more than
+10 GB, those that were not used for a day are removed, the oldest first. URLs are not stored,
+because they may contain keys.
 """
 
 from __future__ import annotations
@@ -47,15 +49,18 @@ class _Entry(msgspec.Struct):
 
 
 class DownloadCache:
-    """The copies below one folder. Raises SourceError if the folder cannot be written."""
+    """The cached copies of remote files below one folder. Raises SourceError if the folder cannot
+    be written.
+    """
 
     def __init__(self, root: Path | None = None, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self._root = root if root is not None else _default_root()
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedCopy | None:
-        """Return the newest copy of ``url``. Returns None if there is none whose version the server
-        can confirm."""
+        """Return the newest copy of the file at ``url``, or None without a copy whose version the
+        server can confirm.
+        """
         folder = self._folder(url)
         try:
             entry = msgspec.json.decode((folder / "entry.json").read_bytes(), type=_Entry)
@@ -67,14 +72,17 @@ class DownloadCache:
         return CachedCopy(path, entry.num_bytes, entry.head)
 
     def use(self, url: str) -> None:
-        """Record that the copy of ``url`` is used now."""
+        """Record that the copy of the file at ``url`` has been used now, so that it is kept
+        longer.
+        """
         with contextlib.suppress(OSError):
             os.utime(self._folder(url) / "entry.json")
 
     @contextlib.contextmanager
     def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Create a file for the bytes of ``url``. It is removed if the block raises. After ``keep``
-        it is the copy of the URL."""
+        """Return a context manager that creates a file for the bytes of the URL. The file is
+        removed if an error is raised, and becomes the copy of the URL once ``keep`` is called.
+        """
         folder = self._folder(url)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,8 +120,9 @@ class DownloadCache:
         return copy
 
     def prune(self) -> None:
-        """If all copies together are too large, remove those that have not been used for the
-        longest time."""
+        """Remove the copies that have not been used for the longest time if all copies together are
+        too large.
+        """
         now = time.time()
         found = []
         with contextlib.suppress(OSError):
@@ -139,7 +148,7 @@ def _default_root() -> Path:
 
 
 def _used(folder: Path) -> float:
-    """Return when the copy in ``folder`` was last used, as Unix time."""
+    """Return the Unix time at which the copy in a folder was last used."""
     with contextlib.suppress(OSError):
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return 0.0

@@ -1,4 +1,4 @@
-"""Queries over tables in files, run by DuckDB in a separate process.
+"""Runs SQL queries over tables in files with DuckDB, in a separate process.
 
     TableQuestion(tables, query) ──> one DuckDB in memory per set of tables ──> rows
       csv, jsonl, parquet    a view over the file
@@ -7,11 +7,11 @@
       context                a table of a context, in the memory file of the host, without a copy
       sqlite, xlsx           copied when a query names them, by sqlite3 and openpyxl
 
-The text of a query is hostile. DuckDB may open only the files of the tables (``allowed_paths``),
-then access to others, extensions and settings are switched off and locked. A query is one SELECT in
-a read-only transaction. The process can write no file (``RLIMIT_FSIZE``), has a bounded memory, and
-knows no key, as it starts without the environment of the host. Not here: which files are tables,
-and whether one has changed (``tables.py``).
+The text of a query is untrusted. DuckDB may open only the files of the tables (``allowed_paths``);
+access to other files, extensions and settings is switched off and locked. A query is one SELECT in
+a read-only transaction. The process can write no file (``RLIMIT_FSIZE``) and has limited memory. It
+knows no keys, because it starts without the environment of the host. ``tables.py`` decides which
+files are tables and whether one has changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ NUM_SAMPLES = 3
 
 
 class TableQuestion(msgspec.Struct, frozen=True):
-    """A query over tables. Without a query, it asks for a description of the tables."""
+    """A query over tables, sent to the process that runs it. Without a query, it asks for a
+    description of the tables.
+    """
 
     tables: list[TableLocation]
     query: str = ""
@@ -70,8 +72,9 @@ def query_tables(
     params: Sequence[Any] | Mapping[str, Any] = (),
     limit_s: float = QUERY_S,
 ) -> list[tuple[Any, ...]]:
-    """Return the rows of one SELECT. Raises ValueError, PermissionError or TimeoutError that says
-    what is wrong with it."""
+    """Run one SELECT over tables and return its rows. Raises ValueError, PermissionError or
+    TimeoutError, whose message says what is wrong with the query.
+    """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     asked = TableQuestion(list(tables), query, given, limit_s)
     return [tuple(row) for row in _processes.ask(asked, limit_s)]
@@ -80,9 +83,10 @@ def query_tables(
 def describe_tables(
     tables: Sequence[TableLocation], limit_s: float, max_text_bytes: int = 0
 ) -> list[TableInfo]:
-    """Return the columns, number of rows and first rows of the tables of one file. If a file can
-    hold several tables and a source names no ``member``, all its tables are described. Raises
-    ValueError or TimeoutError with the reason if the file cannot be read."""
+    """Return a description of the tables of one file: their columns, number of rows and first rows.
+    If a file can hold several tables and a source names no ``member``, all its tables are
+    described. Raises ValueError or TimeoutError with the reason if the file cannot be read.
+    """
     asked = TableQuestion(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
@@ -91,7 +95,7 @@ def describe_tables(
 
 
 def serve() -> None:
-    """Answer questions from standard input until it is closed."""
+    """Run in a child process: answer queries from standard input until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -108,8 +112,9 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
-    """Answer a question. Errors have file names in place of the host's paths, because models read
-    them."""
+    """Answer a query. Errors contain the names of files instead of paths on the host, because
+    models read them.
+    """
     try:
         return _answer(asked, kept)
     except (ValueError, PermissionError, TimeoutError) as error:
@@ -219,8 +224,9 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _members(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return one source for each table of the file. A source that names its table, or whose
-        file is a single table, is returned as it is."""
+        """Return one entry for each table of a file. An entry that names its table, or whose file
+        is a single table, is returned unchanged.
+        """
         if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
             return [given]
         if given.kind == "duckdb":
@@ -250,7 +256,9 @@ class _Tables:
         ]
 
     def _scan(self, each: TableLocation) -> str:
-        """Return the SQL that reads a CSV or JSONL file with the types of its columns."""
+        """Return the SQL expression that reads a CSV or JSONL file with the types of its
+        columns.
+        """
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
             return self._scan_csv(each.path, whole)
@@ -407,8 +415,9 @@ class _Tables:
             self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
 
     def _copy(self, each: TableLocation) -> None:
-        """Copy a SQLite table or a sheet into DuckDB, unless an earlier copy is still up to
-        date."""
+        """Copy a SQLite table or a sheet of a workbook into DuckDB, unless an earlier copy is still
+        up to date.
+        """
         version = tuple(
             number
             for path in (each.path, f"{each.path}-wal")
@@ -502,8 +511,9 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 
 def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the kind and the name of each column of a SQLite table, and the rows in batches.
-    SQLite stores any kind of value in any column, so the kinds are found from the values."""
+    """Return the kinds and the names of the columns of a SQLite table, and its rows in batches.
+    SQLite stores any kind of value in any column, so the kinds are inferred from the values.
+    """
     database = _sqlite(each.path)
     table = _quoted(each.member)
     names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
@@ -541,7 +551,7 @@ def _workbook(path: str, *, with_formulas: bool = False) -> Any:
 
 
 def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a sheet that are not empty."""
+    """Yield the rows of a sheet of a workbook, without empty rows."""
     book = _workbook(each.path, with_formulas=with_formulas)
     try:
         sheet = book[each.member]
@@ -558,8 +568,9 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the kind and the name of each column of a sheet, and the rows in batches. The first
-    row holds the names if all its cells are text."""
+    """Return the kinds and the names of the columns of a sheet, and its rows in batches. If all
+    cells of the first row are text, they are the names of the columns.
+    """
     found: list[set[str]] = []
     head: tuple[Any, ...] = ()
     for number, row in enumerate(_sheet(each)):
@@ -596,8 +607,9 @@ _COUNTED_CELLS = 1_000_000
 
 
 def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
-    """Return a sheet as tab-separated lines, and a note on formulas that have no stored value.
-    Raises ValueError if the text is longer than ``max_bytes``."""
+    """Return the rows of a sheet as tab-separated lines, and a note if some formulas have no stored
+    value. Raises ValueError if the text is longer than ``max_bytes``.
+    """
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
         line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
@@ -632,7 +644,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _common(kinds: set[str]) -> str:
-    """Return the narrowest kind to which all values of a column can be converted."""
+    """Return the narrowest kind of column to which values of all these kinds can be converted."""
     if len(kinds) <= 1:
         return next(iter(kinds), "text")
     if kinds == {"integer", "real"}:
@@ -641,7 +653,7 @@ def _common(kinds: set[str]) -> str:
 
 
 def _arrow_type(kind: str) -> Any:
-    """Arrow's type for a kind of column."""
+    """Return the Arrow type for a kind of column."""
     import pyarrow
 
     return {
@@ -669,8 +681,9 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Number repeated column names, so that they differ even without regard to case, as DuckDB
-    requires."""
+    """Add numbers to repeated column names, so that all names differ even without regard to case,
+    as DuckDB requires.
+    """
     seen: set[str] = set()
     unique = []
     for name in names:
@@ -687,7 +700,9 @@ def _text(value: str | Path) -> str:
 
 
 def _columns(columns: Iterable[tuple[str, str]]) -> str:
-    """Write columns and their types as the SQL argument that DuckDB's readers take."""
+    """Return the columns and their types in the SQL syntax of an argument to DuckDB's file
+    readers.
+    """
     return "{" + ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind in columns) + "}"
 
 

@@ -1,4 +1,5 @@
-"""The process that fetches remote files, and the object through which the host uses it.
+"""Fetches remote files in a separate process. This module contains both that process and the object
+through which the host uses it.
 
     FetchProcess                                the process
     list_files("s3://bucket/logs/")         ──> [ListedFile, …]
@@ -6,10 +7,10 @@
     read(url)  read(url)  …                 ──> the next bytes, and b"" at the end
     close_file(url)
 
-Each answer has a time limit. If a client hangs, its process is killed, and the next request starts
-another. A hostile server can attack only this process. It has the environment of the host, since
-the clients of buckets take their credentials from it. It writes no files. Not here: limits in bytes
-and the cache (``remote_files.py``).
+Each answer has a time limit. If a client library hangs, its process is killed, and the next request
+starts another. A hostile server can attack only this process. The process has the environment of
+the host, since the clients of buckets take their credentials from it, and it writes no files.
+Limits on bytes and the cache are in ``remote_files.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _READ_S = 5.0
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
-    """A request to the process that fetches."""
+    """A request to the process that fetches remote files."""
 
     what: str
     """``list``, ``open``, ``read`` or ``close``."""
@@ -56,7 +57,7 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class FetchAnswer(msgspec.Struct, frozen=True):
-    """The answer to a request. If it is an error, ``reason`` is not empty."""
+    """The answer to a request to fetch. If the request failed, ``reason`` is not empty."""
 
     files: list[ListedFile] = []
     head: RemoteHead | None = None
@@ -66,8 +67,9 @@ class FetchAnswer(msgspec.Struct, frozen=True):
 
 
 class FetchProcess:
-    """The host's side of the process that fetches. The process starts with the first request and is
-    killed at the end. Every method raises UnreadableSource."""
+    """The process that fetches remote files, as the host sees it. The process is started by the
+    first request and killed at the end. Every method raises UnreadableSource if its request fails.
+    """
 
     def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
         self._allow_private = allow_private
@@ -86,14 +88,15 @@ class FetchProcess:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
     def open_file(self, url: str, version: str = "") -> RemoteHead:
-        """Open a file and return its head. ``version`` is the version of an earlier copy, or
-        empty."""
+        """Open a remote file and return a description of it. ``version`` is the version of a copy
+        that is already on this machine, or empty.
+        """
         head = self._ask("open", url, version).head
         assert head is not None
         return head
 
     def read(self, url: str) -> bytes:
-        """Return the next bytes of an opened file, or b"" at its end."""
+        """Return the next bytes of an opened remote file, or b"" at its end."""
         return self._ask("read", url).data
 
     def close_file(self, url: str) -> None:
@@ -140,7 +143,7 @@ class FetchProcess:
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed."""
+    """Run in a child process: answer requests to fetch from standard input until it is closed."""
     with asyncio.Runner() as runner:
         opened = _OpenFiles(runner)
         answer_requests(
@@ -167,7 +170,9 @@ def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
 
 
 class _OpenFiles:
-    """The files that the process has open, by URL. A client is imported when it is first used."""
+    """The remote files that the process has open, by URL. A client library is imported when it is
+    first used.
+    """
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -204,8 +209,9 @@ class _OpenFiles:
 
 
 async def _block(download: OpenDownload) -> bytes:
-    """Return about a megabyte, or the bytes that arrive within a few seconds. Before the end of the
-    file this is at least one byte."""
+    """Return about a megabyte of a download, or less if only that arrives within a few seconds. At
+    least one byte is returned before the end of the file.
+    """
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_S):

@@ -1,11 +1,12 @@
-"""Detection of a file's kind, by its first bytes and then by its name; the reader of each kind; and
-the decoding of bytes to text, with a one-line description of tables and records.
+"""Detects the kind of a file by its first bytes and its name, and selects the reader for that kind.
+The module also decodes bytes to text and describes tables and records in one line.
 
-A reader is a function ``(file, loading) -> None``, whose module is imported on first use.
+A reader is a function with the parameters ``(file, loading)`` that returns nothing. Its module is
+imported on first use.
 
-Encodings: UTF-8, UTF-16 and UTF-32 by their byte order mark, otherwise UTF-8, otherwise
-Windows-1252 (stated in the detail). A file with a NUL byte near its start, or with many control
-characters, is binary. Line endings are preserved.
+A text is decoded as UTF-8, UTF-16 or UTF-32 if it has a byte order mark, otherwise as UTF-8 and, if
+that fails, as Windows-1252, which is stated in the file's description. A file with a NUL byte near
+its start, or with many control characters, is binary. Line endings are preserved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HEAD_BYTES = 8192
 
 
 class SourceFile(msgspec.Struct):
-    """Bytes of one file from any source."""
+    """The bytes of one file, wherever it came from, with its name."""
 
     name: str
     data: bytes
@@ -130,7 +131,9 @@ BINARY_SUFFIXES = frozenset(
 
 
 def read_file(file: SourceFile, loading: SourceCollector) -> None:
-    """Read ``file`` according to its kind. Raises UnreadableSource for an unsupported kind."""
+    """Read a file with the reader for its kind, and add the result to the load. Raises
+    UnreadableSource if the kind is not supported.
+    """
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
@@ -145,7 +148,9 @@ def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
 
 
 def kind_of(name: str, head: bytes) -> str:
-    """Return the kind of a file: ``("a.csv.gz", b"\\x1f\\x8b…")`` -> ``"packed"``."""
+    """Return the kind of a file, given its name and first bytes. For example, the kind of
+    ``a.csv.gz`` is ``"packed"`` if it begins with the bytes of a gzip file.
+    """
     if head[8:12] == b"DUCK":
         return "duckdb"
     stem, _, suffix = name.lower().rpartition("/")[2].rpartition(".")
@@ -186,8 +191,9 @@ def kind_of(name: str, head: bytes) -> str:
 def read_regular(
     path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW
 ) -> bytes:
-    """Return the bytes of a regular file. For a database, return only its first bytes, because it
-    is queried and not loaded."""
+    """Return the bytes of a regular file on disk. If the file is a database, only its first bytes
+    are returned, because it is queried and not loaded.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         status = os.fstat(fd)
@@ -232,20 +238,24 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def mark_of(head: bytes) -> str:
-    """Return the encoding that a byte order mark names; empty if there is none."""
+    """Return the encoding that the byte order mark at the start of a file stands for, or an empty
+    string if the file has none.
+    """
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "")
 
 
 def is_binary(head: bytes) -> bool:
-    """Return True if the first bytes of a file are not those of a text in a single-byte encoding or
-    in UTF-8."""
+    """Return True if the first bytes of a file cannot be text in UTF-8 or a single-byte
+    encoding.
+    """
     num_controls = len(head) - len(head.translate(None, _CONTROLS))
     return b"\0" in head or num_controls > _MAX_CONTROLS * len(head)
 
 
 def decode(data: bytes) -> tuple[str, str]:
-    """Return the text, and a note if its encoding is not UTF-8. Raises UnreadableSource for binary
-    data."""
+    """Decode the bytes of a file, and return the text with a note if its encoding is not UTF-8.
+    Raises UnreadableSource for binary data.
+    """
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             try:
@@ -263,8 +273,9 @@ def decode(data: bytes) -> tuple[str, str]:
 
 
 def describe(name: str, text: str) -> tuple[str, str]:
-    """Return kind and detail: ``("csv", "CSV: 3 columns a, b, c; 1,200 rows")``, ``("text",
-    "")``."""
+    """Return the kind of a text and a one-line description, such as ``"csv"`` and ``"CSV: 3 columns
+    a, b, c; 1,200 rows"``. A plain text has the kind ``"text"`` and no description.
+    """
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
         return "csv", _csv(text, "\t" if suffix != "csv" else None)
@@ -323,14 +334,14 @@ def _json(text: str) -> str:
 
 
 def _count_lines(text: str) -> int:
-    """Lines that are not empty."""
+    """Return the number of lines that are not empty."""
     if "\n\n" in text or "\r" in text or text[:1] == "\n":
         return sum(1 for line in text.split("\n") if line.strip())
     return text.count("\n") + (not text.endswith("\n") and text != "")
 
 
 def _names(names: list[str], what: str) -> str:
-    """Format a count and names: ``3 columns a, b, c``."""
+    """Return a count followed by names, such as ``3 columns a, b, c``."""
     shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
         " …" if len(names) > _MAX_NAMES else ""
     )

@@ -1,12 +1,12 @@
-"""All readable files below a folder.
+"""Reads all readable files in a folder and its subfolders.
 
-Skipped and reported: files that ``.gitignore`` excludes, hidden files (they usually hold settings
-and keys; name one to load it), and links to files that are in the folder anyway. Links that lead
-out of the folder are refused.
+Some files are skipped and reported: files that ``.gitignore`` excludes, hidden files (they usually
+hold settings and keys; name one to load it), and links to files that are in the folder anyway.
+Links that lead out of the folder are refused.
 
-``.gitignore`` counts with git's rules: nested files count, and the nearest one decides. Those of
-the repository around the folder and its ``.git/info/exclude`` also apply; the user's global ignore
-file does not.
+``.gitignore`` files are applied by git's rules: subfolders may have their own, and the nearest one
+decides. Those of the repository around the folder and its ``.git/info/exclude`` also apply; the
+user's global ignore file does not.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
 def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
-    """Load the files below ``folder``. Their names begin with ``prefix``, which is empty or ends
-    with a slash."""
+    """Load all files below a folder. Their names in the context begin with ``prefix``, which is
+    empty or ends with a slash.
+    """
     _Walk(folder, prefix, loading).run()
 
 
 class _Walk:
-    """State of one traversal of a folder."""
+    """The state of one traversal of a folder."""
 
     def __init__(self, folder: Path, prefix: str, loading: SourceCollector) -> None:
         self._root = folder.resolve()
@@ -66,8 +67,9 @@ class _Walk:
                 self._file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files of the folder ``below`` (``""`` or ``"a/b/"``) and return its
-        subfolders."""
+        """Load the files directly in one folder and return its subfolders. ``below`` is its path
+        from the top of the traversal: empty, or like ``"a/b/"``.
+        """
         try:
             entries = sorted(os.scandir(self._root / below), key=lambda entry: entry.name)
         except OSError as error:
@@ -96,7 +98,7 @@ class _Walk:
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
-        """Return the reason to skip ``entry``, or None."""
+        """Return the reason why a file or folder is skipped, or None if it is read."""
         if entry.name.startswith("."):
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
@@ -152,7 +154,7 @@ class _Walk:
 
 
 class IgnoreFile(msgspec.Struct, frozen=True):
-    """Patterns of one ``.gitignore`` file."""
+    """The patterns of one ``.gitignore`` file."""
 
     spec: GitIgnoreSpec
     base: str
@@ -164,8 +166,9 @@ Layers = tuple[IgnoreFile, ...]
 
 
 def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
-    """Return the ignore files above ``folder`` in its repository, outermost first, and the path
-    from the top of the repository to ``folder`` (``"src/"``)."""
+    """Return the ignore files that apply to a folder because of the repository around it, outermost
+    first, and the path from the top of the repository to the folder, such as ``"src/"``.
+    """
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
     )
@@ -181,7 +184,7 @@ def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
 
 
 def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
-    """Append the ignore file at ``path`` to ``layers``, if it exists."""
+    """Return the list of ignore files with the one at ``path`` added, if that file exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -196,8 +199,9 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> L
 
 
 def is_ignored(path: str, layers: Layers) -> bool:
-    """Return True if ``path``, relative to the top, is excluded. A folder's path ends with a
-    slash."""
+    """Return True if a path is excluded by the ignore files. The path is relative to the top folder
+    and ends with a slash if it is a folder itself.
+    """
     for layer in reversed(layers):
         included = layer.spec.check_file(path[len(layer.base) :]).include
         if included is not None:

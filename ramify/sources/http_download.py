@@ -3,14 +3,13 @@
     open_download(pool, url, …) ── GET ──> redirects, each checked ──> status and size
                                                                        └── read() … read() ── b""
 
-Decides which addresses may be connected to. A host name is resolved once, its private, loopback,
-link-local and other special addresses are dropped, and one of the others is connected to. So
+This module decides which addresses may be connected to. A host name is resolved once, its private,
+loopback, link-local and other special addresses are dropped, and one of the others is used. So
 neither a redirect nor a name whose addresses change can reach a private server, unless
-``allow_private`` is set. A proxy resolves names itself; then only addresses that are written in a
-URL are checked.
-A redirect to another scheme is refused, except from http to https. A login is sent to its own
-server only. Nothing is unpacked, run or interpreted. Not here: where the bytes go, their limit and
-the time limit (``remote_files.py``).
+``allow_private`` is set. A proxy resolves names itself, so in that case only addresses that are
+written in a URL are checked. A redirect to another scheme is refused, except from http to https. A
+login is sent to its own server only. Nothing is unpacked, run or interpreted. Size and time limits,
+and where the bytes are stored, are decided in ``remote_files.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allo
 
 
 class PrivateAddress(UnreadableSource):
-    """Raised instead of connecting to a host whose addresses are all private or reserved."""
+    """Raised instead of connecting to a host if all its addresses are private or reserved."""
 
     def __init__(self, host: str, address: str) -> None:
         place = "" if host == address else f"{host}, which is "
@@ -51,7 +50,8 @@ class PrivateAddress(UnreadableSource):
 
 def is_public(address: str) -> bool:
     """Return True if an IP address is public, that is, reachable on the Internet. An IPv6 address
-    that stands for an IPv4 address is judged by that IPv4 address."""
+    that stands for an IPv4 address is judged as that IPv4 address.
+    """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -73,7 +73,9 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return the public addresses among ``addresses``. Raises PrivateAddress if there is none."""
+    """Return the public addresses among those of a host. Raises PrivateAddress if there are
+    none.
+    """
     chosen = [each for each in addresses if is_public(each)]
     if not chosen:
         raise PrivateAddress(host, addresses[0])
@@ -89,14 +91,18 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
 
 
 class OpenDownload:
-    """A response whose head has been read. ``head`` describes the file."""
+    """A download whose headers have been received, so that its contents can be read. ``head``
+    describes the file.
+    """
 
     def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
         self._exchange = exchange
         self.head = head
 
     async def read(self) -> bytes:
-        """Return the next bytes, or b"" at the end. Raises UnreadableSource."""
+        """Return the next bytes of the file, or b"" at its end. Raises UnreadableSource if the
+        download fails.
+        """
         try:
             return await self._exchange.receive()
         except ModelError as error:
@@ -110,9 +116,11 @@ class OpenDownload:
 async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> OpenDownload:
-    """Request ``url``, follow its redirects, and return the response once its head has arrived.
-    ``version`` is the version of an earlier copy, or empty. A server that is busy is asked again
-    after a moment. Raises UnreadableSource."""
+    """Request a URL, follow its redirects, and return the response once its headers have arrived.
+    ``version`` is the version of a copy that is already on this machine, or empty. If the server is
+    busy, the request is repeated after a moment. Raises UnreadableSource if the file cannot be
+    downloaded.
+    """
     for attempt in range(1, TRIES):
         try:
             return await _followed(pool, url, version, allow_private)
@@ -184,7 +192,9 @@ async def _entered(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a name that a proxy would resolve certainly belongs to a private network."""
+    """Return True if a host name certainly belongs to a private network. This is used for names
+    that a proxy would resolve.
+    """
     if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
         return True
     try:
@@ -195,13 +205,17 @@ def _is_inside(host: str) -> bool:
 
 
 def _why(error: ModelError, url: str) -> str:
-    """Return the text of an error without the URL, which the sentence around it already names."""
+    """Return the message of an error without the URL, because the sentence around the message
+    already names it.
+    """
     host = urlsplit(url).hostname or ""
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
 
 def _redirected(url: str, location: str) -> str:
-    """Return the URL to which ``location`` leads. Raises UnreadableSource."""
+    """Return the URL to which a redirect leads. ``location`` is the header of the response. Raises
+    UnreadableSource if the redirect is refused.
+    """
     try:
         to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
         to = _without_login(urlunsplit(urlsplit(to)._replace(fragment="")))
@@ -246,7 +260,7 @@ def _head(exchange: HttpExchange, url: str) -> RemoteHead:
 
 
 def _named(disposition: str) -> str:
-    """Return the file name in a Content-Disposition header."""
+    """Return the file name that a Content-Disposition header contains."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
     try:
@@ -270,7 +284,9 @@ def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
 
 
 class _ServerBusy(UnreadableSource):
-    """A server cannot answer now. ``wait_s``: seconds that it asks for, if it says so."""
+    """Raised if a server cannot answer now. ``wait_s`` is the number of seconds that the server
+    asks to wait, if it does.
+    """
 
     def __init__(self, reason: str, remedy: str, wait_s: float | None) -> None:
         super().__init__(reason, remedy)

@@ -1,12 +1,12 @@
-"""Loading of a context from files, folders, globs, ``-`` (standard input), databases, archives,
-PDFs, and URLs.
+"""Loads a context from files, folders, glob patterns, ``-`` (standard input), databases, archives,
+PDFs and URLs.
 
     one file or standard input   the text itself
     several, a folder, a zip …   a dict from name to text, sorted by name
 
-A path that does not exist is a SourceError with a remedy, before anything is read. A source that
-cannot be read is a ``SourceProblem`` beside others, and a SourceError if it is the only one. Not
-here: the kinds of files and their readers (see ``file_kinds.py``).
+A path that does not exist raises SourceError with advice, before anything is read. A source that
+cannot be read becomes a ``SourceProblem`` if there are others, and raises SourceError if it is the
+only one. The kinds of files and their readers are defined in ``file_kinds.py``.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ def load(
     mapped_bytes: int = MAPPED_BYTES,
     allow_private: bool = False,
 ) -> LoadedContext:
-    """Read everything that ``paths`` name, at most ``max_bytes`` (default: 1 GiB in memory, and any
-    number in texts that stay in their files). Above ``mapped_bytes`` in all, texts stay in their
-    files: they are ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in
-    seconds. If ``strict``, one of several files that cannot be read is an error, too.
-    ``allow_private`` lets web addresses lead to private ones, such as those of this machine.
-    Raises SourceError with a remedy."""
+    """Load all sources that ``paths`` name and return them as a context. At most ``max_bytes`` are
+    read (default: 1 GiB in memory, and any number in texts that stay in their files). If the texts
+    are larger than ``mapped_bytes`` together, they stay in their files, as ``MappedText``.
+    ``max_file_s`` is the time limit for parsing one document, in seconds. If ``strict``, one of
+    several files that cannot be read is an error, too. ``allow_private`` lets web addresses lead to
+    private ones, such as those of this machine. Raises SourceError with advice.
+    """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
@@ -116,15 +117,17 @@ def load(
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of a source in the form in which a run may record it: a URL loses its
-    password, login and keys."""
+    """Return the name of a source in a form that may be recorded in a run: the password, login and
+    keys are removed from a URL.
+    """
     return recorded_url(name) if is_remote(name) else without_password(name)
 
 
 def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tools of a recorded run's sources again. ``sources`` is what
-    ``LoadedContext.recorded_sources`` returned for that run. Raises SourceError if a source no
-    longer exists."""
+    """Load the tools again that the sources of a recorded run provided, such as ``sql``.
+    ``sources`` is what ``LoadedContext.recorded_sources`` returned for that run. Raises SourceError
+    if a source no longer exists.
+    """
     names, paths = sources.get("tools"), sources.get("paths", [])
     if not names:
         return {}
@@ -144,7 +147,7 @@ def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
 def _read_remote(
     urls: list[str], is_alone: bool, allow_private: bool, loading: SourceCollector
 ) -> bool:
-    """Fetch and read files by URL. Return whether they are a single file."""
+    """Fetch files by URL and read them. Returns True if they are a single file."""
     from ramify.sources.remote_files import fetch_files
 
     files = fetch_files(urls, loading, is_alone=is_alone, allow_private=allow_private)
@@ -155,8 +158,9 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that ``name`` stands for: several, if it is a glob that the shell did not
-    expand. Raises SourceError if there is none."""
+    """Return the paths that a name stands for. There are several if the name is a glob pattern that
+    the shell did not expand. Raises SourceError if there is none.
+    """
     if name == _STDIN:
         return [name]
     if not name.strip():
@@ -230,7 +234,9 @@ def _read_path(
     loading: SourceCollector,
     shown: str = "",
 ) -> None:
-    """Read one path. ``shown`` is its name in error messages, if that differs from the path."""
+    """Read one path and add the result to the load. ``shown`` is the name to use in error messages,
+    if that differs from the path.
+    """
     shown = shown or ("standard input" if path == _STDIN else path)
     try:
         if path == _STDIN:
@@ -282,7 +288,7 @@ def _read_one(path: str, label: str, loading: SourceCollector) -> None:
 
 
 def _read_pipe(path: str, loading: SourceCollector) -> bytes:
-    """Read a named pipe, such as <(zcat log.gz), to its end."""
+    """Read a named pipe, such as the shell's <(zcat log.gz), to its end."""
     # A blocking open would wait for a writer indefinitely.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as stream:
@@ -293,10 +299,11 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """Return the first block of a non-blocking pipe; empty if its writer has not written yet or has
-    finished.
+    """Return the first bytes of a non-blocking pipe. They are empty if the program that writes to
+    it has finished or has not written yet.
 
-    Raises UnreadableSource if no program writes to it within ``WRITER_S``."""
+    Raises UnreadableSource if no program writes to it within ``WRITER_S``.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     until = time.monotonic() + WRITER_S
@@ -348,8 +355,9 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 
 def _single_database(loading: SourceCollector) -> str | None:
-    """Return the name of the only database, if no table comes from anywhere else. Queries then use
-    its own dialect, since there is nothing to join it with."""
+    """Return the name of the only database if no table comes from anywhere else, otherwise None.
+    Queries then use the dialect of that database, since there is nothing to join it with.
+    """
     databases = [*loading.databases, *loading.servers]
     is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)
     return databases[0] if is_single else None

@@ -1,9 +1,8 @@
-"""Converters of e-mail. The standard library reads eml and mbox, and python-oxmsg reads msg
-(Outlook). They run in the process of ``document_process.py``.
+"""Converts e-mail to text. Files in the formats eml and mbox are read by the standard library, and
+msg (Outlook) by python-oxmsg, in the process of ``document_process.py``.
 
 A message becomes its headers and its plain text, or its HTML as Markdown if it has no plain text.
-An attachment becomes a member, which is read as a file of its kind. Not here: which attachments are
-read (see ``documents.py``).
+An attachment is read as a file of its kind; ``documents.py`` decides which attachments are read.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def convert_msg(data: bytes) -> ConvertedDocument:
 
 
 def _message(data: bytes) -> tuple[str, str, Attachments]:
-    """Return the text, subject and attachments of a message."""
+    """Return the text, the subject and the attachments of an e-mail message."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     headers = {name: _header(message, name) for name in _HEADERS}
@@ -123,8 +122,9 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Return the value of a header, with all white space as single spaces. The parser raises for
-    some damaged headers; their raw value is returned."""
+    """Return the value of an e-mail header, with each run of white space replaced by one space. If
+    the parser fails on a damaged header, its raw value is returned.
+    """
     try:
         value = message.get(name, "")
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -1,13 +1,13 @@
-"""Decides which texts stay in their files, and adds them to a context.
+"""Decides which texts are too large for memory and stay in their files, and adds them to a context.
 
     file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
     smaller, or of another kind ───────────> its reader (file_kinds.py)
 
-A file is large from ``mapped_bytes`` on. Once the texts in memory reach that size together, each
-further file that is not tiny counts as large, so that the memory of a folder is bounded, too. A
-UTF-16 text is never large, since it has to be decoded. Not here: what such a text can do (see
-``sandbox/guest/mapped_text.py``), and whether its file has changed (see
-``sandbox/file_reference.py``).
+A file is large if its size is at least ``mapped_bytes``. Once the texts in memory reach that size
+together, each further file that is not tiny counts as large, so that the memory of a folder is
+limited, too. A UTF-16 text is never large, since it has to be decoded.
+``sandbox/guest/mapped_text.py`` defines what such a text can do, and ``sandbox/file_reference.py``
+checks whether its file has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _HEAD_CHARS = 100_000
 
 def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW) -> bool:
     """Add the text of a large file to the load without reading it into memory. Returns False if the
-    file has to be read otherwise. Raises UnreadableSource for a kind that cannot be read."""
+    file has to be read in the ordinary way. Raises UnreadableSource if its kind cannot be read.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except OSError:
@@ -57,7 +58,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
 
 
 def is_large(num_bytes: int, loading: SourceCollector) -> bool:
-    """Return True if a file of this size stays on disk."""
+    """Return True if a text file of this size stays in its file instead of memory."""
     if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
         return False
     limit = loading.mapped_bytes
@@ -67,8 +68,9 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the kind and the description of a large text in its file. The number of rows is
-    estimated from the number of lines, because the text is not parsed."""
+    """Return the kind and the description of a large text that stays in its file. The number of
+    rows is estimated from the number of lines, because the text is not parsed.
+    """
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":
@@ -85,7 +87,9 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
 
 
 def _as_table(name: str, kind: str, path: Path, loading: SourceCollector) -> str:
-    """Let ``sql`` query a CSV or JSONL file. Returns a note if that is not possible."""
+    """Make a CSV or JSONL file available to ``sql``. Returns a note for the user if that is not
+    possible.
+    """
     if kind not in ("csv", "jsonl"):
         return ""
     from ramify.sources.tables import describe_file, has_duckdb

@@ -28,7 +28,7 @@ class IpynbCell(msgspec.Struct):
 
 
 class IpynbNotebook(msgspec.Struct):
-    """The fields of a notebook that are read. Other fields are ignored."""
+    """The parts of a Jupyter notebook that are read. Other fields of the file are ignored."""
 
     cells: list[IpynbCell]
     metadata: dict[str, Any] = {}

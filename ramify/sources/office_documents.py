@@ -1,4 +1,4 @@
-"""Converters of office documents, books and pages to Markdown. They run in the process of
+"""Converts office documents, books and web pages to Markdown, in the process of
 ``document_process.py``.
 
     docx   mammoth to HTML, then as HTML       places: headings
@@ -40,11 +40,13 @@ _OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition
 
 @functools.cache
 def _markitdown() -> Any:
-    """Return ``markitdown.converters``.
+    """Import and return the module ``markitdown.converters`` without the costly imports of its
+    package.
 
-    markitdown imports the libraries of all its formats, which takes a second of a processor in
-    each process. Its package is therefore entered without its own imports (onnxruntime), and those
-    optional libraries are reported to it as not installed."""
+    On import, markitdown loads the libraries of all its formats (such as onnxruntime), which takes
+    a second of CPU time in each process. Its package is therefore entered without running its own
+    imports, and those optional libraries are reported to it as not installed.
+    """
     spec = importlib.util.find_spec("markitdown")
     assert spec is not None
     sys.modules.setdefault("markitdown", importlib.util.module_from_spec(spec))
@@ -72,8 +74,9 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers, which mammoth does not convert. A text that several sections
-    repeat is returned once."""
+    """Return the headers and footers of a docx file, which mammoth does not convert. A text that
+    several sections repeat is returned once.
+    """
     from defusedxml import ElementTree
 
     lines: dict[str, None] = {}
@@ -157,12 +160,14 @@ def convert_html(data: bytes) -> ConvertedDocument:
 
 
 def html_to_markdown(html: str) -> str:
-    """Return the HTML part of a message as Markdown."""
+    """Convert the HTML part of an e-mail message to Markdown."""
     return _markdown(html.encode("utf-8", "replace"), "utf-8")[0]
 
 
 def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
-    """Return text and title of a page. Its encoding is the stated one, or UTF-8 if it is valid."""
+    """Convert an HTML page to Markdown, and return the text and the title. The encoding is the
+    stated one, or UTF-8 if the page is valid UTF-8.
+    """
     from bs4 import BeautifulSoup
 
     if encoding is None:
@@ -182,8 +187,9 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
 
 
 def _locked(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
-    """Return the names of the encrypted parts of a book. Encrypted fonts are common and
-    harmless."""
+    """Return the names of the encrypted parts of an EPUB book, without fonts, whose encryption is
+    common and harmless.
+    """
     if "META-INF/encryption.xml" not in names:
         return set()
     listed = tree.fromstring(book.read("META-INF/encryption.xml"))
@@ -200,7 +206,7 @@ def _document(parts: list[DocumentPart], detail: str) -> ConvertedDocument:
 
 
 def _tag(element: Any) -> str:
-    """Return the name of an element without its namespace."""
+    """Return the name of an XML element without its namespace."""
     return str(element.tag).rpartition("}")[2]
 
 

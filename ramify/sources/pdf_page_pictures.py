@@ -1,13 +1,13 @@
-"""Pages of PDFs as pictures. The host renders them on demand, with pypdfium2 and Pillow (extra
-``inputs``).
+"""Shows pages of PDFs as pictures to a model. The host renders a page when a session asks for it,
+with pypdfium2 and Pillow (extra ``inputs``).
 
     page_picture(3)                  the third page of the only PDF, as a session asks for it
     page_picture(3, "report.pdf")    of one of several
 
 If the user named a short scan, which has no text, the context gets pictures of its pages, so that
 one direct call can answer a question about it. For a longer scan, or one in a folder, the context
-gets a text that says how to look at its pages. Not here: the text of PDFs (see ``pdf.py``), and the
-process that renders (see ``picture_process.py``).
+gets a text that says how to look at its pages. The text of PDFs is extracted by ``pdf.py``, and
+rendering is done by ``picture_process.py``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class RenderablePdf(msgspec.Struct, frozen=True):
 
 
 class PdfPagePictures:
-    """The PDFs of a context. A session can look at pictures of their pages."""
+    """The PDFs of a context, whose pages a session can look at as pictures."""
 
     def __init__(self, files: Mapping[str, RenderablePdf], limit_s: float) -> None:
-        """``limit_s`` is the time limit for one page."""
+        """Create the pictures of a context's PDFs, which are ``files`` by name. ``limit_s`` is the
+        time limit for rendering one page, in seconds.
+        """
         self._files = files
         self._limit_s = limit_s
 
@@ -87,7 +89,7 @@ class PdfPagePictures:
 
 
 def can_render() -> bool:
-    """Return True if this installation can render pages."""
+    """Return True if the libraries that render pages of PDFs are installed."""
     return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
 
 
@@ -100,7 +102,9 @@ def keep(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
-    """Load a PDF that has no text. Raises UnreadableSource if its pages cannot be rendered here."""
+    """Load a scan, that is, a PDF that has no text. Raises UnreadableSource if its pages cannot be
+    rendered on this machine.
+    """
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(
             "is a PDF without text, perhaps a scan",

@@ -1,10 +1,11 @@
-"""Decodes pictures and renders PDF pages in a process that can be killed.
+"""Decodes pictures and renders PDF pages in a separate process, which can be killed if a file is
+harmful.
 
 An untrusted picture may claim a size of gigabytes, or make a decoder hang. The process has limits
 on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
-limit. Pillow decodes pictures, and pypdfium2 renders pages (both in the extra ``inputs``); neither
-is imported in this process. Not here: which pictures need this (``pictures.py``,
-``pdf_page_pictures.py``).
+limit. Pillow decodes pictures, and pypdfium2 renders pages (both in the extra ``inputs``); the host
+process imports neither of them. Which pictures need this is decided in ``pictures.py`` and
+``pdf_page_pictures.py``.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ _START_S = 20.0
 
 
 class PictureFailed(Exception):
-    """A picture could not be scaled down, or a page not rendered. The text says why, as the end of
-    a sentence."""
+    """Raised if a picture could not be scaled down or a page not be rendered. The message gives the
+    reason as the end of a sentence.
+    """
 
 
 class ImageDownscaleRequest(msgspec.Struct, frozen=True, tag=True):
-    """A picture to scale down."""
+    """A request to scale a picture down."""
 
     max_side: int
     max_bytes: int
 
 
 class PdfPageRenderRequest(msgspec.Struct, frozen=True, tag=True):
-    """A page of a PDF to render as a picture."""
+    """A request to render a page of a PDF as a picture."""
 
     page: int
     """Number of the page; the first is 1."""
@@ -61,13 +63,17 @@ _processes = RequestProcessPool(
 
 
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
-    """Scale a picture down to at most ``max_side`` pixels on each side and ``max_bytes``. The
-    result is a PNG file, or a JPEG file if that is smaller. Raises PictureFailed."""
+    """Scale a picture down to at most ``max_side`` pixels on each side and ``max_bytes`` bytes. The
+    result is a PNG file, or a JPEG file if that is smaller. Raises PictureFailed if the picture
+    cannot be decoded.
+    """
     return _asked(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
-    """Render one page of a PDF as a picture of ``width`` pixels. Raises PictureFailed."""
+    """Render one page of a PDF as a picture that is ``width`` pixels wide. Raises PictureFailed if
+    that fails.
+    """
     return _asked(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
 
@@ -90,7 +96,9 @@ def _asked(
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed."""
+    """Run in a child process: answer requests for pictures from standard input until it is
+    closed.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer_requests(_answer)
 

@@ -1,11 +1,11 @@
-"""Reader of pictures: each PNG, JPEG or WebP file becomes a dict in the context that stands for it.
+"""Reads pictures: in the context, each PNG, JPEG or WebP file is represented by a dict.
 
     chart.png  ->  {"picture": sha256, "name": "chart.png", "kind": "png", "width": 640, …}
 
-Only the header is read. A picture that is larger than models accept is scaled down by Pillow (extra
-``inputs``), in a process with limits on memory and time; without Pillow it is refused with an error
-that gives its size. Pictures in a folder are left out if the folder also has texts, since most
-of them would be icons. Not here: pages of PDFs (see ``pdf_page_pictures.py``).
+Only the header of the file is read. A picture that is larger than models accept is scaled down by
+Pillow (extra ``inputs``), in a process with limits on memory and time; without Pillow it is refused
+with an error that gives its size. Pictures in a folder are left out if the folder also has texts,
+since most of them would be icons. Pages of PDFs are handled by ``pdf_page_pictures.py``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
-    """Scale the picture in ``file`` down. If that fails, raises UnreadableSource with ``why``, the
-    reason why the picture cannot be sent unchanged."""
+    """Scale down the picture in a file, and return it with its bytes. Raises UnreadableSource if
+    that fails; its message contains ``why``, the reason why the picture cannot be sent unchanged.
+    """
     size, num_bytes = size_of(file.data), len(file.data)
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
         raise UnreadableSource(

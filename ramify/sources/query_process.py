@@ -1,11 +1,11 @@
-"""Queries in processes that can be killed: the pool, and the answer of such a process.
+"""A pool of processes that run queries and can be killed, and the answers of these processes.
 
     QueryProcesses("module:serve").ask(request, limit_s)
         ──> idle process ── ProcessValueOrError ──> its value or an error
         └── no reply within the limit: it is killed, and the next query starts another
 
-Processes are started on demand, one for each concurrent query, and end with the host process. Not
-here: what a query may do (``sqlite_query.py``, ``duckdb_process.py``, ``database_servers.py``).
+Processes are started on demand, one for each concurrent query, and end with the host process. What
+a query may do is decided in ``sqlite_query.py``, ``duckdb_process.py`` and ``database_servers.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, Timeout
 
 
 class ProcessValueOrError(msgspec.Struct, frozen=True):
-    """A value, or an error."""
+    """The answer of a process: the value that the query returned, or an error."""
 
     value: Any = None
     kind: str = ""
@@ -41,8 +41,10 @@ class ProcessValueOrError(msgspec.Struct, frozen=True):
 
 
 class QueryProcesses:
-    """Pool of processes that run the function ``serve``, given as ``module:name``. With
-    ``is_bare``, they inherit only the search paths from the environment, and so no key."""
+    """A pool of processes that run a given function ``serve``, named as ``module:name``. With
+    ``is_bare``, the processes inherit only the search paths from the environment, so they get no
+    keys.
+    """
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
         self._processes = RequestProcessPool(
@@ -50,9 +52,10 @@ class QueryProcesses:
         )
 
     def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
-        """Return the value of the answer. The first bytes of the reply arrive within ``limit_s +
-        grace_s`` seconds, or TimeoutError is raised. Raises ValueError, PermissionError or
-        TimeoutError, as the process did."""
+        """Send a request to a process of the pool and return the value that it answers. Raises
+        TimeoutError if the first bytes of the reply take longer than ``limit_s + grace_s`` seconds,
+        and the ValueError, PermissionError or TimeoutError that the process reports.
+        """
         try:
             asked = encode(request)
         except (TypeError, OverflowError, ValueError) as error:
@@ -78,7 +81,9 @@ class QueryProcesses:
 
 
 def answered(call: Callable[[], Any]) -> list[bytes]:
-    """Encode the result of ``call``, or the error that it raises."""
+    """Call a function and return its result, or the error that it raises, encoded as the answer of
+    a process.
+    """
     try:
         return [encode(ProcessValueOrError(call()))]
     except MemoryError:
@@ -88,7 +93,9 @@ def answered(call: Callable[[], Any]) -> list[bytes]:
 
 
 class RowsWithinLimits:
-    """Rows of a result, which raise ValueError above ``MAX_ROWS`` or ``MAX_RESULT_BYTES``."""
+    """Collects the rows of a result. Raises ValueError if there are more than ``MAX_ROWS`` rows or
+    ``MAX_RESULT_BYTES`` bytes.
+    """
 
     def __init__(self) -> None:
         self.rows: list[tuple[Any, ...]] = []
@@ -119,8 +126,9 @@ def _size(value: Any) -> int:
 
 
 def plain(value: Any) -> Any:
-    """A value of a database as one that a session can hold: dates as ISO text, decimals as
-    numbers."""
+    """Convert a value from a database to one that a session can hold. Dates become ISO text, and
+    decimals become numbers.
+    """
     if value is None or isinstance(value, str | bool | float | bytes):
         return value
     if isinstance(value, int):

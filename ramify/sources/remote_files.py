@@ -1,13 +1,14 @@
-"""Web pages, files on the web and files in buckets as sources. They are listed with their sizes,
-checked against the limits, fetched to this machine, and then read like local files.
+"""Reads web pages, files on the web and files in buckets as sources. The files are listed with
+their sizes, checked against the limits, fetched to this machine, and then read like local files.
 
     URLs ── list ──> files and sizes ── check the limit ── fetch ──> FetchedFile ── load_sources.py
                      (a bucket's listing,   nothing was             in DownloadCache, unless the
                      a page's head)         fetched so far          server says that it is unchanged
 
-The host fetches; sessions have no network. Each download has limits on its size, on the time
-without data, and on how slow it may be. A URL that cannot be fetched is a ``SourceProblem``, or an
-error if it is the only source. Not here: the protocols (``http_download.py``, ``bucket_files.py``).
+The host fetches the files, because sessions have no network. Each download has limits on its size,
+on the time without data, and on how slow it may be. A URL that cannot be fetched becomes a
+``SourceProblem``, or an error if it is the only source. The protocols are implemented in
+``http_download.py`` and ``bucket_files.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BEGIN_BYTES = 512
 
 
 class FetchedFile(msgspec.Struct, frozen=True):
-    """The copy of a remote file on this machine."""
+    """A copy of a remote file on this machine, ready to be read."""
 
     shown: str
     """Its URL without secrets, for errors."""
@@ -65,8 +66,10 @@ def fetch_files(
     allow_private: bool = False,
     cache: DownloadCache | None = None,
 ) -> list[FetchedFile]:
-    """Fetch everything that ``urls`` name, at most as many bytes as ``loading`` may read.
-    ``is_alone``: whether there are no other sources. Raises SourceError."""
+    """Fetch all files that some URLs name, up to the number of bytes that the load may still read.
+    ``is_alone`` is True if there are no other sources; in that case, a URL that cannot be fetched
+    raises SourceError.
+    """
     asked = list(dict.fromkeys(map(check_url, urls)))
     cache = cache or DownloadCache()
     is_single = is_alone and len(asked) == 1
@@ -81,7 +84,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """The remote files of one load."""
+    """The state of fetching the remote files of one load."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
@@ -93,8 +96,9 @@ class _Fetching:
         self._left = loading.room
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files of all ``urls``, except files that are too large or that no reader would
-        read."""
+        """List the files that the URLs name, without files that are too large or that no reader
+        supports.
+        """
         wanted: list[_Wanted] = []
         for number, url in enumerate(urls):
             try:
@@ -135,7 +139,7 @@ class _Fetching:
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressTask) -> FetchedFile | None:
-        """Fetch one file, or record a problem and return None."""
+        """Fetch one file. If that fails, report a problem and return None."""
         url = wanted.file.url
         try:
             copy = self._copy(wanted, work)
@@ -216,8 +220,9 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the number of bytes that will be fetched, as far as it is known. Raises SourceError if
-    it exceeds the limit, before anything is fetched."""
+    """Return the total number of bytes that will be fetched, as far as sizes are known. Raises
+    SourceError if the total exceeds the limit, before anything is fetched.
+    """
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.room:
         raise SourceError(
@@ -229,8 +234,9 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """Return the label of a page when several are loaded: the host and folder of its URL, then the
-    file name ``name``."""
+    """Return a name for a page when several are loaded: the host and folder of its URL, followed by
+    the file name.
+    """
     place = shown_url(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

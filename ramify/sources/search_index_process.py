@@ -1,13 +1,15 @@
-"""The process that holds the search index of one context: BM25 over its units, by ``tantivy``.
+"""Builds and queries the search index of one context in a separate process. The index ranks pieces
+of text by BM25, using the library ``tantivy``.
 
     SearchProcessRequest("open")                ──> the process knows its folder
     SearchProcessRequest("add", blocks=blocks)  ──> the units of the blocks are indexed
     SearchProcessRequest("commit")              ──> the index can be asked
     SearchProcessRequest("ask", query=query)    ──> [(score, position), …]                best first
 
-A position is the number of characters before a unit, counted over all texts of the context. The
-index keeps only the position and the words of a unit. Equal scores come in order of position,
-whichever thread indexed a unit. A query is words and no syntax.
+A unit is a line or a passage. A position is the number of characters before a unit, counted over
+all texts of the context. The index keeps only the position and the words of a unit. Units with
+equal scores are returned in order of position, whichever thread indexed them. A query consists of
+words and has no syntax.
 
 A query scores at most about ``MAX_POSTINGS`` occurrences of words, so that it takes milliseconds in
 a context of any size. Beyond that, its most common words, which are the least informative, are left
@@ -15,7 +17,7 @@ out. If each word of the query is more common than that, up to four of them are 
 first ``MAX_POSTINGS`` units, divided by their number.
 
 The process deletes its folder when its input is closed, which also happens if the host is killed.
-Not here: what a unit is (``search_units.py``), and when an index is built (``text_search.py``).
+Units are defined in ``search_units.py``, and ``text_search.py`` decides when an index is built.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _PART, _REGION = 256, 1 << 18
 
 
 class IndexedTextBlock(msgspec.Struct, frozen=True):
-    """A part of a text that is indexed."""
+    """A block of text that is to be indexed."""
 
     text: str
     at: int
@@ -63,7 +65,7 @@ class IndexedTextBlock(msgspec.Struct, frozen=True):
 
 
 class SearchProcessRequest(msgspec.Struct, frozen=True):
-    """A request to the process that holds an index."""
+    """A request to the process that holds a search index."""
 
     kind: str
     """``open``, ``add``, ``commit`` or ``ask``."""
@@ -77,7 +79,7 @@ class SearchProcessRequest(msgspec.Struct, frozen=True):
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed."""
+    """Run in a child process: answer search requests from standard input until it is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     # Only answers go to the standard output.
     sys.stdout = os.fdopen(os.dup(1), "w")
@@ -193,8 +195,9 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` units with exactly this score, in the order of the text. More
-        units are tied at this score than one query fetches."""
+        """Return the first ``num`` units with exactly this score, in the order of the text. This is
+        used if more units have the same score than one query fetches.
+        """
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):
             hits = self._hits(self._within(matches, [("part", part)]), _PART)
@@ -210,14 +213,17 @@ class _Index:
         )
 
     def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Narrow a query to units that have at least one of ``terms``, without a change to their
-        scores."""
+        """Restrict a query to units that contain at least one of the given terms, without changing
+        their scores.
+        """
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])
 
     def _hits(self, query: Any, limit: int) -> list[tuple[float, int]]:
-        """Return (score, position) of the best hits, sorted by score and then by position."""
+        """Return the scores and positions of the best hits, sorted by score and then by
+        position.
+        """
         found = self._searcher.search(query, limit, count=False).hits
         positions = self._searcher.fast_field_values("at", [address for _, address in found])
         # The order of the words changes the last digits of a sum, so scores are rounded.

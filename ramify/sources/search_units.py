@@ -1,4 +1,5 @@
-"""Divides a text into the units of a search. A unit is one hit: a line or a passage.
+"""Divides a text into the units of a search. A unit is what a search returns as one hit: a line or
+a passage.
 
     layout_of(text)                    "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order
@@ -53,7 +54,9 @@ _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
 class TextSegmentation(msgspec.Struct, frozen=True):
-    """Decides how a text is divided into units. It is guessed from the beginning of the text."""
+    """The way in which a text is divided into units. It is guessed from the beginning of the
+    text.
+    """
 
     shape: Shape
     has_pages: bool
@@ -68,8 +71,9 @@ def layout_of(text: Text) -> TextSegmentation:
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of the units that begin in ``block``, without blank units. If more text
-    follows, units whose end may depend on it are left out."""
+    """Yield the start and end of each unit that begins in a block of text. Blank units are left
+    out, as are units at the end of the block whose end may depend on text that follows.
+    """
     most = len(block) if is_last else len(block) - LOOK_AHEAD
     start = 0
     end_of = _end_of_line if shape == "lines" else _end_of_passage
@@ -101,7 +105,9 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _cut(text: str, start: int) -> int:
-    """Return the end of the first piece of a line that is too long for one unit."""
+    """Return the position at which to end the first piece of a line that is too long for one
+    unit.
+    """
     end = start + MAX_CHARS
     if end >= len(text):
         return len(text)
@@ -110,7 +116,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
-    """Return the bounds of the unit that begins at ``start``."""
+    """Return the start and end of the unit that begins at the given position."""
     window = text[start : start + LOOK_AHEAD + 1]
     is_last = start + len(window) >= len(text)
     begin, end = next(iter(units(window, shape, is_last=is_last)), (0, len(window)))
@@ -118,8 +124,9 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
 
 
 def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentation) -> str:
-    """Describe the place of a unit for a citation: its text's name, its line, and its page or
-    heading if it has one."""
+    """Describe where a unit is, for a citation: the name of its text, its line and, if there is
+    one, its page or heading.
+    """
     inside = ""
     if layout.has_pages:
         inside = _last(_PAGE, text, start, _PAGE_CHARS).lower()
@@ -130,8 +137,9 @@ def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentat
 
 
 def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return the last match of ``mark`` (a heading or a page number) that begins at ``start`` or at
-    most ``most`` characters before it."""
+    """Return the last match of a pattern (for a heading or a page number) that begins at the
+    position ``start`` or at most ``most`` characters before it.
+    """
     low = max(0, start - most)
     last = ""
     for found in mark.finditer(text[low : start + 200]):
@@ -142,7 +150,9 @@ def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
 
 
 def searchable(text: str) -> str:
-    """Return the form of a text whose words are indexed and looked up."""
+    """Return a form of a text in which words can be found at spaces. This form is indexed and
+    searched.
+    """
     if text.isascii():
         return text
     return _RUN.sub(_pairs, unicodedata.normalize("NFKC", text))

@@ -1,11 +1,12 @@
-"""Passes on what a server says of a file to the readers, which look at a name and first bytes.
+"""Passes on what a web server says about a file, namely its type and charset, to the readers of
+files, which look only at names and first bytes.
 
     file_name("https://host/view?id=3", head, b"<!doctype …")     view.html
     to_utf8(path, "text/html; charset=shift_jis")                 rewrites the file
 
-The media type is used only if the name has no better suffix. A file is an HTML page if its type
-says so and it begins with markup. Not here: the kinds of files and their readers
-(``file_kinds.py``).
+The media type is used only if the name has no better suffix. A file is treated as an HTML page if
+its type says so and it begins with markup. The kinds of files and their readers are defined in
+``file_kinds.py``.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ _BYTEWISE = re.compile(r"(iso-?8859|cp125|windows-125|latin)", re.IGNORECASE)
 
 
 def file_name(url: str, head: RemoteHead, begin: bytes) -> str:
-    """Return the name of a downloaded file, with a suffix that tells its kind. ``begin`` is the
-    beginning of its contents."""
+    """Return a name for a downloaded file, with a suffix that tells the kind of the file. ``begin``
+    is the beginning of the file's contents.
+    """
     paths = [head.file_name, *(unquote(urlsplit(each).path) for each in (url, head.final_url))]
     names = [_plain(each) for each in paths]
     name = next(
@@ -87,9 +89,10 @@ def _parsed(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Rewrite a text in the charset that the server names as UTF-8 with a byte order mark. Readers
-    trust this mark more than what a page says of itself. A file that is not valid in that charset
-    stays unchanged."""
+    """Rewrite a text file from the charset that the server names to UTF-8 with a byte order mark,
+    which readers trust more than what a page says about itself. A file that is not valid in that
+    charset stays unchanged.
+    """
     about = _parsed(content_type)
     charset = str(about.get_content_charset() or "")
     try:

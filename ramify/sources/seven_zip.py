@@ -1,5 +1,5 @@
-"""7z archives, unpacked by py7zr (extra ``inputs``) in the process of ``document_process.py``.
-Nothing is written to disk. Not here: other archives (see ``archives.py``).
+"""Reads 7z archives, which py7zr (extra ``inputs``) unpacks in the process of
+``document_process.py``. Nothing is written to disk. Other archives are read by ``archives.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def convert(data: bytes) -> ConvertedDocument:
-    """Unpack an archive. Runs in the process of ``document_process.py``."""
+    """Unpack a 7z archive in memory. This runs in the process of ``document_process.py``."""
     import py7zr
     from py7zr.io import BytesIOFactory
 

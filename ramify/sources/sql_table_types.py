@@ -1,4 +1,6 @@
-"""Types of the tables that ``sql`` can query: of the loader, and of the process that reads them."""
+"""Types that describe the tables that ``sql`` can query. They are used by the loader and by the
+process that reads the tables.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import msgspec
 
 
 class TableLocation(msgspec.Struct, frozen=True):
-    """One table of a file."""
+    """Where the rows of one table are: a file and, if it has several tables, the table's name in
+    it.
+    """
 
     name: str
     """Name in SQL, which needs no quotes."""
@@ -24,7 +28,7 @@ class TableLocation(msgspec.Struct, frozen=True):
 
 
 class TableInfo(msgspec.Struct, frozen=True):
-    """What one table holds."""
+    """What one table contains: its columns, number of rows and first rows."""
 
     source: TableLocation
     columns: list[tuple[str, str]]

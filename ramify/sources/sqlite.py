@@ -1,7 +1,7 @@
-"""SQLite databases: the schema with sample rows as context.
+"""Reads SQLite databases: the context gets the schema with sample rows.
 
-Not here: what a query may do and how much it may return (``sqlite_query.py``), the process in
-which the session's queries run (``sqlite_process.py``), and ``sql`` itself (``tables.py``).
+What a query may do and how much it may return is decided in ``sqlite_query.py``. The queries of a
+session run in ``sqlite_process.py``, and the function ``sql`` itself is in ``tables.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def _tables(path: Path) -> list[str]:
-    """Describe each table or view: its CREATE statement, number of rows and first rows."""
+    """Describe each table or view of a database: its CREATE statement, number of rows and first
+    rows.
+    """
     statement = (
         "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') "
         "AND substr(name, 1, 7) <> 'sqlite_' ORDER BY name"

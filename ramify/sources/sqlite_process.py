@@ -1,6 +1,6 @@
-"""SQLite queries in a separate process that can be killed. SQLite checks its time limit between
-steps, and one step may take arbitrarily long: ``instr`` over two long values, or ``LIKE
-'%a%a%a%b'``. Not here: the pool of such processes (``query_process.py``).
+"""Runs SQLite queries in a separate process that can be killed. This is necessary because SQLite
+checks its time limit only between steps, and one step may take arbitrarily long: ``instr`` over two
+long values, or ``LIKE '%a%a%a%b'``. The pool of such processes is in ``query_process.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ramify.sources.sqlite_query import Params, run_query
 
 
 class SqlQuery(msgspec.Struct, frozen=True):
-    """A query on a SQLite file. It is sent to the process that runs it."""
+    """A query on a SQLite file, as it is sent to the process that runs it."""
 
     path: str
     query: str
@@ -37,14 +37,15 @@ def query_in_time(
     grace_s: float = GRACE_S,
 ) -> list[tuple[Any, ...]]:
     """Run a query on a SQLite file in another process, and return its rows. Raises TimeoutError if
-    the first bytes of the reply take longer than ``limit_s + grace_s`` seconds."""
+    the first bytes of the reply take longer than ``limit_s + grace_s`` seconds.
+    """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(SqlQuery(str(path), query, given, limit_s), limit_s, grace_s)
     return [tuple(row) for row in rows]
 
 
 def serve() -> None:
-    """Answer queries from standard input until it is closed."""
+    """Run in a child process: answer queries from standard input until it is closed."""
     answer_requests(_answer)
 
 

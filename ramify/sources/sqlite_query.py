@@ -1,9 +1,9 @@
-"""One query of an SQLite database, read-only and bounded.
+"""Runs one query on an SQLite database, read-only and with limits on time, rows and bytes.
 
 Queries are read-only in three ways: the file is opened read-only, ``query_only`` is set, and an
-authorizer permits only reading (no ATTACH, no writing PRAGMA, no extension). Every query has limits
-on time, rows and bytes. Each call has its own connection, so threads may query concurrently. Not
-here: a single step of SQLite that takes longer than the time limit (see ``sqlite_process.py``).
+authorizer permits only reading (no ATTACH, no writing PRAGMA, no extension). Each call has its own
+connection, so threads may query concurrently. A single step of SQLite may take longer than the time
+limit, which is why a session's queries run in ``sqlite_process.py``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ Params = Sequence[Any] | Mapping[str, Any]
 def run_query(
     path: Path, query: str, params: Params = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Return the rows of a query. Raises ValueError, PermissionError or TimeoutError that says what
-    is wrong with it."""
+    """Run a query on a SQLite file and return its rows. Raises ValueError, PermissionError or
+    TimeoutError, whose message says what is wrong with the query.
+    """
     with _connect(path) as database:
         deadline = time.monotonic() + limit_s
         database.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)

@@ -1,8 +1,8 @@
-"""Readers of files whose content is tables: Parquet, Arrow and Feather, DuckDB and xlsx.
+"""Reads files that contain tables: Parquet, Arrow and Feather, DuckDB and xlsx.
 
-The text in the context is the schema with the first rows; for a workbook it is all its sheets, as
-tab-separated lines. Macros are not run, and formulas are not computed. Not here: how the rows are
-queried (``tables.py``).
+The context gets the schema with the first rows as text; for a workbook, the text is all its sheets,
+as tab-separated lines. Macros are not run, and formulas are not computed. ``tables.py`` defines how
+the rows are queried.
 """
 
 from __future__ import annotations

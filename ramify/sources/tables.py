@@ -1,12 +1,13 @@
-"""Tables of the sources, which a session uses through ``tables`` and ``sql``.
+"""Lets a session query the tables of its sources, through the variable ``tables`` and the function
+``sql``.
 
     file ──describe_file──> TableInfo ──SessionTables──> tables   a list: names, columns, samples
                                                          sql(…)   one SELECT over all of them
 
-This file decides which files are tables, what they are called in SQL, and whether a file has
+This module decides which files are tables, what they are called in SQL, and whether a file has
 changed since it was read. ``sql`` without ``db`` queries all tables in DuckDB's dialect. With
-``db``, it queries one SQLite file or database server in that database's own dialect. Not here:
-running a query (``duckdb_process.py``, ``sqlite_process.py``, ``database_servers.py``).
+``db``, it queries one SQLite file or database server in that database's own dialect. Queries are
+run by ``duckdb_process.py``, ``sqlite_process.py`` and ``database_servers.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def describe_file(
     name: str, kind: str, path: Path | None, data: bytes, loading: SourceCollector
 ) -> list[TableInfo]:
     """Describe the tables of a file and add them to the load. Raises UnreadableSource if the file
-    cannot be read as tables, and if it changes meanwhile."""
+    cannot be read as tables, or if it changes while it is read.
+    """
     if len(loading.tables) >= MAX_TABLES:
         raise UnreadableSource(f"is not among the first {MAX_TABLES} tables", "name fewer files")
     place = (path if path is not None else _kept(name, kind, data, loading)).resolve()
@@ -113,7 +115,9 @@ def describe_text(
 
 
 def described(info: TableInfo) -> str:
-    """Return the lines that describe a table to a reader: name, columns, rows and samples."""
+    """Return a description of a table as lines of text: its name, columns, number of rows and first
+    rows.
+    """
     columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
     count = f"{info.num_rows:,} rows" if info.num_rows >= 0 else "many rows"
     lines = [f"{info.source.name} ({columns})", f"-- {count}"]
@@ -124,7 +128,9 @@ def described(info: TableInfo) -> str:
 
 
 def table_name(file: str, member: str, taken: set[str]) -> str:
-    """Return a name that SQL takes without quotes: ``("2024/sales.csv", "")`` -> ``sales``."""
+    """Return a name for a table that SQL accepts without quotes and that is not yet taken. A table
+    from the file ``2024/sales.csv`` is called ``sales``.
+    """
     stem = file.rpartition("/")[2].split(".")[0]
     inner = member.rpartition(".")[2].strip('"') if member.startswith('"') else member
     wanted = [inner, f"{stem}_{inner}"] if inner else [stem]
@@ -138,8 +144,9 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 
 def version_of(path: Path | str) -> tuple[int, ...]:
-    """Return numbers that change whenever the file changes: its size, time and inode. Empty if the
-    file does not exist."""
+    """Return numbers that change whenever a file changes: its size, time and inode number. The
+    result is empty if the file does not exist.
+    """
     try:
         found = os.stat(path)
     except OSError:
@@ -148,7 +155,9 @@ def version_of(path: Path | str) -> tuple[int, ...]:
 
 
 class TemporaryTableFolder:
-    """Folder for tables that were not separate files. It is deleted with this object."""
+    """A folder for tables that were not separate files, such as those in archives. It is deleted
+    together with this object.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ramify-tables-"))
@@ -156,8 +165,9 @@ class TemporaryTableFolder:
 
 
 class SessionTables:
-    """The tables of one load of sources. A session gets ``sql`` as a function, and ``listing`` as
-    the variable ``tables``."""
+    """The tables of one load of sources. A session gets the method ``sql`` as a function, and
+    ``listing`` as the variable ``tables``.
+    """
 
     def __init__(
         self,
@@ -166,10 +176,11 @@ class SessionTables:
         default: str | None,
         kept: TemporaryTableFolder | None = None,
     ) -> None:
-        """``databases`` maps each name that a query can give as ``db`` to the function that runs
-        the query. ``default`` is the database of a query without ``db``; if None, such a query runs
-        over all tables. ``kept`` is a temporary folder of tables, which must exist as long as this
-        object."""
+        """Create the tables that a session can query. ``databases`` maps each name that a query can
+        give as ``db`` to the function that runs the query. ``default`` is the database of a query
+        without ``db``; if None, such a query runs over all tables. ``kept`` is a temporary folder
+        of tables, which must exist as long as this object.
+        """
         self._entries = list(entries)
         self._databases = dict(databases)
         self._default = default
@@ -178,7 +189,9 @@ class SessionTables:
 
     @property
     def listing(self) -> list[dict[str, Any]]:
-        """One dict per table: its name in SQL, its file, columns, rows and first rows."""
+        """Return one dict for each table, with its name in SQL, its file, columns, number of rows
+        and first rows.
+        """
         return [
             {
                 "name": each.info.source.name,
@@ -212,8 +225,9 @@ class SessionTables:
         return rows
 
     def _check(self) -> None:
-        """Raise ValueError if a file has changed since it was loaded. SQLite files may change: they
-        are copied again."""
+        """Raise ValueError if a file has changed since it was loaded. SQLite files may change,
+        because they are copied again.
+        """
         for each in self._entries:
             kind, path = each.info.source.kind, each.info.source.path
             if kind != "sqlite" and version_of(path) != each.version:
@@ -224,7 +238,9 @@ class SessionTables:
 
 
 def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
-    """Write a member of an archive, or a decoded text, to a file."""
+    """Write a member of an archive, or a decoded text, to a file in the temporary folder, and
+    return its path.
+    """
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()
     path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
@@ -233,7 +249,7 @@ def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
 
 
 def shown_value(value: Any) -> Any:
-    """A value of a sample, shortened."""
+    """Return a value from a sample of rows in shortened form."""
     if isinstance(value, bytes):
         return f"<{len(value):,} bytes>"
     if isinstance(value, list | dict):

@@ -1,11 +1,11 @@
-"""``chunks``: cuts texts into parts for a model. This source runs *inside* the session; the host
-imports it only for its description.
+"""The function ``chunks``, which divides texts into parts for a model. This source code runs
+*inside* the session; the host imports it only for its description.
 
-Standard library only. A token counts as three bytes of UTF-8, the length that the prompt's figures
-assume, so a part has at most ``3 * tokens`` bytes. A part ends, in this order of preference: before
+Only the standard library is used. A token counts as three bytes of UTF-8, as in the figures of the
+prompt, so a part has at most ``3 * tokens`` bytes. A part ends, in this order of preference: before
 a heading or a page, at a blank line, at the end of a line (a record), at a space, and only then
-within a word. All parts of a text together are that text. Parts of a dict begin with the name of
-their text; small texts share a part.
+within a word. Joined together, the parts of a text give the whole text. Parts of a dict begin with
+the name of their text; small texts share a part.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""``search`` and ``chunks`` of a session: which contexts have them, and when an index is built.
+"""The functions ``search`` and ``chunks`` of a session. This module decides which contexts have
+them, and when a search index is built.
 
     search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
     TextSearchTool(query, k)  waits for the index, then answers from it
 
-Small contexts have neither, as a model can read them or look through them at once. An index is
-built in a separate process (``search_index_process.py``) in a private temporary folder, once for
-equal contexts of this process, and is deleted when no context needs it any more. A build stops when
-nothing uses its context any more, as when a run ends early. Not here: the units of a search
-(``search_units.py``), and how a text is cut into chunks (``text_chunks.py``).
+Small contexts have neither function, as a model can read them or look through them at once. An
+index is built in a separate process (``search_index_process.py``) in a private temporary folder,
+once for equal contexts of this process, and is deleted when no context needs it any more. A build
+stops when nothing uses its context any more, as when a run ends early. The units of a search are
+defined in ``search_units.py``, and ``text_chunks.py`` divides texts into chunks.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ T = TypeVar("T")
 
 
 def search_tools(context: Any) -> dict[str, Any]:
-    """Return the tools for searching ``context``, a text or a dict or list with texts; empty if it
-    is too small or of another type."""
+    """Return the functions for searching ``context``, which is a text, or a dict or list of texts.
+    The result is empty if the context is too small or of another type.
+    """
     chars = sum(map(len, _texts(context).values()))
     if chars < MIN_SEARCHED_CHARS:
         return {}
@@ -91,8 +93,10 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search tools with these names, for the repetition of a recorded run. If their
-    library is missing, an error is raised only when a search runs whose result was not recorded."""
+    """Return the search functions with these names, so that a recorded run can be repeated. If
+    their library is missing, an error is raised only when a search runs whose result was not
+    recorded.
+    """
     every: dict[str, Any] = {"search": TextSearchTool(context), "chunks": TextChunkingTool()}
     return {name: tool for name, tool in every.items() if name in names}
 
@@ -102,7 +106,7 @@ def has_tantivy() -> bool:
 
 
 def _texts(context: Any) -> dict[Any, Text]:
-    """Return the texts of ``context`` by key or index; a single one has an empty name."""
+    """Return the texts of ``context`` by key or index. A single text has an empty name."""
     if isinstance(context, str | MappedText):
         return {"": context}
     named: Iterable[tuple[Any, Any]] = ()
@@ -114,7 +118,7 @@ def _texts(context: Any) -> dict[Any, Text]:
 
 
 class TextSearchTool:
-    """The function ``search`` over the texts of one context."""
+    """The function ``search`` of a session, which searches the texts of one context."""
 
     __name__ = "search"
     is_optional = True
@@ -140,16 +144,18 @@ class TextSearchTool:
 
     @property
     def num_chars(self) -> int:
-        """Characters of all texts."""
+        """The number of characters of all texts together."""
         return self._starts[-1]
 
     def prepare(self) -> None:
-        """Begin to build the index in the background after a short delay."""
+        """Start to build the search index in the background, after a short delay."""
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
-        """Search for ``query`` and return the ``k`` best hits; the model reads ``SEARCH`` as the
-        description. Raises TypeError, ValueError or TimeoutError with a message for the model."""
+        """Search for ``query`` and return the ``k`` best hits. Raises TypeError, ValueError or
+        TimeoutError with a message for the model. The description that the model reads is
+        ``SEARCH``.
+        """
         if not isinstance(query, str):
             raise TypeError(f"the query is a {type(query).__name__}: give words as one text")
         if type(k) is not int or not 1 <= k <= MAX_HITS:
@@ -193,7 +199,9 @@ class TextSearchTool:
         return layout
 
     def _line(self, name: Any, start: int) -> int:
-        """Number of the line at ``start``, from 1."""
+        """Return the number of the line, counted from 1, that contains the character at
+        ``start``.
+        """
         text, step = self._texts[name], _COUNTED_CHARS
         with self._lock:
             before = self._lines.setdefault(name, [0])
@@ -213,7 +221,9 @@ class TextSearchTool:
             return built
 
     def places(self) -> list[tuple[int, int]]:
-        """Return where each block begins: (number of its text, character in that text)."""
+        """Return where each block of text begins, as pairs of the number of a text and a position
+        in it.
+        """
         return [
             (number, at)
             for number, text in enumerate(self._texts.values())
@@ -221,8 +231,9 @@ class TextSearchTool:
         ]
 
     def fingerprint(self, number: int, at: int) -> bytes:
-        """Return the bytes that stand for one block in the digest of the context. Contexts with
-        equal digests share an index."""
+        """Return the bytes that represent one block of text in the hash of the context. Contexts
+        with equal hashes share a search index.
+        """
         text, name = self._texts[self._names[number]], self._names[number]
         head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
         if isinstance(text, MappedText) and text.file.digest:
@@ -230,7 +241,7 @@ class TextSearchTool:
         return head + text[at : at + _BLOCK_CHARS].encode("utf-8", "replace")
 
     def block(self, number: int, at: int) -> IndexedTextBlock:
-        """Return the block of a text that begins at ``at``."""
+        """Return the block of a text that begins at the given position."""
         name = self._names[number]
         text, shape = self._texts[name], self._layout(name).shape
         block = _sendable(text[at : at + _BLOCK_CHARS])
@@ -240,8 +251,9 @@ class TextSearchTool:
 
 
 class _UsedSearch:
-    """Reads the texts of a ``TextSearchTool`` without keeping it alive. Building an index takes a
-    minute for a gigabyte, and must not hold the context of a run that has ended."""
+    """Reads the texts of a ``TextSearchTool`` without keeping that object alive. Building an index
+    takes a minute for a gigabyte, and must not keep the context of a run that has ended in memory.
+    """
 
     def __init__(self, search: TextSearchTool) -> None:
         self._search = weakref.ref(search)
@@ -250,8 +262,9 @@ class _UsedSearch:
         self._num_chars = search.num_chars
 
     def get_or_build_index(self) -> SearchIndexProcess:
-        """Return the index of the context, and build it if it does not exist. Raises ValueError if
-        it cannot be built or the context is no longer used."""
+        """Return the search index of the context, which is built if it does not exist. Raises
+        ValueError if it cannot be built or the context is no longer used.
+        """
         self._is_asked.wait(DELAY_S)
         digest = hashlib.sha256()
         for number, at in self._places:
@@ -259,8 +272,9 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index. Each request but the last carries at
-        least ``_BLOCK_CHARS`` characters."""
+        """Yield requests that add all texts to the index. Each request but the last contains at
+        least ``_BLOCK_CHARS`` characters.
+        """
         blocks: list[IndexedTextBlock] = []
         num_chars = 0
         for number, at in self._places:
@@ -279,12 +293,16 @@ class _UsedSearch:
 
 
 class SearchIndexProcess:
-    """The process that holds an index. It ends, and its folder is deleted, with this object."""
+    """A process that holds a search index. When this object is deleted, the process ends and its
+    folder is deleted.
+    """
 
     def __init__(
         self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
     ) -> None:
-        """Build the index, which takes a minute for a gigabyte. Raises ValueError."""
+        """Start a process and build an index in it, which takes a minute for a gigabyte. Raises
+        ValueError if the index cannot be built.
+        """
         _remove_stale()
         most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
         free = shutil.disk_usage(tempfile.gettempdir()).free
@@ -315,7 +333,7 @@ class SearchIndexProcess:
         return self._process.poll() is not None
 
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        """Return (score, position) of the best units."""
+        """Return the scores and positions of the units that match the query best."""
         found: list[tuple[float, int]] = self._answer(
             SearchProcessRequest("ask", query=_sendable(query), k=k), QUERY_S
         )
@@ -347,8 +365,10 @@ _kept: deque[SearchIndexProcess] = deque(maxlen=_KEPT)
 def get_or_build_index(
     digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
 ) -> SearchIndexProcess:
-    """Return the index of the context with this digest, and build it if it does not exist. Only one
-    index is built at a time, because that uses two cores. Raises ValueError."""
+    """Return the search index of the context with this hash, which is built if it does not exist.
+    Only one index is built at a time, because that uses two cores. Raises ValueError if it cannot
+    be built.
+    """
     with _sharing:
         found = _indexes.get(digest)
         if found is None or found.has_ended:
@@ -379,7 +399,9 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def _sendable(text: str) -> str:
-    """Replace lone surrogates, which cannot be encoded as UTF-8. The text keeps its length."""
+    """Replace lone surrogates in a text, since they cannot be encoded as UTF-8. The length of the
+    text does not change.
+    """
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
@@ -389,7 +411,7 @@ def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def _remove_stale() -> None:
-    """Delete the folders of processes that were killed together with their host."""
+    """Delete the folders of index processes that were killed together with their host."""
     for entry in os.scandir(tempfile.gettempdir()):
         with contextlib.suppress(OSError):
             if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (
@@ -404,7 +426,7 @@ def _remove_stale() -> None:
 
 
 class TextChunkingTool:
-    """The function ``chunks``, which runs in the session."""
+    """The function ``chunks`` of a session. Unlike other tools, it runs in the session."""
 
     __name__ = "chunks"
     __doc__ = chunks.__doc__
@@ -416,7 +438,7 @@ class TextChunkingTool:
 
     @property
     def session_source(self) -> str:
-        """The source code of the module that is installed in the session."""
+        """Return the source code of the module that is installed in the session."""
         return _chunks_source()
 
 

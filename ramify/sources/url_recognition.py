@@ -1,12 +1,12 @@
-"""Decides which texts are URLs of files, and writes a URL without its secrets.
+"""Recognises URLs of files among the sources, and rewrites a URL without its secrets.
 
     https://me:pw@host/report?sig=abc      shown_url:     https://host/report
                                            recorded_url:  https://host/report?sig=«redacted»
     s3://bucket/logs/                      both:          s3://bucket/logs/
 
 A login, and the value of a parameter that is named like a key, are never shown or recorded. Such
-values are also redacted from logs and journals, wherever they occur. Not here: databases
-on servers (``database_servers.py``), and fetching (``remote_files.py``).
+values are also redacted from logs and journals, wherever they occur. Databases on servers are
+handled by ``database_servers.py``, and fetching by ``remote_files.py``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def _scheme(name: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return the URL for errors and names: without a login, and for a web address also without
-    parameters and fragment."""
+    """Return a URL in the form for error messages and names: without a login and, if it is a web
+    address, without parameters and fragment.
+    """
     scheme, _, rest = url.partition("://")
     if is_web(url):
         rest = rest.partition("#")[0].partition("?")[0]
@@ -49,8 +50,9 @@ def shown_url(url: str) -> str:
 
 
 def recorded_url(url: str) -> str:
-    """Return the URL that a run records to load it again: without a login, and with a mark in place
-    of each key."""
+    """Return a URL in the form in which a run records it, so that it can be loaded again: without a
+    login, and with a mark in place of each key.
+    """
     if not is_web(url):
         return shown_url(url)
     query = url.partition("#")[0].partition("?")[2]
@@ -58,8 +60,9 @@ def recorded_url(url: str) -> str:
 
 
 def check_url(url: str) -> str:
-    """Return the URL without its fragment, and redact its secrets from now on. Raises SourceError
-    if it cannot be fetched."""
+    """Check that a URL can be fetched, and return it without its fragment. From then on, its
+    secrets are redacted from logs and journals. Raises SourceError if it cannot be fetched.
+    """
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -89,7 +92,9 @@ def check_url(url: str) -> str:
 
 
 class RemoteHead(msgspec.Struct, frozen=True):
-    """What is known of a remote file before its bytes are read."""
+    """What is known about a remote file before its contents are read, such as its size and
+    version.
+    """
 
     num_bytes: int = -1
     """Size of the file; -1 if the server does not say."""

@@ -1,10 +1,11 @@
-"""Event loop of async rewards. It runs in a daemon thread that the first async reward starts.
+"""The event loop on which async reward functions run. Its daemon thread is started by the first
+async reward.
 
     reward thread ── run_coroutine(reward(answer, item)) ──> loop thread ──> result or error
 
-All rewards share the loop, so a user's async client can keep its connections from one answer to the
-next. If an abandoned coroutine still blocks the loop, later ones get a new loop. Not here: time
-limits (see ``score_with_timeout.py``).
+All rewards share the loop, so an async client of the user can keep its connections from one answer
+to the next. If an abandoned coroutine still blocks the loop, later rewards get a new loop. Time
+limits are applied by ``score_with_timeout.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _process = 0
 
 
 def run_coroutine(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on the event loop of rewards and wait for its result. Must not be called on
-    that loop."""
+    """Run a coroutine on the event loop for rewards and wait for its result. This must not be
+    called on that loop itself, which would then wait for itself.
+    """
     loop = _running_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:

@@ -107,8 +107,9 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Set the question of the item from its chat messages. Raises ValueError if a message has
-        an invalid form, or if the messages do not end with a question.
+        """Convert the chat messages of the item. If the item has no question, the last message
+        becomes the question. Raises ValueError if a message has an invalid form, or if the question
+        would have to come from a message that is not the user's.
         """
         messages, question = messages_of(self.messages), self.question
         if not question:

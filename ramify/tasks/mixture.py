@@ -1,4 +1,5 @@
-"""Several tasks in one: each item belongs to one of them, in proportion to their weights.
+"""Combines several tasks into one. Each item belongs to one of them, and the tasks take turns in
+proportion to their weights.
 
     mixture(parts={
         "sums": {"task": "ledger", "weight": 2},
@@ -12,9 +13,9 @@
     test        the trained parts, alternately
     test_NAME, validation_NAME                            one part alone, for ``evaluate.final``
 
-A reward is called ``PART.REWARD``, so that metrics and weights are those of one part. Items keep
-the score, the tools and the initial state of their task. Not here: which algorithm learns from
-them: one for all, or one for each part (``train/advantages/by_task.py``).
+A reward is called ``PART.REWARD``, so that metrics and weights belong to one part. Items keep the
+score, the tools and the initial state of the task that they come from. The algorithm that learns
+from them, one for all parts or one for each, is chosen in ``train/advantages/by_task.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MARK = ":"
 
 
 class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One task of a mixture."""
+    """One of the tasks of a mixture, with its weight and options."""
 
     task: str
     """Its name, as in ``TaskSpec.name``."""
@@ -67,14 +68,16 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
-    """The fields that a mixture reads from a line of ``groups.jsonl``."""
+    """The fields that a mixture needs from a line of ``groups.jsonl``, the record of a training
+    run.
+    """
 
     item: str
     outcome: GroupFate
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
-    """The tasks of a mixture as one. Implements ``tasks.Task``."""
+    """A task that combines several tasks. Implements ``tasks.Task``."""
 
     name: str
     splits: Mapping[str, Sequence[Item]]
@@ -86,7 +89,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
     """Names of the parts with items to train on."""
 
     def right_worth(self, item: Item) -> float:
-        """The weighted reward of a right answer."""
+        """Return the weighted reward of a right answer to ``item``."""
         return self.factors[_own(item)[0]]
 
     async def prepare(self, item: Item) -> TaskStart:
@@ -104,8 +107,9 @@ class MixtureTask(msgspec.Struct, frozen=True):
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        """Score all rollouts of a step. The task of each part scores its rollouts with one call. If
-        a task fails, only its own rollouts get the error."""
+        """Score all rollouts of a training step. The task of each part scores its own rollouts with
+        one call. If a task fails, only its rollouts get the error.
+        """
         parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
             part: iter(
@@ -123,7 +127,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
 
 
 class MixedItems(LazySequence[Item]):
-    """The items of several splits, in proportion to weights."""
+    """A sequence of the items of several tasks, which take turns in proportion to their weights."""
 
     def __init__(
         self,
@@ -132,7 +136,9 @@ class MixedItems(LazySequence[Item]):
         *,
         repeats: bool = False,
     ) -> None:
-        """``repeats``: a part that is used up begins again while another has new items."""
+        """Combine the items of several parts. With ``repeats``, a part whose items are used up
+        starts over as long as another part has new items.
+        """
         self._parts = parts
         self._repeats = repeats
         self._order = list(_order(weights))
@@ -145,8 +151,9 @@ class MixedItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Return the number of items before a part would start over. If parts may repeat, it is the
-        number until every part has been used once."""
+        """Return the number of items until a part would have to start over. If parts may repeat,
+        return the number until every item of every part has been used once.
+        """
         period = len(self._order)
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
         return max(sizes) if self._repeats else min(sizes)
@@ -164,12 +171,13 @@ class MixedItems(LazySequence[Item]):
 
 
 def mixture(*, parts: Any = None) -> MixtureTask:
-    """Several weighted tasks as one.
+    """Return a task that combines several weighted tasks.
 
     Args:
         parts: Name -> ``MixturePart`` or a mapping of its fields.
 
-    Raises ConfigError if no part has a weight above 0, and for a pool without items."""
+    Raises ConfigError if no part has a weight above 0, and for a pool without items.
+    """
     if not parts or not isinstance(parts, Mapping):
         raise ConfigError(
             f"mixture: parts is {parts!r:.60}: give each task a name, as in "
@@ -206,8 +214,10 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """The weight of each reward of a mixture, by its name ``PART.REWARD``. It is the factor of the
-    part times the weight in the part's task, which is 1 by default."""
+    """The weights of the rewards of a mixture, by their names ``PART.REWARD``. Each is the factor
+    of the part, multiplied by the weight of the reward in the part's own task, which is 1 by
+    default.
+    """
 
     def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
         super().__init__()
@@ -260,8 +270,9 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
 
 
 def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
-    """Return the id of the item and the outcome of each group in a run's ``groups.jsonl``. A line
-    that is incomplete because the run was killed is skipped."""
+    """Return the id of the item and the outcome of each group in the file ``groups.jsonl`` of a
+    run. A line that is incomplete because the run was killed is skipped.
+    """
     records: list[tuple[str, GroupFate]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -271,8 +282,9 @@ def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Return the indices of the items with these ids, without repetition. The name of a part may
-    come before an id. Ids that are not found are left out."""
+    """Return the indices of the items with these ids, without repetition. An id may begin with the
+    name of a part. Ids that are not found are left out.
+    """
     found = {id: place for id in ids if (place := _place(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
         every = {item.id: place for place, item in enumerate(items)}
@@ -282,24 +294,27 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _place(items: Sequence[Item], id: str) -> int | None:
-    """Return the index of the item ``id`` if the id ends with that index, as ids of generated items
-    do: ``ledger/train/57``. Otherwise return None: the ids of rows from a divided file end with the
-    number of the row."""
+    """Return the index of the item with this id if the id ends with the index, as the ids of
+    generated items do (``ledger/train/57``). Otherwise return None: in a dataset that was divided
+    into splits, ids end with the number of the row.
+    """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
     return place if place < len(items) and items[place].id in _names(id) else None
 
 
 def _names(id: str) -> tuple[str, str]:
-    """Return the two ids that an item can have in its own task: ``id`` unchanged, and without the
-    name of a part before it."""
+    """Return both ids that an item can have in its own task: the given id, and the id without the
+    name of a part at its beginning.
+    """
     return id, id.partition(_MARK)[2]
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield the names of the parts in the order in which they give items, for one period. Each
-    place goes to the part that is furthest behind its share, which is proportional to its
-    weight."""
+    """Yield the names of the parts in the order in which they provide items, for one period. The
+    next part is always the one that is furthest behind its share, which is proportional to its
+    weight.
+    """
     total = math.fsum(weights.values())
     num = min(_PERIOD, round(total / min(weights.values())) * 10)
     behind = dict.fromkeys(weights, 0.0)
@@ -312,7 +327,7 @@ def _order(weights: Mapping[str, float]) -> Iterator[str]:
 
 
 def part_of(id: str) -> str:
-    """The part that the item with this id belongs to.
+    """Return the name of the part that the item with this id belongs to.
 
     >>> part_of("sums:ledger/train/17")
     'sums'
@@ -321,16 +336,18 @@ def part_of(id: str) -> str:
 
 
 def _own(item: Item) -> tuple[str, Item]:
-    """Return the name of the part that an item belongs to, and the item as the task of this part
-    knows it."""
+    """Return the name of the part that an item belongs to, and the item in the form in which the
+    part's own task knows it.
+    """
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """Return the score of a part, with the part's name before the names of its rewards and
-    metrics."""
+    """Return a score with the name of the part added before the names of its rewards and
+    metrics.
+    """
     calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
     return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
 

@@ -2,8 +2,8 @@
 
     scored_in_time(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
 
-If a score takes too long, the error names its current line, and its thread is stopped
-(``stoppable_thread.py``). Not here: the values that a score returns (see ``base.py``).
+If a score takes too long, the error names the line that it is executing, and its thread is stopped
+(``stoppable_thread.py``). The values that a score may return are defined in ``base.py``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ _T = TypeVar("_T")
 
 
 def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: float) -> Trajectory:
-    """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
-    RamifyError, which names the task, the item and, after a time-out, the current line."""
+    """Score a trajectory with a time limit of ``timeout_s`` seconds, and return it with its
+    rewards. Raises RamifyError, which names the task, the item and, after a time-out, the line that
+    was being executed.
+    """
     what = f"task '{task.name}', item {item.id}: its score"
     return call_in_time(lambda: scored(task, item, trajectory), what, timeout_s)
 
 
 def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
-    """Call ``score`` in a separate thread, and return its result. Raises its error, or
-    RamifyError, which begins with ``what`` and names the current line, after ``timeout_s``
-    seconds."""
+    """Call ``score`` in a separate thread with a time limit, and return its result. Errors of the
+    call are raised. After ``timeout_s`` seconds, RamifyError is raised; its message begins with
+    ``what`` and names the line that was being executed.
+    """
     thread = StoppableThread(score, f"ramify {what}")
     thread.wait(timeout_s)
     if not thread.has_ended:

@@ -1,2 +1,3 @@
-"""The ledger family: questions about rows of users, labels and quantities, from hundreds to
-millions of characters."""
+"""The ledger tasks: questions about rows of users, labels and quantities, from hundreds to millions
+of characters long.
+"""

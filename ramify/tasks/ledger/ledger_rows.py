@@ -1,12 +1,12 @@
-"""Rows of a ledger: generated so that almost-right habits fail, written in a format, and read
-again.
+"""Generates the rows of a ledger, writes them in one of several text formats, and parses them
+again. The rows are chosen so that almost-right ways to answer a question give a wrong result.
 
     row = (user, label, quantity)     LedgerRowTextFormat(",", order=(2, 0, 1), header=True)
     ("bavo", "red", 17)               qty,user,label
                                       17,bavo,red
 
-Decides the contents of rows and the right answers. Not here: the wording of questions (see
-``task.py``) and how a demonstrator answers them (see ``scripted_demonstrator.py``).
+This module defines the contents of rows and the right answers. Questions are worded in ``task.py``,
+and ``scripted_demonstrator.py`` defines how a demonstrator answers them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ Row = tuple[str, str, int]
 
 
 def _names() -> tuple[str, ...]:
-    """Return two-syllable words without labels, in a fixed order that is the same on every
-    machine."""
+    """Return all two-syllable words that are not labels. Their order is fixed and the same on every
+    machine.
+    """
     syllables = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
     words = ["".join(pair) for pair in itertools.product(syllables, repeat=2)]
     plain = [word for word in words if not any(label in word for label in LABELS)]
@@ -64,7 +65,9 @@ HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAM
 
 
 class LedgerRowTextFormat(msgspec.Struct, frozen=True):
-    """Text format of rows."""
+    """The text format of the rows of a ledger: the separator, the order of columns, and whether
+    there is a header.
+    """
 
     separator: str
     order: tuple[int, int, int]
@@ -73,11 +76,11 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> list[int]:
-        """Return the field in each column, from left to right, as an index of ``FIELDS``."""
+        """The field in each column, from left to right, as an index of ``FIELDS``."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def write(self, rows: list[Row]) -> str:
-        """Return the lines joined by newlines, without a trailing newline."""
+        """Return the rows as text, one per line, without a newline at the end."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
         columns = [fields[field] for field in self.columns]
@@ -88,7 +91,7 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
         return "\n".join([*first, *lines])
 
     def read(self, text: str) -> list[Row]:
-        """Parse the text that ``write`` returned."""
+        """Parse text that ``write`` has returned, and return its rows."""
         user, label, quantity = self.order
         lines = text.split("\n")[1 if self.header else 0 :]
         parts = (line.split(self.separator) for line in lines)
@@ -108,8 +111,9 @@ KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
-    """Return the right answer: a user for ``top``, otherwise a number. Raises ValueError if there
-    is none."""
+    """Return the right answer to a question about rows: a user for the kind ``top``, otherwise a
+    number. Raises ValueError if there is none.
+    """
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
     field = 0 if kind == "latest" else 1
@@ -126,12 +130,13 @@ def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
 def make_rows(
     rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1
 ) -> list[Row]:
-    """Generate ``num`` rows for which the question has an answer and common mistakes give a wrong
-    one.
+    """Generate ``num`` rows for which the question has an answer, and for which common mistakes
+    give a wrong answer.
 
     The label occurs in names, the greatest quantity as text is not the greatest number, and the
     first row matters if a header is wrongly expected. Quantities are below ``scale`` times
-    ``highest_quantity``."""
+    ``highest_quantity``.
+    """
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:
@@ -142,8 +147,9 @@ def make_rows(
 
 
 def highest_quantity(num_rows: int) -> int:
-    """Return the number that all quantities of a ledger stay below. It is so large that the
-    quantities of all rows can differ."""
+    """Return a number above all quantities of a ledger with this many rows. It is large enough for
+    the quantities of all rows to differ.
+    """
     return max(1500, 20 * num_rows)
 
 
@@ -162,8 +168,9 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
-    """Change some rows so that they answer the question. They get its label, its user, or the
-    highest quantity. Without a header, the first row can be one of them."""
+    """Change some of the rows so that they matter for the question: they get its label, its user,
+    or the highest quantity. The first row may be one of them if the text has no header.
+    """
     high = max(quantity for _, _, quantity in rows)
     if kind in COMBINED:
         for index in [*rng.sample(range(len(rows)), 3), *([] if header else [0])]:

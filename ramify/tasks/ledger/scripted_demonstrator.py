@@ -1,5 +1,5 @@
-"""Demonstrator of ledger questions: it answers as a person with partial knowledge would, with one
-reply of code after another.
+"""A scripted demonstrator, which answers ledger questions as a person with partial knowledge would,
+in several replies that contain code.
 
     print(context[:70])                            look at the format first
     R=[l.split(',') for l in context.splitlines()[1:]]           one document: parse, ask, show
@@ -66,7 +66,9 @@ _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """Habits of the demonstrator. All values are shares of the calls to which they apply."""
+    """The habits of the demonstrator. Each value is the share of calls in which the demonstrator
+    has that habit.
+    """
 
     looks: float = 1.0
     """Looks at the context first. Otherwise it guesses the format and the separator of
@@ -102,8 +104,9 @@ NOISY = LedgerDemonstratorHabits(
 
 
 class CallScene(msgspec.Struct, frozen=True):
-    """Situation of one call: its question, the formats of the documents in its context, and the
-    separator of documents."""
+    """The situation of one call: its question, the formats of the documents in its context, and the
+    text that separates the documents.
+    """
 
     asked: LedgerQuestion
     formats: tuple[LedgerRowTextFormat, ...]
@@ -112,8 +115,9 @@ class CallScene(msgspec.Struct, frozen=True):
 
 
 def scene_of(item: Item) -> CallScene:
-    """Return the situation of the root call of ``item``: its question, and the formats and the
-    separator of the documents in its context."""
+    """Return the situation of the root call of ``item``: its question, the formats of the documents
+    in its context, and the text that separates them.
+    """
     asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
@@ -121,11 +125,12 @@ def scene_of(item: Item) -> CallScene:
 
 
 class DemonstratedCall:
-    """One call of a demonstration, reply by reply."""
+    """One call of a demonstration, which produces its replies one at a time."""
 
     def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
-        """All random choices depend on ``seed`` only: the same scene, habits and seed give the same
-        replies."""
+        """Create a call in the given situation. All random choices depend on ``seed`` only, so the
+        same situation, habits and seed give the same replies.
+        """
         self._scene = scene
         self._habits = habits
         self._rng = random.Random(seed)
@@ -139,15 +144,16 @@ class DemonstratedCall:
 
     @property
     def children(self) -> list[CallScene]:
-        """Situations of the call's children in order of issue."""
+        """Return the situations of the call's child calls, in the order in which they are made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [CallScene(self._child_asked, (form,)) for form in scene.formats]
         return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
 
     def reply(self, observation: str | None) -> str:
-        """Return the next reply to ``observation`` (None for the first reply). Raises StopIteration
-        after the answer."""
+        """Return the demonstrator's next reply. ``observation`` is the output of the previous
+        reply's code, or None for the first reply. Raises StopIteration after the answer.
+        """
         self._has_raised = observation is not None and bool(_RAISED.search(observation))
         return next(self._replies)
 
@@ -221,9 +227,10 @@ class DemonstratedCall:
 
 
 def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
-    """Return the expression of Python code that answers the question from the parsed rows, which
-    are in the variable ``R``. The names of the columns are at the same place for all kinds of
-    questions, so that a policy learns to read a format once and not for each kind."""
+    """Return a Python expression that answers the question from the variable ``R``, which holds the
+    parsed rows. The names of the columns are at the same place for all kinds of questions, so that
+    a policy learns to read a format once and not for each kind.
+    """
     rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
     number = "q" if mistaken else "int(q)"
@@ -244,8 +251,9 @@ def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) ->
 
 
 class LedgerDemonstrator:
-    """``Client`` that demonstrates ``item`` to the engine with the scaffold ``tiny``, one run at a
-    time."""
+    """A model client that demonstrates one item to the engine, in the prompt format (scaffold)
+    ``tiny``. It can be used by one run at a time.
+    """
 
     window = 1 << 20
     price: Price | None = None
@@ -284,12 +292,12 @@ class LedgerDemonstrator:
 
 
 def seed_of(item: Item, seed: int, call: str) -> str:
-    """Return the random seed of one call."""
+    """Return the random seed of one call of a demonstration."""
     return f"{seed}/{item.id}/{call}"
 
 
 class LedgerCallDemonstration(msgspec.Struct, frozen=True):
-    """Conversation of one call in a demonstration."""
+    """The conversation of one call in a demonstration."""
 
     item: str
     """Id of the item."""
@@ -305,7 +313,9 @@ class LedgerCallDemonstration(msgspec.Struct, frozen=True):
 def play(
     item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> list[LedgerCallDemonstration]:
-    """Return the calls of one demonstration, the root first."""
+    """Play the demonstration of one item without a session, and return the conversations of its
+    calls, the root call first.
+    """
     return _Play(item, habits, seed, texts).run()
 
 
@@ -315,7 +325,7 @@ def demonstrations(
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[LedgerCallDemonstration]]:
-    """Yield one demonstration for each item."""
+    """Yield one demonstration for each item, as the list of its calls' conversations."""
     items = iter(items)
     while True:
         with _no_collection():
@@ -328,8 +338,10 @@ def demonstrations(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Switch Python's cyclic garbage collector off. A long context has hundreds of thousands of
-    rows, and creating them would make the collector scan the whole process many times."""
+    """Switch off Python's cyclic garbage collector in a ``with`` block. A long context has hundreds
+    of thousands of rows, and creating them would make the collector scan the whole process many
+    times.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -340,8 +352,9 @@ def _no_collection() -> Iterator[None]:
 
 
 class _FinalCalled(Exception):
-    """Ends a cell at FINAL. (The engine would continue the cell, but the demonstrator's cells end
-    with it.)"""
+    """Raised by ``FINAL`` to end the code cell that is running. (The engine would continue the
+    cell, but the demonstrator's cells end there.)
+    """
 
 
 class _Play:
@@ -424,7 +437,7 @@ def _compiled(code: str) -> CodeType:
 
 
 class _Namespace:
-    """The part of a session that the demonstrator's code needs."""
+    """The functions and variables of a session that the demonstrator's code uses."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None

@@ -1,4 +1,4 @@
-"""Questions over ledgers as a task: over one document, or over several in different formats.
+"""A task of questions about ledgers, in one document or in several documents of different formats.
 
     ledger()                                    one document of 20 to 60 rows
     ledger(chars=10_000_000)                    one document of ten million characters
@@ -14,10 +14,10 @@
     qty;user;label
     5;kilu;red
 
-In addition to the three usual splits there are ``test_formats``, in a format that no other split
-has, and ``test_names``, about users about whom no other split asks. A call below the root has its
-own reward if its question belongs to the family and its context has known rows, because its right
-answer follows from them.
+In addition to the three usual splits there are two test splits: ``test_formats`` uses a text format
+that no other split has, and ``test_names`` asks about users that no other split asks about. A call
+below the root has its own reward if its question is a ledger question and its context has known
+rows, because its right answer is then known.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _TEXT_CHARS = 11.3
 
 
 class LedgerDocumentSpan(msgspec.Struct, frozen=True):
-    """Position of a document in its context, and its format."""
+    """The position of one document in the context of an item, and its text format."""
 
     start: int
     end: int
@@ -91,7 +91,7 @@ class LedgerDocumentSpan(msgspec.Struct, frozen=True):
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
-    """One question about a ledger: its kind, and the label or user that it asks about."""
+    """A question about a ledger: its kind, and the label or user that it asks about."""
 
     kind: Kind
     about: str
@@ -104,7 +104,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> LedgerQuestion | None:
-        """Parse ``text``. Returns None if it is not a question about a ledger."""
+        """Parse a question about a ledger. Returns None if ``text`` is not one."""
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
             match = pattern.fullmatch(text.removesuffix(ALL))
@@ -114,7 +114,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
 
 class _Recipe(msgspec.Struct, frozen=True):
-    """Options from which items are generated."""
+    """The options from which items are generated."""
 
     multi: float
     kinds: tuple[Kind, ...]
@@ -171,8 +171,9 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _scale(self, rng: random.Random) -> int:
-        """Draw the factor by which quantities are multiplied. It is 1 if the length of items is
-        given, because larger numbers would make them longer."""
+        """Draw a random factor by which quantities are multiplied. The factor is 1 if the length of
+        items is given, because larger numbers would make them longer.
+        """
         return 1 if self.chars is not None else rng.choice(SCALES)
 
     def _num_rows(self, rng: random.Random, usual: tuple[int, int], num_docs: int) -> int:
@@ -216,7 +217,8 @@ def ledger(
     long: float = 0.0,
     long_chars: tuple[int, int] = (10_000, 3_000_000),
 ) -> SimpleTask:
-    """Questions over generated ledgers: over one document, or over several in different formats.
+    """Return a task of questions about generated ledgers, in one document or in several documents
+    of different formats.
 
     Args:
         seed: Seed of the generated items.
@@ -229,7 +231,8 @@ def ledger(
         long: Share of training items with a long context; other splits have none.
         long_chars: Bounds of that context's length, drawn log-uniformly.
 
-    Raises ConfigError for options with which no question can be asked."""
+    Raises ConfigError for options with which no question can be asked.
+    """
     recipe = _Recipe(multi, _kinds(kinds, multi), rows, docs, doc_rows, chars)
     for name, (low, high), least in (
         ("rows", rows, 4),
@@ -284,7 +287,7 @@ def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
 
 
 def documents_of(item: Item) -> list[LedgerDocumentSpan]:
-    """Return the documents of an item's context in order."""
+    """Return the documents in the context of an item, in order."""
     return msgspec.convert(item.metadata["documents"], list[LedgerDocumentSpan])
 
 
@@ -306,7 +309,9 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Right answers of calls, whose rows are identified by length and digest of their contexts."""
+    """Finds the right answers of calls. The rows in a call's context are recognised by the length
+    and hash of the context.
+    """
 
     def __init__(self, item: Item, trajectory: Trajectory) -> None:
         self._item, self._whole = item, trajectory.context
@@ -315,8 +320,9 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Return the score of the call's answer to its own question; None if the right answer is
-        unknown."""
+        """Return the score of a call's answer to its own question, or None if the right answer is
+        not known.
+        """
         asked = LedgerQuestion.read(call.question)
         index = (
             self._index(call.context) if asked is not None and call.context is not None else None
@@ -330,8 +336,9 @@ class _KnownRows:
         return exact(call.answer, Item(asked.text, gold=gold))
 
     def _index(self, given: ContextRef) -> int | None:
-        """Return the index of the document in the context, allowing newlines around it; -1 for all
-        documents."""
+        """Return the index of the document that a context consists of, apart from newlines around
+        it, or -1 if the context has all documents. Return None for any other context.
+        """
         context = self._item.context
         if self._whole is not None and given.digest == self._whole.digest:
             return -1

@@ -1,5 +1,5 @@
-"""Scores that compare an answer with the gold, by name. Each is called with (answer, item) and
-returns a number from 0 to 1.
+"""Scoring functions that compare an answer with the right one, and can be chosen by name. Each is
+called with the answer and the item, and returns a number from 0 to 1.
 """
 
 from __future__ import annotations
