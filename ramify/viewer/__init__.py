@@ -1,4 +1,5 @@
-"""Web viewer of runs, training, evaluations and comparisons: ``ramify view``.
+"""The web viewer, which the command ``ramify view`` starts. It shows runs, training runs,
+evaluations, and comparisons between them.
 
     journals, trajectory files, evaluations, folders of ramify train
       │

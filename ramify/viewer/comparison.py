@@ -1,4 +1,5 @@
-"""The calls of several runs side by side: each call beside those that answer the same question.
+"""Compare several runs by putting their calls side by side: each row has the calls that answer the
+same question, one per run.
 
     run A        run B             rows
     0            0                 0    0
@@ -6,8 +7,8 @@
     └ 0.1 June   └ 0.1 May         0.1  0.0    June
 
 Two calls can only match below parents that match. Siblings are matched by their whole question and
-context, then by their question, then by words that most of both questions share. Not here: the
-texts of a call, which the page compares word by word (see static/compare.js).
+context, then by their question, then by words that most of both questions share. The page itself
+compares the texts of matched calls word by word (static/compare.js).
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ Row = list[CallNode | None]
 
 
 def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
-    """Return the overview of a run and its calls, to be compared with other runs by ``rows_of``."""
+    """Return the overview of a run and the list of its calls, which ``rows_of`` compares with those
+    of other runs."""
     return head(run), list(run.tree.order)
 
 
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
-    """Return the rows that compare the calls of all runs, each parent before its children.
+    """Match the calls of several runs, and return one row for each group of matching calls. Parents
+    come before their children.
 
     ``calls`` has [id, answer, cost, seconds, whether it failed, outlier, turn, cell] for each run,
     or None if that run has no such call. ``turn`` and ``cell`` are the place in the parent that
@@ -60,8 +63,8 @@ def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
 
 
 def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
-    """Group calls by the id of their parent. The key None has the calls whose parent is not in
-    ``calls``."""
+    """Group calls by the id of their parent. Calls whose parent is not in ``calls`` are grouped
+    under None."""
     known = {node.id for node in calls}
     below: dict[str | None, list[CallNode]] = defaultdict(list)
     for node in calls:
@@ -71,9 +74,9 @@ def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
 
 
 def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
-    """Put sibling calls of several runs side by side, in rows of one call per run. Each group has
-    the siblings of one run. A call that matches no other gets a new row after the call before
-    it."""
+    """Put sibling calls of several runs side by side, in rows with one call per run. ``groups`` has
+    the siblings of each run. A call that matches no other gets its own row, after the row of the
+    call before it."""
     rows: list[Row] = []
     for run, siblings in enumerate(groups):
         found = _matches([_any(row) for row in rows], siblings, are_roots)
@@ -102,7 +105,7 @@ def _any(row: Row) -> CallNode:
 def _matches(
     known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
 ) -> dict[int, int]:
-    """Match each call in ``siblings`` with one in ``known`` that has the same question, or a
+    """Match each call in ``siblings`` with a call in ``known`` that has the same question or a
     similar one. Returns the index in ``known`` for each matched index in ``siblings``."""
     keys: list[Callable[[CallNode], Hashable]] = [
         lambda node: (node.kind, node.subject),
@@ -124,8 +127,9 @@ def _matches(
 
 
 def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
-    """Match calls whose questions share at least the part ``_ALIKE`` of their words, beginning with
-    the most similar pair. Returns the index in ``known`` for each matched index in ``siblings``."""
+    """Match calls whose questions share at least the fraction ``_ALIKE`` of their words, beginning
+    with the most similar pair. Returns the index in ``known`` for each matched index in
+    ``siblings``."""
     if not known or len(known) * len(siblings) > _MAX_PAIRS:
         return {}
     words = {index: set(node.question.lower().split()) for index, node in known.items()}

@@ -1,14 +1,15 @@
-"""Which sub-calls the values of a session's variables came from, read from its code.
+"""Find out which sub-calls (calls to models that a session's code made) the values of the session's
+variables came from. This is derived from the code alone.
 
     sums = rlm_query_batched([…], sheets)      sums  ← 0.0 … 0.11
     total = sum(sums)                          total ← sums ← 0.0 … 0.11
     print(total)                               what is printed ← 0.0 … 0.11
 
 The code is only parsed, never run. The result is an upper bound: a value may come from fewer calls
-than its ``ValueOrigin`` names, never from others, unless the code uses something that this file
+than its ``ValueOrigin`` names, never from others, unless the code uses something that this module
 does not follow (``exec``, attributes of classes it defines). Conditions count: a count that grows
-under ``if "yes" in reply`` comes from that reply. Not here: where the values appear in texts (see
-provenance.py).
+under ``if "yes" in reply`` comes from that reply. Where the values appear in texts is found by
+provenance.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _MAX_ITEMS = 1000
 
 
 class ValueOrigin(msgspec.Struct, frozen=True):
-    """Where a value came from: sub-calls, the context, and variables."""
+    """The origin of a value in a session: the sub-calls, the context and the variables that it was
+    made from."""
 
     calls: frozenset[str] = frozenset()
     """Sub-calls whose results it was made from."""
@@ -44,8 +46,8 @@ class ValueOrigin(msgspec.Struct, frozen=True):
         return bool(self.calls or self.guesses or self.from_context)
 
     def whole(self) -> ValueOrigin:
-        """Return this flow without the flows of the single items, as for the list or dict as a
-        whole."""
+        """Return the origin of a list or dict as a whole, without the origins of its single
+        items."""
         return ValueOrigin(self.calls, self.guesses, self.from_context, self.names)
 
 
@@ -65,7 +67,7 @@ def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
 
 
 class TracedExpression(msgspec.Struct, frozen=True):
-    """A place in a cell's code whose value came from sub-calls: a variable, or a call of
+    """An expression in a cell's code whose value came from sub-calls: a variable, or a call of
     ``llm_query``."""
 
     line: int
@@ -77,8 +79,8 @@ class TracedExpression(msgspec.Struct, frozen=True):
 
 
 class CellValueOrigins(msgspec.Struct):
-    """Where the values in one cell came from: its prints, its last expression, its prompts and its
-    variables."""
+    """The origins of the values in one cell of code: what it printed, its last expression, the
+    prompts that it sent, and its variables."""
 
     is_parsed: bool = True
     prints: list[ValueOrigin] = []
@@ -92,11 +94,12 @@ class CellValueOrigins(msgspec.Struct):
 
 
 class CellValueTracer:
-    """Follows the values through the cells of one session, in order."""
+    """Traces where values came from through the cells of one session. The cells must be given in
+    order."""
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
-        """``guess`` takes a literal in the code and returns the earlier sub-calls that returned the
-        same value, since the model may have copied it."""
+        """Create a tracer for one session. ``guess`` takes a literal in the code and returns the
+        earlier sub-calls that returned the same value, since the model may have copied it."""
         self.env: dict[str, ValueOrigin] = {"context": ValueOrigin(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
         """Variable -> (turn, cell, line) of its last assignment."""
@@ -112,7 +115,8 @@ class CellValueTracer:
     def trace_cell(
         self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]
     ) -> CellValueOrigins:
-        """Follow the values through one cell. ``made`` are the sub-calls that its code made."""
+        """Trace the values through one cell of code and return their origins. ``made`` lists the
+        sub-calls that the code made."""
         self._cell = CellValueOrigins(prints=[], uses=[], prompts={})
         self._place = (turn, cell)
         try:
@@ -131,8 +135,8 @@ class CellValueTracer:
         return self._cell
 
     def _quietly(self, node: ast.expr) -> ValueOrigin:
-        """Return the flow of an expression without recording its prints and uses, which were
-        recorded when it was evaluated before."""
+        """Return the origin of an expression that was evaluated before. Its prints and uses are not
+        recorded a second time."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)
         flow = self._flow(node)
         del self._cell.prints[prints:], self._cell.uses[uses:]
@@ -193,8 +197,8 @@ class CellValueTracer:
             self._statement(statement)
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
-        """Follow a body that may not have run. A variable that it assigns may also still have its
-        earlier value, so both flows are joined."""
+        """Trace a block of code that may not have run. A variable that the block assigns may still
+        have its earlier value, so its two possible origins are merged."""
         before = dict(self.env)
         self._block(body)
         for name, flow in before.items():
@@ -219,8 +223,8 @@ class CellValueTracer:
         self._cell.is_straight &= before == len(self._cell.prints)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Follow the definition of a function. Its flow is that of all variables and calls in its
-        body. Nothing is known about when its prints run."""
+        """Trace the definition of a function. The origin of the function is that of all variables
+        and calls in its body. Nothing is known about when its prints run."""
         before = dict(self.env)
         prints = len(self._cell.prints)
         self._block(node.body)
@@ -258,8 +262,8 @@ class CellValueTracer:
                 pass
 
     def _put(self, target: ast.Subscript, flow: ValueOrigin) -> None:
-        """Record an assignment to an item, such as ``answer["content"] = …``. The flow of the item
-        is kept if its key is a constant."""
+        """Record an assignment to an item of a container, such as ``answer["content"] = …``. The
+        item gets its own origin if its key is a constant."""
         key = target.slice.value if isinstance(target.slice, ast.Constant) else None
         if not isinstance(target.value, ast.Name):
             return self._add_to(target.value, flow)
@@ -422,8 +426,8 @@ class CellValueTracer:
         items: dict[Any, ValueOrigin] | None,
         whole: ValueOrigin,
     ) -> dict[Any, ValueOrigin] | None:
-        """Return where each item of ``[f(x) for x in xs]`` came from. This needs the items of
-        ``xs``, or the calls that ``f`` made; otherwise None is returned."""
+        """Return where each item of a comprehension such as ``[f(x) for x in xs]`` came from.
+        Returns None unless the items of ``xs`` or the calls made by ``f`` are known."""
         if len(parts) != 1 or isinstance(node, ast.SetComp):
             return None
         made = [site for site in ast.walk(parts[0]) if site in self._sites]
@@ -439,7 +443,7 @@ class CellValueTracer:
         return found
 
     def _element(self, flow: ValueOrigin) -> ValueOrigin:
-        """Return the flow of one element of an iterable."""
+        """Return the origin of one element of an iterable, given the origin of the iterable."""
         parts = list(flow.items.values()) if flow.items else []
         inner = [part.items for part in parts]
         if parts and all(inner):

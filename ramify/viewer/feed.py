@@ -1,11 +1,12 @@
-"""Feeds of runs and training folders: one task polls each file, however many pages follow it.
+"""Send changes of a run or training folder to the pages that show it. Each file is polled by one
+task, however many pages follow it.
 
     file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
     replies arrive ── polled every 0.1 s meanwhile ──> {"arriving": […]} to each page
 
 A page that connects late, or reconnects, names the version that it has and receives the changes
-since then. This file decides how often files are polled and what stays in memory. Not here: HTTP
-(see view_server.py).
+since then. This module decides how often files are polled and what stays in memory; HTTP is handled
+by view_server.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ R = TypeVar("R")
 
 
 class FileFeed(Generic[T]):
-    """Feed of one file: polls it and sends its changes to the pages that follow it."""
+    """Polls one file for changes and sends them to the pages that follow the file."""
 
     def __init__(self, watched: T) -> None:
         self.watched: T = watched
@@ -53,13 +54,15 @@ class FileFeed(Generic[T]):
         """Last message about replies that are arriving, for pages that connect later."""
 
     async def refresh_watched(self) -> T:
-        """Return ``watched`` after reading everything new from its file."""
+        """Read everything new from the file, and return ``watched``, the object that holds the
+        file's content."""
         async with self.lock:
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
     async def inspect(self, look: Callable[[T], R]) -> R:
-        """Run ``look`` on ``watched`` in a thread, while nothing can change it."""
+        """Call ``look`` with the watched object, in a thread, and return the result. Nothing can
+        change the object meanwhile."""
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)
 
@@ -99,7 +102,7 @@ class FileFeed(Generic[T]):
             return overview_update(run, missed) if missed or run.version != version else None
 
     async def _poll(self) -> None:
-        """Poll the file while any page follows it.
+        """Poll the file for changes as long as any page follows it.
 
         Polls are frequent while the file has a writer. Without one they are rare, but continue: a
         run may be scored long after its end, or resumed.
@@ -167,7 +170,8 @@ class FileFeed(Generic[T]):
 
 
 class FileFeedCache:
-    """All feeds of a server. The least recently used are dropped, unless a page follows them."""
+    """All feeds of a server, one per file. The least recently used ones are dropped, unless a page
+    follows them."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, FileFeed[WatchedRun]] = OrderedDict()

@@ -1,9 +1,10 @@
-"""Data of the page of a matrix, and the same page as one file that opens offline.
+"""Data for the page of an evaluation matrix (suites, models and modes), and the same page as one
+file that opens offline.
 
     ID.matrix, records of its cells ──▶ {"rows": [figures of a cell, …], "attempts": {record: […]}}
 
-The figures are those of evaluate/matrix_report.py. Not here: the attempts of one cell on a server
-(see training.py).
+The figures are those of evaluate/matrix_report.py. The attempts of one cell on a server are shown
+by training.py.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MAX_ANSWER = 300
 
 
 def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
-    """Return the data for the page of the matrix with address ``key``. Raises StoreError if the
-    matrix does not exist or cannot be read."""
+    """Return the data for the page of the evaluation matrix with address ``key``. Raises StoreError
+    if the matrix does not exist or cannot be read."""
     path = library.evaluation(key)
     plan = _matrix_in(path)
     problems: list[str] = []
@@ -47,8 +48,8 @@ def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
 
 
 def stored_matrix_file(library: RunCatalog, key: str) -> tuple[str, bytes]:
-    """Return the id of the matrix with address ``key``, and the content of its HTML file. Raises
-    StoreError."""
+    """Return the id of the evaluation matrix with address ``key``, and its page as an HTML file.
+    Raises StoreError if the matrix does not exist or cannot be read."""
     path = library.evaluation(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
@@ -56,7 +57,8 @@ def stored_matrix_file(library: RunCatalog, key: str) -> tuple[str, bytes]:
 
 
 def matrix_file(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
-    """Return the content of an HTML file that shows the matrix and its attempts."""
+    """Return the content of an HTML file that shows an evaluation matrix and its attempts without a
+    server."""
     left = MAX_ATTEMPTS
     attempts: dict[str, list[dict[str, Any]]] = {}
     for cell in report.plan.cells:
@@ -75,7 +77,8 @@ def _matrix_in(path: Path) -> MatrixPlan:
 
 
 def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedOutcomes:
-    """Return the outcomes of all cells of the matrix in ``path``, by the record of the cell."""
+    """Return the outcomes of all cells of the evaluation matrix in ``path``, by the name of each
+    cell's record."""
     return {
         cell.record: _outcomes(path.with_name(f"{cell.record}.jsonl"), problems)
         for cell in plan.cells
@@ -83,7 +86,7 @@ def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedO
 
 
 def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
-    """Return the outcomes of the attempts so far in one cell (suite, model and mode) of an
+    """Return the outcomes of the attempts made so far in one cell (suite, model and mode) of an
     evaluation matrix. Empty if the cell has not begun. Errors are added to ``problems``."""
     try:
         return read_evaluation(path, problems).outcomes if path.is_file() else ()

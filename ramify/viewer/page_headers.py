@@ -1,7 +1,7 @@
-"""Security headers of every response of the viewer.
+"""The security headers that every response of the viewer has.
 
-Text of models and documents is shown as text, and a browser that obeys these headers runs nothing
-else. Not here: who may ask (see ramify/http_server/).
+Text of models and documents is shown as text, and a browser that obeys these headers runs no script
+but the page's own. Access is controlled in ramify/http_server/.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The page as one script, when it is served, or as one file: its JavaScript modules in one bundle,
-without a build step.
+"""Bundle the viewer's JavaScript modules without a build step, into one script that the server
+sends or into one HTML file.
 
 A browser would load twenty modules six at a time, and the page's data only after them; and a page
 opened from disk cannot import modules. So ``main.js`` and everything that it imports become one
@@ -54,20 +54,20 @@ _VENDOR_EXPORT = re.compile(
 
 
 def app() -> str:
-    """Return the source of ``app.js``: the modules that ``main.js`` imports, then ``main.js``
-    itself."""
+    """Return the source of ``app.js``, which consists of all modules that ``main.js`` imports,
+    followed by ``main.js`` itself."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
 def early() -> str:
-    """Return the inline script of the page. It requests the run's data before the other scripts
-    load, because the data takes longest to arrive."""
+    """Return the page's inline script, which requests the run's data before the other scripts load,
+    because the data takes longest to arrive."""
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
 def module(name: str) -> str:
-    """Return the source of a module that is imported on demand, with its imports redirected to
-    ``app.js``."""
+    """Return the source of a JavaScript module that is imported on demand. Its imports are
+    redirected to ``app.js``."""
     source = (STATIC / name).read_text(encoding="utf-8")
     return _IMPORT.sub(
         lambda match: match[0].replace(match[2], APP) if match[2] in _modules() else match[0],
@@ -76,7 +76,8 @@ def module(name: str) -> str:
 
 
 def hashed(text: str) -> str:
-    """Return the hash of a script or style sheet in the form of a Content-Security-Policy."""
+    """Return the hash of a script or style sheet, in the form that a Content-Security-Policy
+    needs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -88,7 +89,7 @@ def _modules() -> dict[str, str]:
 
 
 def _add(name: str, done: dict[str, str]) -> None:
-    """Add the modules that ``name`` imports, then ``name`` itself, to ``done``."""
+    """Add the module ``name`` to ``done``, after all modules that it imports."""
     source = (STATIC / name).read_text(encoding="utf-8")
     for names, other in _IMPORT.findall(source):
         if other in done:
@@ -101,7 +102,8 @@ def _add(name: str, done: dict[str, str]) -> None:
 
 
 def whole(on_demand: Sequence[str]) -> str:
-    """Return the source of ``app.js`` and of the modules that its page imports on demand."""
+    """Return the source of ``app.js`` together with the modules ``on_demand``, which a page would
+    otherwise import when it needs them."""
     done = dict(_modules())
     main = done.pop("main.js")
     for name in on_demand:
@@ -111,9 +113,9 @@ def whole(on_demand: Sequence[str]) -> str:
 
 
 def _vendored(name: str, source: str) -> str:
-    """Turn a third-party module into code that defines its exports as a constant. ``name`` is what
-    the page's code imports: a name for the default export, or ``{ names }`` in braces for named
-    exports."""
+    """Convert a third-party JavaScript module to code that defines its exports as constants.
+    ``name`` is what the page's code imports: a name for the default export, or ``{ names }`` in
+    braces for named exports."""
     if name.startswith("{"):
         exports = _VENDOR_EXPORTS.findall(source)[-1]
         pairs = (each.split(" as ") for each in exports.split(","))
@@ -134,8 +136,8 @@ MAX_TEXT = 100_000
 
 
 def page(located: LocatedRun) -> bytes:
-    """Return the content of the HTML file of a run. Raises StoreError if nothing of the run can be
-    read."""
+    """Return the content of an HTML file that shows a run without a server. Raises StoreError if
+    nothing of the run can be read."""
     run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
@@ -144,7 +146,8 @@ def page(located: LocatedRun) -> bytes:
 
 
 def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
-    """Return the content of an HTML file with ``data`` and the modules that show it."""
+    """Return the content of an HTML file that contains ``data`` and the JavaScript modules that
+    show it."""
     script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
@@ -164,7 +167,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
 
 
 def data(run: WatchedRun) -> dict[str, Any]:
-    """Return all data that the page would otherwise request from the server."""
+    """Return all data about a run that the page would otherwise request from the server."""
     calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
         try:
@@ -193,8 +196,8 @@ def data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the lines around each citation. A key is the name of the cited text and its first
-    cited line (``report.txt/12``)."""
+    """Return the lines around each citation of an answer. A key is the name of the cited text and
+    the first cited line (``report.txt/12``)."""
     found = {}
     for each in citations:
         name, line = each["source"], each["first_line"]
@@ -206,7 +209,7 @@ def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> str:
-    """Return JSON that an HTML parser cannot mistake for an end tag or a comment."""
+    """Encode a value as JSON in which an HTML parser cannot find an end tag or a comment."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

@@ -1,4 +1,5 @@
-"""Where the values of a call came from: links from its outputs, code and answer to other calls.
+"""Find out where the values of a call came from, and return links from its outputs, code and answer
+to other calls.
 
     the answer 332628  ⟵ total ⟵ sums ⟵ 0.0 … 0.11        computed from what they returned
     the output 1414    ⟵ 0.7                               the same value
@@ -41,7 +42,7 @@ _MAX_SHOWN = 200
 
 
 class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
-    """A piece of text of a call, and the calls that it came from."""
+    """A link from a piece of text in a call to the calls that the text came from."""
 
     turn: int
     """Turn of the text; -1 for the answer and the question."""
@@ -62,7 +63,8 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
 
 
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Return the links of call ``id``. Raises StoreError if there is no such call."""
+    """Return the links that show where the values of the call ``id`` came from. Raises StoreError
+    if there is no such call."""
     call, node = run.whole(id).call, run.tree.nodes[id]
     returned = ReturnedValueIndex()
     links = (
@@ -78,8 +80,8 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
 
 
 class _CallLinks:
-    """Collects the links from one call's outputs, code and answer to the sub-calls that their
-    values came from. The cells of the session are followed in order."""
+    """Collects links from the outputs, code and answer of one call to the sub-calls that their
+    values came from. The cells of the call's session are traced in order."""
 
     def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
         self._call = call
@@ -125,8 +127,9 @@ class _CallLinks:
     def _outputs(
         self, flow: CellValueOrigins, stdout: str, value: str
     ) -> Iterator[tuple[str, str, int, ValueOrigin]]:
-        """Yield the outputs of a cell, each as (part, text, offset of the text in the part, where
-        it came from). If each print wrote one line, the standard output is yielded line by line."""
+        """Yield the outputs of a cell, each as a tuple of the kind of output (such as ``stdout``),
+        the text, the text's offset in that output, and its origin. If each print wrote one line,
+        the standard output is yielded line by line."""
         if not flow.is_parsed:
             everything = ValueOrigin(guesses=self._returned.calls)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
@@ -153,7 +156,7 @@ class _CallLinks:
             self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
 
     def _text(self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin) -> None:
-        """Add the links of a text whose sources are ``flow``. A value that a sub-call returned is
+        """Add the links of a text whose origin is ``flow``. A value that a sub-call returned is
         linked to that call. The rest of the text is linked to all calls that it was computed
         from."""
         if not flow.calls and not flow.guesses:
@@ -173,8 +176,9 @@ class _CallLinks:
         flow: ValueOrigin,
         spans: Sequence[ReturnedValueSpan],
     ) -> None:
-        """Link the numbers in a text that no call returned to the calls that they were computed
-        from. A text without numbers or returned values is linked as a whole."""
+        """Link numbers in a text that were computed, rather than returned by a call, to the calls
+        that they were computed from. A text without numbers or returned values is linked as a
+        whole."""
         if not flow.calls:
             return
         taken = [(span.start, span.end) for span in spans]
@@ -190,7 +194,7 @@ class _CallLinks:
             self._add(place, at, at + len(stripped), flow, computed=True)
 
     def _was_given(self, number: str) -> bool:
-        """Return True if a number was known before: from the question of a call, or from an earlier
+        """Return True if a number was already known from the question of a call, or from an earlier
         output that shows the context."""
         texts = [self._call.question, *(asked for asked in self._asked)]
         texts += [shown for *_, shown, from_context in self._shown if from_context]
@@ -208,8 +212,8 @@ class _CallLinks:
             self._from_variables(text, flow)
 
     def _from_variables(self, text: str, flow: ValueOrigin) -> None:
-        """Link an answer that was computed from the context to its variables, and to what was
-        printed from the context."""
+        """Link an answer that was computed from the context to the variables that it was computed
+        with, and to what was printed from the context."""
         via = self._via(flow.names)
         printed = [each for each in self._shown if each[4] and each[3].strip()]
         if not via and not (flow.from_context and printed):
@@ -233,8 +237,8 @@ class _CallLinks:
         )
 
     def _placed(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
-        """Add the links of an answer. If it is a dict or list with known sources for each item,
-        each item in its text is linked separately."""
+        """Add the links of an answer. If the answer is a dict or list whose items have known
+        origins, each item is linked separately."""
         entries = (
             value.items()
             if isinstance(value, dict)
@@ -259,7 +263,7 @@ class _CallLinks:
             at += len(shown)
 
     def _seen_before(self, text: str) -> None:
-        """Link a value of the answer that no call returned to the first output that shows it."""
+        """Link each value of the answer that no call returned to the first output that shows it."""
         taken = [(link.start, link.end) for link in self._links if link.part == "answer"]
         matches = [
             (at, at + len(leaf), leaf)
@@ -313,8 +317,8 @@ class _CallLinks:
         )
 
     def _via(self, names: frozenset[str]) -> list[list[Any]]:
-        """Return the variables whose values came from sub-calls or the context, each as [variable,
-        turn, cell, line], the last assigned first."""
+        """Return those of the variables ``names`` whose values came from sub-calls or the context.
+        Each is given with the turn, cell and line of its last assignment, the latest first."""
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
@@ -334,7 +338,8 @@ def _order(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Return the position of ``value`` in ``text`` as a separate word, or -1."""
+    """Return the position of ``value`` in ``text`` as a separate word, or -1 if it does not
+    occur."""
     match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
     return match.start() if match else -1
 
@@ -342,8 +347,8 @@ def _position(text: str, value: str) -> int:
 def _calls_by_place(
     run: WatchedRun, id: str
 ) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
-    """Return the sub-calls of call ``id``, each as (node, question, answer), by the (turn, cell)
-    whose code made them."""
+    """Return the sub-calls of the call ``id``, each with its question and answer, grouped by the
+    turn and cell whose code made them."""
     found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
     children = [node for node in run.tree.order if node.parent and node.parent.call == id]
     for node in children[:MAX_CALLS]:
@@ -361,8 +366,8 @@ def _calls_by_place(
 
 
 def _plain_links(call: Call) -> list[TextProvenanceLink]:
-    """Link the answer of a call without a session, and the numbers in it, to the places in its
-    prompt with the same text."""
+    """Link the answer of a plain call (one without a session), and the numbers in the answer, to
+    the places in the prompt that have the same text."""
     if not call.turns or call.answer is None:
         return []
     text, links = as_text(call.answer), []
@@ -380,7 +385,8 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
 
 
 def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextProvenanceLink]:
-    """Link values in a child's question to the earlier calls of its parent that returned them."""
+    """Link values in the question of a child call to earlier calls of its parent that returned
+    them."""
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []

@@ -1,13 +1,13 @@
-"""Finds where a value came from. It finds the place in a cell's code that made each sub-call, and
-the places in a text that show a value which a call returned.
+"""Find the place in a cell's code that made each sub-call, and the places in a text that show a
+value which a sub-call returned.
 
     0.0 returned "30,102 dollars"     "30,102 dollars" and 30102 lead to 0.0
     0.1 returned ["web-3", 7]         "web-3" and 7 lead to 0.1
 
 A value that more than ``MAX_SOURCES`` calls returned is linked to none. A journal records the
 sub-calls of a cell in the order of their creation, but not the expression that made each one;
-``assign_sites`` finds that expression. Not here: where the results went from there, and which calls
-a text can have come from (see data_flow.py).
+``assign_sites`` finds that expression. ``data_flow.py`` traces where the results went from there,
+and which calls a text can have come from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MIN_WORDS = 6
 
 
 class CellSubcall(msgspec.Struct, frozen=True):
-    """A sub-call that a cell made. Calls are listed in the order of their creation."""
+    """A sub-call, that is, a call to a model that the code of a cell made."""
 
     id: str
     kind: str
@@ -41,11 +41,12 @@ class CellSubcall(msgspec.Struct, frozen=True):
 
 
 def assign_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
-    """Assign the sub-calls of a cell to the places in its code that made them.
+    """Find the expression in a cell's code that made each sub-call. Returns the ids of the
+    sub-calls for each such expression (its syntax node).
 
-    A place is recognised by its kind, by the literal words of its prompt, and, where each place
-    runs once, by the order. Calls that look the same are assigned to every place of their
-    kind.
+    An expression is recognised by its kind, by the literal words of its prompt, and, where each
+    expression runs once, by the order. Calls that look the same are assigned to every expression of
+    their kind.
     """
     sites = _sites_of(tree)
     found: dict[ast.AST, list[str]] = {site: [] for site, _, _ in sites}
@@ -63,8 +64,8 @@ def assign_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST,
 
 
 def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
-    """Return the places in the code that make sub-calls, in source order. Each is (syntax node,
-    name of the function, literal texts in its prompt)."""
+    """Return the expressions in the code that make sub-calls, in source order. Each is given as its
+    syntax node, the name of the called function, and the literal texts in the prompt."""
     called = {}
     found: list[tuple[ast.AST, str, list[str]]] = []
     for node in ast.walk(tree):
@@ -91,8 +92,8 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Assign the sub-calls to the places in the code by their order. This is possible if each place
-    runs once and makes a known number of calls; otherwise None is returned."""
+    """Assign the sub-calls to the expressions in the code by their order alone. This is possible if
+    each expression runs once and makes a known number of calls; otherwise None is returned."""
     repeated = {
         inner
         for outer in ast.walk(tree)
@@ -144,7 +145,8 @@ _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Return a key that is the same for equal values: 30,102 and 30102.0 are the same number."""
+    """Return a key that is the same for equal values, so that 30,102 and 30102.0 count as the same
+    number."""
     try:
         return float(f"{float(text.replace(',', '')):.12g}")
     except ValueError:
@@ -152,7 +154,8 @@ def _key(text: str) -> Any:
 
 
 class ReturnedValueIndex:
-    """Finds the calls that returned a given value."""
+    """An index of the values that calls returned. It finds the calls that returned a given
+    value."""
 
     def __init__(self) -> None:
         self._by_key: dict[Any, set[str]] = {}
@@ -171,18 +174,18 @@ class ReturnedValueIndex:
 
     @property
     def calls(self) -> frozenset[str]:
-        """The ids of all calls added so far."""
+        """The ids of all calls that were added to the index so far."""
         return frozenset(self._texts)
 
     def calls_with(self, text: str) -> frozenset[str]:
-        """Return the calls that returned this value. Empty if more than ``MAX_SOURCES`` calls
-        did."""
+        """Return the ids of the calls that returned this value. Empty if there are more than
+        ``MAX_SOURCES``, because the value then says little about its origin."""
         found = self._by_key.get(_key(text), set())
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess(self, value: Any) -> frozenset[str]:
-        """Return the calls that returned the value of a literal in the code, or the numbers in it.
-        Values that are too short to tell are ignored."""
+        """Return the ids of the calls that returned the value of a literal in the code, or the
+        numbers in that literal. Values that are too short to identify a call are ignored."""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
@@ -192,8 +195,8 @@ class ReturnedValueIndex:
         return frozenset[str]().union(*(self.calls_with_number(text, match) for match in numbers))
 
     def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
-        """Return the calls that returned the number at ``match`` in ``text``. A percentage also
-        matches its fraction: 45.67 % is 0.4567."""
+        """Return the ids of the calls that returned the number at ``match`` in ``text``. A
+        percentage also matches its fraction: 45.67 % matches 0.4567."""
         calls = self.calls_with(match[0])
         if calls or not _PERCENT.match(text, match.end()):
             return calls
@@ -206,15 +209,15 @@ class ReturnedValueIndex:
 
 
 def is_telling(text: str) -> bool:
-    """Return True if a text is so long that an equal one is hardly a coincidence."""
+    """Return True if a text is long enough that another text is hardly equal by coincidence."""
     if NUMBER.fullmatch(text):
         return sum(letter.isdigit() for letter in text) >= 3
     return len(text) >= _MIN_TEXT
 
 
 def leaves(answer: Any) -> Iterator[str]:
-    """Yield the texts in a value: the text itself, and the items of lists and dicts, including
-    those inside JSON text."""
+    """Yield all texts inside a value: the value itself if it is a text, and otherwise the items of
+    lists and dicts, including those encoded as JSON in a text."""
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
         value = stack.pop()
@@ -245,8 +248,8 @@ class ReturnedValueSpan(msgspec.Struct, frozen=True):
 def find_values(
     text: str, returned: ReturnedValueIndex, calls: frozenset[str]
 ) -> list[ReturnedValueSpan]:
-    """Return the places in ``text`` that show a value which one of ``calls`` returned. Places do
-    not overlap; longer values are placed first."""
+    """Return the places in ``text`` that show a value which one of ``calls`` returned. The places
+    do not overlap, since longer values take precedence."""
     taken = bytearray(len(text))
     spans: list[ReturnedValueSpan] = []
     for value in returned.texts_of(calls):

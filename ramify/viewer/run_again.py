@@ -1,13 +1,14 @@
-"""Runs that the page starts: a stored run that continues from one of its turns, with an edit.
+"""Start new runs from the page of a stored run. A new run continues the stored one from one of its
+turns, with an edit.
 
     page ──> estimate: what it may cost, or why it is refused ──> start ──> address of the new run
 
-They spend money, so a page that every user of this machine may open cannot start them
+Such runs spend money, so a page that every user of this machine may open cannot start them
 (view_server.py). They run on another event loop than the server, so that pages stay quick, and end
 with it; what is recorded can be resumed. An estimate needs no API key. A key that the environment
-lacks is given with the start: it is in memory until the run ends, and nowhere else. Not here: where
-a fork begins and what it repeats (see engine/run_fork.py), and how a run's settings become an
-``RLM`` (given by the command).
+lacks is given with the start: it is in memory until the run ends, and nowhere else. Where a fork
+begins and what it repeats is determined in engine/run_fork.py; the command turns a run's settings
+into an ``RLM``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ their model; the other models have theirs from the environment."""
 
 
 class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request to run again."""
+    """The body of a request to run a stored run again from one of its turns."""
 
     key: str
     """Address of the stored run."""
@@ -67,7 +68,7 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunAgain:
-    """Starts runs that a page requests. Its coroutines may be awaited on any event loop."""
+    """Starts new runs that a page requests. Its coroutines may be awaited on any event loop."""
 
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
@@ -80,8 +81,8 @@ class RunAgain:
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
     async def place(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
-        """Return the parts of a turn that can be edited (its messages and code), and what running
-        it again may cost."""
+        """Return what a page needs in order to edit a turn: its messages and code, and an estimate
+        of what running it again may cost."""
 
         def look() -> tuple[ForkPoint, Limits]:
             events = list(_store_of(located).events(located.run.id))
@@ -101,16 +102,17 @@ class RunAgain:
         }
 
     async def estimate(self, located: LocatedRun, wanted: AgainRequest) -> dict[str, Any]:
-        """Estimate what the new run may cost. Raises RamifyError if the run would be refused."""
+        """Return an estimate of what the new run may cost. Raises RamifyError if the run would be
+        refused."""
         return fields(await _elsewhere(self._estimate(located, wanted)))
 
     async def start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
-        """Start the new run, and return its store and its id. Raises RamifyError if it is
+        """Start the new run, and return its store and its id. Raises RamifyError if the run is
         refused."""
         return await _elsewhere(self._start(located, wanted))
 
     async def close(self) -> None:
-        """Cancel the runs that are in progress."""
+        """Cancel all started runs that are still in progress."""
         if self._rlms or self._running:
             await _elsewhere(self._close())
 
@@ -182,7 +184,7 @@ class RunAgain:
 
 async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
     """Wait until a run has ended, and close the resources that only this run used. Returns the
-    run's error, or an empty text."""
+    error of the run, or an empty text if there was none."""
     try:
         async with own:
             return (await handle).error or ""
@@ -204,7 +206,7 @@ def _options(rlm: RLM, wanted: AgainRequest) -> ForkOptions:
 
 
 def _store_of(located: LocatedRun) -> RunStore:
-    """Return the store that a run is in. Raises StoreError if the run is only a file outside a
+    """Return the store that contains a run. Raises StoreError if the run is only a file outside a
     store."""
     if located.store is not None:
         return located.store

@@ -1,10 +1,11 @@
-"""Lists the runs, training folders and evaluations in the given places.
+"""List the runs, training folders and evaluations in the folders, files and stores that the viewer
+was given.
 
 A place is a store (a folder with ``runs/``, or another ``RunStore``), a journal, a file of
 trajectories, the record of an evaluation, a folder of ``ramify train``, or a folder that contains
 any of these. Every request reads the places again, because files grow; the rows of unchanged files
-are cached. An unreadable file has a row with the reason. Not here: addresses (see run_lookup.py)
-and the pages (see watched_run.py and training.py).
+are cached. An unreadable file has a row with the reason. Addresses are resolved in run_lookup.py;
+the pages are made by watched_run.py and training.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ramify.viewer.run_lookup import LocatedRun, RunLocations, ViewedPlace, kind
 
 
 class RunListRow(msgspec.Struct, omit_defaults=True):
-    """Row of the list of runs."""
+    """One row in the viewer's list of runs."""
 
     key: str
     """Address of its page."""
@@ -79,14 +80,14 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     """Corrected scores by name; ``reward`` is the corrected one."""
 
     def take_review(self, review: HumanRunReview) -> None:
-        """Take over the labels, note and corrected scores of a person's review."""
+        """Copy the labels, note and corrected scores of a person's review into this row."""
         self.labels = review.listed_labels
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
 
 
 class TrainingListRow(msgspec.Struct, omit_defaults=True):
-    """Row of the list of training runs, for one folder of ``ramify train``."""
+    """One row in the viewer's list of training runs, for one folder of ``ramify train``."""
 
     key: str
     name: str
@@ -94,7 +95,7 @@ class TrainingListRow(msgspec.Struct, omit_defaults=True):
 
 
 class EvaluationListRow(msgspec.Struct, omit_defaults=True):
-    """Row of the list of evaluations, for one evaluation record."""
+    """One row in the viewer's list of evaluations, for one evaluation record."""
 
     key: str
     name: str
@@ -114,7 +115,7 @@ class EvaluationListRow(msgspec.Struct, omit_defaults=True):
 
 
 class MatrixListRow(msgspec.Struct, omit_defaults=True):
-    """Row of the list of matrices, for one matrix of evaluations."""
+    """One row in the viewer's list of evaluation matrices."""
 
     key: str
     name: str
@@ -129,7 +130,7 @@ class MatrixListRow(msgspec.Struct, omit_defaults=True):
 
 
 class UnreadableFileRow(msgspec.Struct):
-    """A file or folder that cannot be shown, with the reason."""
+    """A row for a file or folder that cannot be shown, with the reason."""
 
     path: str
     text: str
@@ -235,8 +236,8 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
 
 @functools.lru_cache(1000)
 def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
-    """Return the list row of a matrix file, with its axes and planned attempts. It is cached,
-    because a matrix file never changes."""
+    """Return the list row of an evaluation matrix, with its axes and planned attempts. The row is
+    cached, because a matrix file never changes."""
     name = path.name.removesuffix(MATRIX)
     try:
         plan = read_matrix(path)
@@ -259,13 +260,15 @@ _Rows = list[RunListRow | EvaluationListRow]
 
 
 class RunCatalog:
-    """Runs, training folders and evaluations in the given places, or in the default store.
+    """The runs, training folders and evaluations in the folders, files and stores that the viewer
+    was given, or in the default store.
 
     Only one thread at a time may call ``look``.
     """
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
-        """Raises ConfigError for a path that does not exist."""
+        """Create a catalog of the given paths and stores. Raises ConfigError for a path that does
+        not exist."""
         self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
@@ -277,7 +280,8 @@ class RunCatalog:
 
     @property
     def location_names(self) -> list[str]:
-        """The paths or names of the given places, for the head of the page."""
+        """The paths or names of the folders, files and stores that were given. They are shown at
+        the top of the page."""
         return [str(place) for place in self._places]
 
     # --- lists
@@ -300,7 +304,8 @@ class RunCatalog:
         return self.look()[0]
 
     def trainings(self) -> list[TrainingListRow]:
-        """Return all training folders (those with metrics), in the order of the places."""
+        """Return a row for each training folder (a folder with metrics), in the order of the given
+        places."""
         return [
             TrainingListRow(place.key(folder), folder.name, str(folder))
             for place in self._places
@@ -308,8 +313,8 @@ class RunCatalog:
         ]
 
     def _trainings_in(self, place: ViewedPlace) -> list[Path]:
-        """Return the training folders below a place. The result is cached until one of its folders
-        changes."""
+        """Return the training folders below one of the given places. The result is cached until one
+        of the folders changes."""
         if place.path is None or place.path.is_file():
             return []
         times, found = self._trainings.get(place.number, ({}, []))
@@ -324,7 +329,7 @@ class RunCatalog:
         return found
 
     def matrices(self) -> list[MatrixListRow]:
-        """Return the rows of all matrices, newest first."""
+        """Return the rows of all evaluation matrices, newest first."""
         rows = []
         for place in self._places:
             if place.path is None:
@@ -414,7 +419,8 @@ class RunCatalog:
         return rows
 
     def maps(self) -> list[dict[str, Any]]:
-        """Return the figures of all maps, newest first, each with the address of its page."""
+        """Return a summary of each map (one question asked about many rows), newest first, with the
+        address of its page."""
         with self._reading_maps:
             rows = [
                 {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
@@ -423,8 +429,8 @@ class RunCatalog:
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map(self, key: str) -> dict[str, Any]:
-        """Return the figures and rows of the map with address ``key``. Each row has the address of
-        its run, or an empty text. Raises StoreError if the map does not exist."""
+        """Return the summary and the rows of the map with address ``key``. Each row has the address
+        of its run, or an empty text. Raises StoreError if the map does not exist."""
         with self._reading_maps:
             place, table = self._places.map_of(key)
             rows = [
@@ -449,31 +455,34 @@ class RunCatalog:
         return self._places.find_run(key)
 
     def training(self, key: str) -> Path:
-        """Return the training folder with address ``key``. Raises StoreError if unknown."""
+        """Return the training folder with address ``key``. Raises StoreError if it does not
+        exist."""
         path = self._places.path(key)
         if path is None or not (path / METRICS).is_file():
             raise StoreError(f"unknown training {key!r}: choose one from the list")
         return path
 
     def evaluation(self, key: str) -> Path:
-        """Return the evaluation record with address ``key``. Raises StoreError if unknown."""
+        """Return the path of the evaluation record with address ``key``. Raises StoreError if it
+        does not exist."""
         path = self._places.path(key)
         if path is None or not path.is_file():
             raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
         return path
 
     def key_of(self, path: Path) -> str | None:
-        """Return the address of ``path``, or None if it is outside of all places."""
+        """Return the address of the file or folder ``path``, or None if it is outside the places
+        that were given."""
         return self._places.key(path)
 
     def key_in(self, store: RunStore, id: str) -> str | None:
-        """Return the address of run ``id`` in ``store``, or None if the store was not given to this
-        library."""
+        """Return the address of the run ``id`` in ``store``, or None if this store was not given to
+        the catalog."""
         return self._places.key_of_run(store, id)
 
     def key_of_run(self, record: Path, id: str) -> str | None:
-        """Return the address of a run of an evaluation. ``record`` is the evaluation's file, whose
-        store has the run. Returns None if the run is missing."""
+        """Return the address of a run that belongs to an evaluation. ``record`` is the file of the
+        evaluation, whose store contains the run. Returns None if the run is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 
@@ -499,8 +508,8 @@ def _may_be_alive(row: RunListRow | EvaluationListRow) -> bool:
 
 
 def _changed_at(folder: Path) -> int:
-    """Return the time (nanoseconds) at which an entry of a folder was last added or removed; 0 if
-    the folder cannot be read."""
+    """Return the time, in nanoseconds, at which an entry of a folder was last added or removed, or
+    0 if the folder cannot be read."""
     try:
         return folder.stat().st_mtime_ns
     except OSError:

@@ -1,4 +1,5 @@
-"""The list of runs as columns, and only what changed since a page last asked.
+"""Send the list of runs to a page column by column, and after the first time only what changed
+since the page last asked.
 
     page ── since="" ──────> {"version": "k3-7", "num": 10000, "columns": {"key": […], …}, …}
     page ── since="k3-7" ──> {"version": "k3-7", "num": 0}                     nothing changed
@@ -6,7 +7,7 @@
 
 A column whose values are all the same is sent as one value. Evaluations, training folders, problems
 and places are sent whole when any of them changed. A page with an unknown version, such as that of
-an earlier server, receives everything. Not here: reading the places (see run_catalog.py), and HTTP.
+an earlier server, receives everything. The list itself is read by run_catalog.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _MAX_GONE = 10_000
 
 
 class VersionedRunList:
-    """The rows of a library with the version at which each changed. Safe for several threads."""
+    """The list of runs with the version at which each row changed, so that a page can ask for
+    changes only. Safe for use by several threads."""
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
@@ -44,13 +46,15 @@ class VersionedRunList:
         self._others_version = 0
 
     def rows(self) -> dict[str, Any]:
-        """Return all runs of the library, and the other fields of its listing."""
+        """Return all runs, and the other fields of the listing such as evaluations and training
+        folders."""
         with self._lock:
             runs, others = self._look()
             return {"runs": runs, **others}
 
     def changes(self, since: str) -> dict[str, Any]:
-        """Everything that changed since version ``since``; everything for an unknown one."""
+        """Return what has changed in the list since version ``since``. If that version is unknown,
+        return the whole list."""
         with self._lock:
             self._refresh()
             start, _, number = since.partition("-")
@@ -107,7 +111,8 @@ class VersionedRunList:
 
 
 def _same(known: Any, found: Any) -> bool:
-    """Whether two values are equal. NaN counts as equal to itself, so that it is sent once."""
+    """Return True if two values are equal. NaN counts as equal to itself here, so that it is not
+    sent again and again."""
     return known is found or bool(known == found) or repr(known) == repr(found)
 
 

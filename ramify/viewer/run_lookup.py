@@ -1,4 +1,5 @@
-"""Places that the viewer was given, and the addresses of the runs and files in them.
+"""Resolve addresses of runs and files. An address names a run or file below one of the places
+(folders, files and stores) that the viewer was given.
 
     20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
     p2:20260301-…                           a run of place 2, a store
@@ -38,7 +39,8 @@ _MAX_FIRST_LINE = 1 << 26
 
 
 class LocatedRun(NamedTuple):
-    """A run and its location: its address, its journal or file, and its line in the file."""
+    """A run and the location that it is stored at: its address, its journal or file, and its line
+    in the file."""
 
     key: str
     run: StoredRun
@@ -49,8 +51,8 @@ class LocatedRun(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind | str:
-    """Return the kind of a file, recognised by its first line. If it has none, return a sentence
-    that says why."""
+    """Return the kind of a file, such as journal or evaluation record, which is recognised by the
+    first line. If it is not a known kind, return a sentence that says why."""
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
     if line.startswith(b'{"type":"RunStarted"'):
@@ -77,7 +79,8 @@ def kind_of(path: Path) -> Kind | str:
 
 
 def newer(path: Path, number: int, version: int) -> str:
-    """Return the error message for a line with a newer schema version."""
+    """Return the error message for line ``number`` of a file, which was written with a newer schema
+    version."""
     return (
         f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
         f"to {SCHEMA_VERSION}): pip install -U ramify"
@@ -90,7 +93,7 @@ _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
 class ViewedPlace(NamedTuple):
-    """One place: a store, a file or a folder."""
+    """One of the places that the viewer was given: a store, a file or a folder."""
 
     number: int
     path: Path | None
@@ -101,12 +104,12 @@ class ViewedPlace(NamedTuple):
         return str(self.path or self.store)
 
     def key_of_run(self, id: str) -> str:
-        """Return the address of run ``id`` in the store of this place."""
+        """Return the address of the run ``id`` in the store at this place."""
         return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key(self, path: Path) -> str:
         """Return the address of a file or folder below this place. A journal in a store has the
-        address of its run."""
+        address of the run that it records."""
         assert self.path is not None  # the caller found the file there
         relative = path.relative_to(self.path)
         if self.store is not None and relative.parent == Path("runs"):
@@ -115,10 +118,12 @@ class ViewedPlace(NamedTuple):
 
 
 class RunLocations:
-    """All places that the viewer was given, in order, or the default store if there are none."""
+    """All places (stores, files and folders) that the viewer was given, in order. Without any, the
+    default store is used."""
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
-        """Raises ConfigError for a path that does not exist."""
+        """Check and open the given paths and stores. Raises ConfigError for a path that does not
+        exist."""
         places = places or [open_store()]
         self._all = [_place(number, place) for number, place in enumerate(places)]
         self._maps = MapTableCache()
@@ -144,7 +149,8 @@ class RunLocations:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def maps(self) -> Iterator[tuple[ViewedPlace, StoredMap]]:
-        """Yield the maps of all stores, each up to date. Maps that cannot be read are left out."""
+        """Yield the maps (one question asked about many rows) in all stores, each up to date. Maps
+        that cannot be read are left out."""
         for place in self._all:
             if isinstance(place.store, Store):
                 for path in MapStore(place.store.root).paths():
@@ -152,14 +158,16 @@ class RunLocations:
                         yield place, self._maps.of(path)
 
     def map_of(self, key: str) -> tuple[ViewedPlace, StoredMap]:
-        """Return the map with address ``key``. Raises StoreError if it does not exist."""
+        """Return the map with address ``key``, with the place that contains it. Raises StoreError
+        if the map does not exist."""
         place, name, is_file = self._split(key)
         if place is None or is_file:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
         return place, self.map(place, name)
 
     def map(self, place: ViewedPlace, id: str) -> StoredMap:
-        """Return map ``id`` in the store of ``place``. Raises StoreError if it does not exist."""
+        """Return the map ``id`` from the store at ``place``. Raises StoreError if it does not
+        exist."""
         store = place.store
         path = MapStore(store.root).path(id) if isinstance(store, Store) else None
         if path is None:
@@ -167,8 +175,8 @@ class RunLocations:
         return self._maps.of(path)
 
     def path(self, key: str) -> Path | None:
-        """Return the path of the file or folder with address ``key``; None if ``key`` addresses
-        something else.
+        """Return the path of the file or folder with address ``key``, or None if ``key`` is the
+        address of something else.
 
         Raises StoreError if the file or folder no longer exists.
         """
@@ -176,24 +184,26 @@ class RunLocations:
         return _below(place, name) if place is not None and is_file else None
 
     def key(self, path: Path) -> str | None:
-        """Return the address of ``path``, or None if it is outside of all places."""
+        """Return the address of the file or folder ``path``, or None if it is outside the places
+        that the viewer was given."""
         for place in self._all:
             if place.path is not None and path.is_relative_to(place.path):
                 return place.key(path)
         return None
 
     def key_of_run(self, store: RunStore, id: str) -> str | None:
-        """Return the address of run ``id`` in ``store``, or None if the store is not among the
-        given places."""
+        """Return the address of the run ``id`` in ``store``, or None if the viewer was not given
+        this store."""
         path = store.stored(id).path
         if path is not None:
             return self.key(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewedPlace | None, str, bool]:
-        """Split an address: ``p3/a.jsonl:7`` -> (place 3, ``a.jsonl:7``, True).
+        """Split an address into its place and the rest, which is a path or the id of a run. For
+        example, ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 
-        The last value says whether the second is a path.
+        The last value returned is True if the rest is a path.
         """
         for mark in (":", "/"):
             head, separator, tail = key.partition(mark)
@@ -210,7 +220,7 @@ def walk(
     depth: int = 0,
     folders: list[Path] | None = None,
 ) -> Iterator[Path]:
-    """Yield the files below ``folder`` whose name ``matches``, in order of name.
+    """Yield the files below ``folder`` whose name satisfies ``matches``, ordered by name.
 
     Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read. Every
     folder that is searched is added to ``folders``.
@@ -242,8 +252,8 @@ def _place(number: int, name: str | Path | RunStore) -> ViewedPlace:
 
 
 def _below(place: ViewedPlace, name: str) -> Path:
-    """Return the path of a file or folder in a place. Raises StoreError if the name leads out of
-    the place."""
+    """Return the path of the file or folder ``name`` in a place. Raises StoreError if the name
+    leads out of the place."""
     if "\0" in name or place.path is None:
         raise StoreError(f"{place} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path

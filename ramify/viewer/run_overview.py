@@ -1,4 +1,5 @@
-"""Overview of a run for its page: a head, and the calls as the columns of a table.
+"""The overview of a run that its page loads first: facts about the run as a whole (the head), and a
+table of all calls, sent column by column.
 
 Ten thousand calls must reach the page within a fraction of a second. So each column is one list, or
 one value if all are the same; texts are shortened; and the texts of most calls are sent only when
@@ -7,7 +8,7 @@ the page has been drawn.
     {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …},
      "head": {…}, "texts": 3}
 
-Not here: the content of a call (see transcript.py).
+The content of a single call is sent by transcript.py.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ MAX_CITATIONS = 100
 
 
 def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """Return the overview of a run: its head, and its calls as columns. Only the first
-    ``num_texts`` calls have their question and answer; None means all."""
+    """Return the overview of a run: the facts about the run as a whole, and its calls as columns.
+    Only the first ``num_texts`` calls have their question and answer; None means all."""
     nodes = run.tree.order
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
     columns = _columns(run, nodes, num_texts)
@@ -84,14 +85,14 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
 
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """Return the columns ``TEXTS`` of all calls from index ``first``, which the overview was sent
-    without."""
+    """Return the questions and answers of all calls from index ``first`` on, as columns. The
+    overview was sent without them."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
 def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
-    """Return an update for a page that has an overview: the columns of the changed calls, and the
-    head."""
+    """Return an update for a page that already has an overview: the columns of the changed calls,
+    and the facts about the run as a whole."""
     order = sorted(changed)
     return {
         "indices": order,
@@ -103,8 +104,8 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 def _columns(
     run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
-    """Return all columns of ``nodes``. Only the first ``num_texts`` have their question and answer.
-    ``parent`` is the index of an earlier call, or -1."""
+    """Return the columns of the table of calls ``nodes``. Only the first ``num_texts`` calls have
+    their question and answer. The column ``parent`` holds the index of an earlier call, or -1."""
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
     known, scored = run.tree.nodes, run.tree.run.call_rewards
@@ -133,10 +134,11 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Average a value that a training run recorded for the turns of a run, and return the mean for
-    each call by its id. ``recorded`` maps a turn to a number, or to a list with one number per
-    token: ``{"0.1/2": 0.25}`` is turn 2 of call 0.1. Each turn has the same weight. ``size``
-    converts each number first; it can be ``abs``."""
+    """Average a value that a training run recorded for each turn, and return the mean for each call
+    by its id. Each turn has the same weight.
+
+    ``recorded`` maps a turn to a number, or to a list with one number per token: ``{"0.1/2":
+    0.25}`` is turn 2 of call 0.1. ``size`` converts each number first; it can be ``abs``."""
     by_call: dict[str, list[float]] = {}
     for place, values in recorded.items() if isinstance(recorded, dict) else ():
         numbers = [
@@ -150,7 +152,8 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _same(column: list[Any]) -> Any:
-    """Reduce a column to one value if all its values are the same."""
+    """Return the single value of a column whose values are all the same, and any other column
+    unchanged."""
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
@@ -161,7 +164,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
 
 
 def head(run: WatchedRun) -> dict[str, Any]:
-    """Return the head of the page: facts about the run as a whole."""
+    """Return the facts about a run as a whole, which the page shows at its top."""
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
@@ -220,8 +223,8 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:
-    """Return which turn of which other run this run continues, and the address of that run if it is
-    in the same store. None if this run continues no other."""
+    """If this run continues another run, return which turn of that run, and the other run's address
+    if it is in the same store. Otherwise return None."""
     forked = run.tree.run.metadata.get("forked")
     if not isinstance(forked, dict):
         return None
@@ -238,7 +241,7 @@ def _forked(run: WatchedRun) -> dict[str, Any] | None:
 
 
 def _ending(run: WatchedRun) -> str:
-    """Return why the run ended, in one sentence."""
+    """Return a short text that says why the run ended."""
     trajectory, order = run.tree.run, run.tree.order
     root = next((node for node in reversed(order) if node.parent is None), None)
     reason = trajectory.reason or (root.reason or root.error if root else "")
@@ -251,21 +254,21 @@ def _ending(run: WatchedRun) -> str:
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
-    """Return the rewards of a call. For the first call without rewards, return those of the run."""
+    """Return the rewards of a call. If the first call has none, return those of the run."""
     call_rewards = run.tree.run.call_rewards.get(node.id)
     return call_rewards or ({} if node.index else run.tree.run.rewards)
 
 
 def state(node: CallNode) -> str:
-    """Return the state of a call: ``asking``, ``running``, ``open`` or ``done``."""
+    """Return the state of a call for the page: ``asking``, ``running``, ``open`` or ``done``."""
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
 
 
 def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
-    """Return the fields of a context without the list of its files, of which there may be
-    thousands."""
+    """Return the fields of a reference to a context. The list of files is left out, since there may
+    be thousands."""
     if context is None:
         return None
     short = {name: value for name, value in fields(context).items() if name != "files"}
@@ -273,5 +276,5 @@ def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return all fields of a struct, including those that have their default value."""
+    """Convert a struct to a dict with all fields, including those that have their default value."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

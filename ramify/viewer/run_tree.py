@@ -1,5 +1,5 @@
-"""Call tree of a run for the viewer, with the place of each call's lines in the journal, and one
-call in full: its lines, read when a user opens it.
+"""The call tree of a run for the viewer. It also holds the positions of each call's lines in the
+journal, so that a call can be read in full when a user opens it.
 
 The tree is built from events without their texts (see ``store/short_events.py``); a call is read
 in full.
@@ -10,8 +10,8 @@ The last few calls are cached and updated while the run is in progress. A ``Call
 what a transcript needs but a ``Call`` lacks: the times of each request and reply, the pending
 request, retries, notes, and the answers of tools.
 
-Not here: the tree itself (see types/call_tree.py), reading files (see watched_run.py) and the data
-that a page receives (see run_overview.py).
+The tree itself is built by types/call_tree.py; watched_run.py reads the files, and run_overview.py
+makes the data that a page receives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 
 class RunTree:
-    """Call tree of a run so far. It is valid after every event, also for an interrupted run."""
+    """The call tree of a run so far. It is valid after every event, even if the run was
+    interrupted."""
 
     def __init__(self) -> None:
         self.calls = CallTree()
@@ -59,11 +60,12 @@ class RunTree:
 
     @property
     def run(self) -> Trajectory:
-        """The run as a whole, without its calls."""
+        """The data of the run as a whole, such as rewards and cost, without its calls."""
         return self.calls.run
 
     def apply(self, event: AnyEventOutline, offset: int) -> CallNode | None:
-        """Apply ``event``, whose journal line begins at ``offset``, and return its call's node.
+        """Update the tree with ``event``, whose line in the journal begins at byte ``offset``.
+        Returns the node of the call that the event belongs to.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -80,7 +82,8 @@ class RunTree:
         return node
 
     def take_marked(self) -> set[int]:
-        """Indices of the calls that changed by an event of another call."""
+        """Return the indices of calls that changed because of an event of another call, and clear
+        the list of such calls."""
         marked = {node.index for node in self.calls.marked}
         for node in self.calls.marked:
             node.version = self.version
@@ -88,13 +91,14 @@ class RunTree:
         return marked
 
     def record_unreadable_line(self, offset: int) -> None:
-        """Count a line that could not be applied."""
+        """Count a line of the journal that could not be read or applied to the tree."""
         self.version += 1
         self._starts.append(offset)
         self._before.append(-1)
 
     def lines_of(self, node: CallNode, after: int = -1) -> list[tuple[int, int]]:
-        """Return (number from 0, offset) of each journal line about ``node`` after ``after``."""
+        """Return the journal lines about ``node`` that come after line ``after``. Each is given as
+        its number, from 0, and its byte offset."""
         lines = []
         line = node.last_line
         while line > after:
@@ -112,7 +116,7 @@ MAX_CACHED = 8
 
 
 class UnansweredModelRequest(msgspec.Struct, frozen=True):
-    """Request of a call that has no reply yet."""
+    """A request of a call to a model for which no reply has arrived yet."""
 
     turn: int
     reused: int
@@ -121,7 +125,7 @@ class UnansweredModelRequest(msgspec.Struct, frozen=True):
 
 
 class CallNote(msgspec.Struct, frozen=True):
-    """Note about a failed request or another event in a call."""
+    """A note on something that happened in a call, such as a failed request."""
 
     at_s: float
     turn: int
@@ -131,7 +135,8 @@ class CallNote(msgspec.Struct, frozen=True):
 
 
 class CallDetail(msgspec.Struct):
-    """A call with its timing, notes and pending request."""
+    """One call in full, with what the page needs in addition: times, notes and the pending
+    request."""
 
     call: Call
     notes: list[CallNote] = msgspec.field(default_factory=list)
@@ -142,7 +147,8 @@ class CallDetail(msgspec.Struct):
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
-        """Record the parts of ``event`` that ``Call`` does not hold."""
+        """Record those parts of ``event`` that a ``Call`` does not hold, such as times and
+        notes."""
         match event:
             case RequestStarted():
                 self.pending = UnansweredModelRequest(
@@ -167,14 +173,14 @@ class CallDetail(msgspec.Struct):
 
 
 class CallDetailReader:
-    """Reader of full calls from one journal, with a small cache."""
+    """Reads calls in full from one journal. The last few calls are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
-        """Return the call of ``node`` in full. Raises StoreError for unreadable lines."""
+        """Return the call of ``node`` in full. Raises StoreError if its lines cannot be read."""
         reading = self._cached.pop(node.id, None)
         try:
             reading = reading or _Reading(self._run, tree, node)
@@ -189,7 +195,7 @@ class CallDetailReader:
 
 
 class _Reading:
-    """The state of one call, as read from the journal so far."""
+    """The state of one call that is being read, from the journal lines read so far."""
 
     def __init__(self, run: StoredRun, tree: RunTree, node: CallNode) -> None:
         self._run = run
@@ -228,7 +234,8 @@ class _Reading:
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
-        """Add a note to the turn if the fold rejects a reply's token ids (``TrajectoryFold``)."""
+        """Add a note to the turn if the token ids of a reply are rejected by ``TrajectoryFold``,
+        which builds the call from its events."""
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
             detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
@@ -236,7 +243,8 @@ class _Reading:
 
 
 def journal_events(run: StoredRun, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
-    """Read the events of ``lines``; each line is (number from 0, offset)."""
+    """Yield the events in the given lines of a journal. Each line is given as its number, from 0,
+    and its byte offset."""
     texts = run.lines_at(offset for _, offset in lines)
     for (number, _), text in zip(lines, texts, strict=True):
         yield decode_line(text, run, number + 1)

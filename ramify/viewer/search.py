@@ -1,4 +1,4 @@
-"""Full-text search in one run.
+"""Full-text search in the texts of one run.
 
 A journal is read line by line, and only lines that contain the bytes of the query are decoded. So a
 run of many megabytes is searched without holding it in memory.
@@ -36,8 +36,8 @@ TextPlace = tuple[str, int, str, str]
 
 
 def search(run: WatchedRun, query: str) -> dict[str, Any]:
-    """Return the places in a run that contain ``query``, ignoring case, in the order of the calls.
-    At most ``MAX_HITS`` places are returned; ``more`` is true if there are others."""
+    """Search the texts of a run for ``query``, ignoring case. Returns the places that contain it,
+    in the order of the calls, but at most ``MAX_HITS``; ``more`` is true if there are others."""
     hits: list[dict[str, Any]] = []
     needle = query.lower()
     more = False

@@ -1,7 +1,7 @@
-"""The pictures in the prompts of a run, for its page: a list of them, and the bytes of one.
+"""The pictures in the prompts of a run, for the run's page: a list of them, and the bytes of each.
 
-The bytes are a blob of the store that has the run. The page gets only pictures that the named call
-has shown to a model, and only blobs that are pictures, so it cannot read any other blob.
+A picture's bytes are a blob of the store that has the run. The page gets only pictures that the
+named call has shown to a model, and only blobs that are pictures, so it cannot read any other blob.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ramify.viewer.watched_run import WatchedRun
 
 
 def pictures_of(message: Message) -> list[dict[str, Any]]:
-    """Return the pictures of a message in the form that the page reads, without their bytes."""
+    """Describe the pictures of a message in the form that the page reads, without their bytes."""
     return [
         {
             "digest": picture.digest,
@@ -30,8 +30,8 @@ def pictures_of(message: Message) -> list[dict[str, Any]]:
 
 
 def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
-    """Return (bytes, media type) of a picture that call ``id`` has shown to a model. Raises
-    StoreError if there is none."""
+    """Return the bytes and the media type of a picture that the call ``id`` has shown to a model.
+    Raises StoreError if there is no such picture."""
     detail = run.whole(id)
     prompts = [message for turn in detail.call.turns for message in turn.prompt]
     prompts += detail.pending.prompt if detail.pending is not None else ()

@@ -1,5 +1,5 @@
-"""The sources of a run on its page: the table of the sources, some lines of a text, and the
-citations of the answer.
+"""The sources of a run, that is, the files and pages that its context was read from, as its page
+shows them: a table, some lines of a text, and the citations of the answer.
 
 The record of the run (``sources.base.RecordedSources``) has the table. The texts are read from the
 context that the store keeps, if it is small enough to be decoded for a page.
@@ -45,7 +45,8 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Return the table of the sources. ``key`` is the name of a text in the context."""
+    """Return the table of a run's sources. In it, ``key`` is the name of the source's text in the
+    context."""
     try:
         read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
     except msgspec.ValidationError as error:
@@ -75,8 +76,8 @@ def sources(run: WatchedRun) -> dict[str, Any]:
 
 
 def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
-    """Return ``NUM_LINES`` lines of the text named ``key`` in the context, from shortly before
-    ``line``."""
+    """Return ``NUM_LINES`` lines of the text named ``key`` in the run's context, starting shortly
+    before ``line``."""
     context = run.tree.run.context
     if context is None:
         raise StoreError("the run has no context")
@@ -109,7 +110,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
 
 def _context(run: StoredRun, context: ContextRef) -> Any:
-    """Return the value of a stored context. Raises StoreError."""
+    """Return the value of a stored context. Raises StoreError if it cannot be read."""
     try:
         return SharedContext.decode(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:

@@ -1,12 +1,12 @@
-"""The code of a call beside that of its siblings: what one that went wrong did in another way.
+"""Show the code of a call beside the code of a sibling, so that a reader sees what a call that went
+wrong did in another way.
 
     0.6  total = sum(… if row[0] == 'east')        11 of 11 siblings:  total = sum(…)
 
 Siblings are the calls of its kind that the same cell made, without those that failed or differ. The
-call is compared with the code that most of them share; if all wrote different code, with the
-most similar one. Cells are matched in order. Not here: which calls differ (see
-types/sibling_outliers.py), and the words that differ, which the page marks (see
-static/sibling_code.js).
+call is compared with the code that most of them share; if all wrote different code, with the most
+similar one. Cells are matched in order. The calls that differ are found by
+types/sibling_outliers.py; the page marks the words that differ (static/sibling_code.js).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Code = tuple[str, ...]
 
 
 def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Compare the code of call ``id`` with that of a typical sibling. Raises StoreError if there is
-    no such call.
+    """Compare the code of the call ``id`` with that of a typical sibling. Raises StoreError if
+    there is no such call.
 
     In the result, ``cells`` pairs [code of the call or None, code of the sibling or None]; it is
     empty without a sibling to compare with. ``shared_by`` of the ``num_siblings`` siblings have
@@ -60,8 +60,8 @@ def _code_of(run: WatchedRun, id: str) -> _Code:
 
 
 def _codes_of_siblings(run: WatchedRun, node: CallNode) -> dict[str, _Code]:
-    """Return the code of each sibling of a call by its id, without siblings that failed or are
-    outliers."""
+    """Return the code of each sibling of a call, by the sibling's id. Siblings that failed or are
+    outliers are left out."""
     if node.parent is None or node.kind != "rlm":
         return {}
     usual = [
@@ -89,8 +89,8 @@ def _similarity(own: _Code, other: _Code) -> float:
 
 
 def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
-    """Put the cells of two calls side by side in rows, in order. Cells with the same code share a
-    row; None marks a missing cell."""
+    """Put the cells of two calls side by side in rows. Cells with the same code share a row; None
+    marks a missing cell."""
     rows: list[list[str | None]] = []
     matcher = SequenceMatcher(None, own, other, autojunk=False)
     for _, start, end, other_start, other_end in matcher.get_opcodes():

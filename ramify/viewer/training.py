@@ -1,5 +1,5 @@
-"""Data of a training page: every metric over the steps, and the saved rollouts; and of an
-evaluation's page: scores with intervals for each kind of item, and all attempts.
+"""Data for two pages: that of a training run shows every metric over the steps and the saved
+rollouts; that of an evaluation shows scores with intervals and all attempts.
 
 metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
                           "clock": {…}, "verdict": […], "alarms": […], …}
@@ -56,7 +56,7 @@ _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """The metrics of a training run so far. ``refresh`` reads what was added to the file."""
+    """The metrics of a training run so far, which ``refresh`` updates from the run's file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,8 @@ class TrainingCurves:
         """Version at which each point of ``clock`` was written."""
 
     def size_changed(self) -> bool:
-        """Return True if the file has changed since it was read. This costs one system call."""
+        """Return True if the file of metrics has changed since it was read. This costs only one
+        system call."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -106,15 +107,16 @@ class TrainingCurves:
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
     def num_unread(self) -> int:
-        """Return the number of bytes that were not read yet."""
+        """Return the number of bytes in the file of metrics that were not read yet."""
         try:
             return self.path.stat().st_size - self.offset
         except OSError:
             return 0
 
     def refresh(self) -> bool:
-        """Read new lines, and return whether anything changed. A file that was truncated or
-        replaced, for example by a resumed run, is read from the start."""
+        """Read the lines that were added to the file of metrics, and return True if anything
+        changed. A file that was truncated or replaced, for example by a resumed run, is read from
+        the start."""
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
@@ -184,14 +186,14 @@ class TrainingCurves:
         clock["tokens"].append(before + (num or values.get("row_tokens", 0.0)))
 
     def data(self) -> dict[str, Any]:
-        """Return everything that the page shows."""
+        """Return everything that the page of the training run shows."""
         self._look()
         others = {name: value for name, (_, value) in self._others.items()}
         return {"version": self.version, "names": self.names, "clock": self.clock, **others}
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Return what has changed since version ``since``. If that version is unknown, return
-        everything."""
+        """Return what has changed since version ``since`` of the data. If that version is unknown,
+        return everything."""
         if not self._first_version <= since <= self.version:
             return self.data()
         self._look()
@@ -210,8 +212,8 @@ class TrainingCurves:
         }
 
     def _look(self) -> None:
-        """Note what has changed apart from the curves. A file beside the metrics can change without
-        a new line of metrics; its change then belongs to the next version."""
+        """Record which data apart from the curves has changed. A file beside the metrics can change
+        without a new line of metrics; the change then belongs to the next version."""
         at = max(self.version, self._looked_at + 1)
         for name, value in self._beside_curves().items():
             if name not in self._others or self._others[name][1] != value:
@@ -238,8 +240,8 @@ class TrainingCurves:
         }
 
     def _config(self) -> dict[str, str]:
-        """Return the options in the latest checkpoint, as JSON by dotted name. Empty if there is no
-        readable checkpoint."""
+        """Return the options stored in the latest checkpoint, as JSON by dotted name. Empty if no
+        checkpoint can be read."""
         path = max((self.folder / "checkpoints").glob("step-*/state.json"), default=None)
         if path != self._config_path:
             self._options, self._config_path = {}, path
@@ -251,7 +253,8 @@ class TrainingCurves:
 
 
 class _StoredConfig(msgspec.Struct):
-    """The configuration in a checkpoint's state; it has no secrets there."""
+    """The configuration that the state of a checkpoint contains. Secrets were removed before it was
+    stored."""
 
     config: dict[str, Any] = {}
 
@@ -265,7 +268,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def kept(folder: Path) -> dict[int, Path]:
-    """Return the files with saved rollouts, by training step."""
+    """Return the files that contain saved rollouts, by training step."""
     files = {}
     for path in (folder / "rollouts").glob("step-*.jsonl"):
         if match := _STEP.fullmatch(path.name):
@@ -274,8 +277,8 @@ def kept(folder: Path) -> dict[int, Path]:
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """Return the rollouts of a training step, best first. ``key`` is the address of their file.
-    Raises StoreError if no rollouts of that step were saved."""
+    """Return the saved rollouts of a training step, best first. ``key`` is the address of the file
+    that contains them. Raises StoreError if no rollouts of that step were saved."""
     path = kept(folder).get(step)
     if path is None:
         raise StoreError(
@@ -298,8 +301,8 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 
 def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
-    """Yield the saved rollouts in a file, each with the number of its line. If ``item`` is given,
-    only its rollouts are yielded. Unreadable lines are reported in ``problems``."""
+    """Yield the saved rollouts in a file, each with its line number. If ``item`` is given, only
+    rollouts of that item are yielded. Unreadable lines are reported in ``problems``."""
     mark = msgspec.json.encode(item) if item else b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -319,8 +322,9 @@ def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple
 
 
 def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) -> dict[str, Any]:
-    """Return the saved attempts at ``item`` by step, for the last ``MAX_ITEM_STEPS`` saved steps.
-    ``key_of`` returns the address of a file. Raises StoreError if there are no such attempts."""
+    """Return the saved rollouts of the task item ``item`` by training step, for the last
+    ``MAX_ITEM_STEPS`` saved steps. ``key_of`` returns the address of a file. Raises StoreError if
+    there are none."""
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
     for step, path in sorted(kept(folder).items())[-MAX_ITEM_STEPS:]:
@@ -336,8 +340,8 @@ def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) 
 
 
 def _advantage(tree: Trajectory) -> float | None:
-    """Return the mean advantage over the turns of the root call; None if the training run recorded
-    none."""
+    """Return the mean advantage over the turns of the root call, or None if the training run
+    recorded no advantages."""
     means = means_by_call(tree.metadata.get("advantages"))
     return means.get(tree.root.id) if tree.calls else None
 
@@ -366,7 +370,8 @@ MAX_PROBLEMS = 10
 
 
 class EvaluationLibrary:
-    """Evaluation records of a ``RunCatalog``, with cached reports. Thread-safe."""
+    """The evaluation records in a ``RunCatalog``, with a cached report for each. Safe for use by
+    several threads."""
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
@@ -376,8 +381,9 @@ class EvaluationLibrary:
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """Return the data for the page of the evaluation ``key``, compared with evaluation
-        ``other`` if given. Raises StoreError for a record that does not exist or cannot be read."""
+        """Return the data for the page of the evaluation ``key``. If ``other`` is given, the data
+        includes a comparison with that evaluation. Raises StoreError for a record that does not
+        exist or cannot be read."""
         path = self._library.evaluation(key)
         problems: list[str] = []
         evaluation = read_evaluation(path, problems)
@@ -407,7 +413,8 @@ class EvaluationLibrary:
         }
 
     def _report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
-        """Return the cached report of an evaluation; None before its first attempt."""
+        """Return the report of an evaluation, from the cache if possible, or None before the first
+        attempt."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         with self._lock:
@@ -420,7 +427,7 @@ class EvaluationLibrary:
     def _compared(
         self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the difference from evaluation ``other``, and the items that got better or
+        """Return the difference from the evaluation ``other``, and which items got better or
         worse."""
         path = self._library.evaluation(other)
         try:
@@ -462,8 +469,8 @@ class EvaluationLibrary:
         }
 
     def _asked(self, run: Path) -> tuple[str, str]:
-        """Return the question and the expected answer of the run in a journal; both are empty if it
-        cannot be read."""
+        """Return the question and the expected answer of the run whose journal is ``run``. Both are
+        empty if the journal cannot be read."""
         if run not in self._questions:
             journal = FileStoredRun(run)
             try:
@@ -477,8 +484,8 @@ class EvaluationLibrary:
 
 
 def _passes(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
-    """Return pass@k for each k up to the planned number of attempts, over the items that have at
-    least k scores."""
+    """Return pass@k for each k up to the planned number of attempts, computed over the items that
+    have at least k scores."""
     items: dict[str, list[bool]] = {}
     for outcome in evaluation.outcomes:
         if outcome.reward is not None:

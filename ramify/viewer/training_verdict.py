@@ -1,12 +1,13 @@
-"""The verdict on a training run: one sentence for each fact that matters, and its alarms.
+"""Summarise a training run for its page, with one sentence for each fact that matters, and the
+alarms of the automatic diagnosis.
 
     curves of the run's last stage  ──> reward 0.09 → 0.11 in 3 steps · 58 % of rollouts cut · …
     diagnoses of the doctor         ──> alarm: wrong sign since step 2
 
 A fact compares the last steps of the stage with its first ones, since single steps are noisy.
-Alarms are what the doctor recorded (``train/run_doctor.py``). An alarm lasts until its metric
-(``alarm_NAME``) is 0 again; one of an evaluation has no such metric and lasts. Decides which facts
-are shown, their words and their tones. Not here: what is a fault (``train/findings.py``).
+Alarms are what the diagnosis recorded (``train/run_doctor.py``). An alarm lasts until its metric
+(``alarm_NAME``) is 0 again; one of an evaluation has no such metric and lasts. This module chooses
+which facts are shown, and their words and tones; ``train/findings.py`` defines what is a fault.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
-    """One sentence about a training run, as the page shows it."""
+    """One sentence about a training run, as its page shows it."""
 
     name: str
     text: str
@@ -44,8 +45,8 @@ class TrainingFact(msgspec.Struct, kw_only=True):
 
 
 class TrainingAlarm(msgspec.Struct, kw_only=True):
-    """A fault found by the automatic diagnosis of a training run. If it went and came back, all its
-    occurrences are one alarm."""
+    """A fault that the automatic diagnosis of a training run found. If the fault went away and came
+    back, all its occurrences are one alarm."""
 
     name: str
     text: str
@@ -60,7 +61,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The name and steps of the alarm, such as ``wrong sign since step 2``."""
+        """The name and the steps of the alarm, such as ``wrong sign since step 2``."""
         name, step = self.name.replace("_", " "), self.steps[-1]
         if self.ceased is None:
             return f"{name} since step {step:,}"
@@ -68,8 +69,8 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """Return the alarms of a run. Those that have not ceased come first, and otherwise those with
-    the earlier first step. ``diagnoses`` must be in the order of their steps."""
+    """Return the alarms of a training run: first those that still last, then the others, each
+    ordered by their first step. ``diagnoses`` must be in the order of their steps."""
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
         policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""
@@ -95,7 +96,7 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
 def verdict(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
-    """Summarise the last stage of a training run in a list of facts, such as the change of the mean
+    """Summarise the last stage of a training run as a list of facts, such as the change of the mean
     reward. Empty before the first step."""
     if not stages:
         return []
@@ -145,8 +146,8 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
 
 
 def num_compared(num_steps: int) -> int:
-    """Return how many steps at the start and at the end of a stage are averaged, to compare the
-    two."""
+    """Return how many steps at the start and how many at the end of a stage are averaged when the
+    two are compared."""
     return max(1, min(COMPARED, num_steps // 3))
 
 
@@ -202,7 +203,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Return the mean of a metric over the last steps; None if it was not measured."""
+    """Return the mean of a metric over the last steps, or None if the metric was not measured."""
     values = own.get(name)
     return fmean(values[-num_compared(len(values)) :]) if values else None
 

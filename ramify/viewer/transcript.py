@@ -1,4 +1,4 @@
-"""One call for its page: its prompts, replies, code and output, turn by turn, and the tokens of a
+"""Show one call on a page: its prompts, replies, code and output, turn by turn, and the tokens of a
 turn with their log-probabilities, advantages and scores.
 
 A text longer than ``MAX_TEXT`` is cut and comes with its full length, unless the full text is
@@ -29,8 +29,8 @@ MAX_TEXT = 20_000
 def transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
-    """Return the transcript of call ``id`` from turn ``first_turn`` on. Raises StoreError if there
-    is no such call."""
+    """Return the transcript of the call ``id`` for its page, from turn ``first_turn`` on. Raises
+    StoreError if there is no such call."""
     detail = run.whole(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     tools: dict[int, list[ToolAnswered]] = {}
@@ -81,8 +81,8 @@ def transcript(
 
 
 class _TextCutter:
-    """Shortens texts. A text that is not too long is returned as it is, and a longer one as
-    ``{"text": …, "chars": N}``, where ``N`` is its full length."""
+    """Shortens texts for the page. A short text is returned as it is, and a longer one as
+    ``{"text": …, "chars": N}``, where ``N`` is the full length."""
 
     def __init__(self, max_text: int | None) -> None:
         self._max = max_text
@@ -150,8 +150,8 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Convert one call of a user's tool for the page. The result is taken out of the session's
-    encoding."""
+    """Convert one call of a user's tool to the form that the page shows. The tool's result is
+    decoded from the encoding that the session uses."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
@@ -177,8 +177,8 @@ def _pending(request: UnansweredModelRequest | None, cut: _TextCutter) -> dict[s
 
 
 def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
-    """Return the request of one turn with all its messages, as the body of a chat request. Raises
-    StoreError if there is no such turn.
+    """Return the request of one turn with all its messages, as the body of an OpenAI chat request.
+    Raises StoreError if there is no such turn.
 
     In the result, ``key_variable`` is the environment variable of the API key, since no journal
     contains the key itself.
@@ -203,8 +203,8 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
 
 
 def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
-    """Return the messages of the request of ``turn``. If the call continues a turn of another call,
-    they begin with the messages of that turn."""
+    """Return the messages that were sent in the request of ``turn``. If the call continues a turn
+    of another call, they begin with that turn's messages."""
     messages: list[Message] = []
     if call.fork is not None:
         origin = run.whole(call.fork.call).call
@@ -219,7 +219,7 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    """Convert a message to a dict of the OpenAI chat format."""
+    """Convert a message to a dict in the OpenAI chat format."""
     sent: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         sent["tool_calls"] = [
@@ -238,7 +238,8 @@ def _sent(message: Message) -> dict[str, Any]:
 
 
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Return the prompt ids and the sampled ids of one turn, with the data about each token.
+    """Return the prompt ids and the sampled ids of one turn, with the recorded data about each
+    token.
 
     ``advantages`` exists if a training run recorded them (see train/stages.py), ``gaps`` if its
     trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` maps the name of each
@@ -269,8 +270,8 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """Return the scores of the sampled tokens of a turn, by the name of the score. Scores whose
-    number differs from ``num``, the number of tokens, are left out."""
+    """Return the scores of the sampled tokens of a turn, by the name of the score. A score is left
+    out if its number of values is not ``num``, the number of tokens."""
     marks = [mark for mark in run.tree.nodes[id].marks or () if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
@@ -278,8 +279,8 @@ def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[flo
 
 
 def _versions(reply: Reply) -> list[int] | None:
-    """Return the version of the policy that sampled each token, -1 if it is unknown. None if no
-    versions were recorded."""
+    """Return the version of the policy that sampled each token, with -1 for an unknown version.
+    Returns None if no versions were recorded."""
     if not reply.versions:
         return None
     versions = [-1] * len(reply.token_ids or ())
@@ -289,8 +290,8 @@ def _versions(reply: Reply) -> list[int] | None:
 
 
 def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each token id; None without a tokenizer or without the library that reads
-    it."""
+    """Return the text of each token id. Returns None without a tokenizer or without the library
+    that reads tokenizers."""
     if tokenizer is None:
         return None
     loaded = _tokenizer(tokenizer)
@@ -312,8 +313,8 @@ def _tokenizer(path: Path) -> Any:
 
 
 def find_tokenizer_file(run: WatchedRun, models: Iterable[str]) -> Path | None:
-    """Return the tokenizer file of the run's policy, from its training folder or its local model;
-    None if there is none."""
+    """Return the tokenizer file of the policy that a run used, from its training folder or its
+    local model, or None if there is none."""
     candidates = []
     if (path := run.source.path) is not None:
         training = path.parent.parent

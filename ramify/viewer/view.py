@@ -1,6 +1,8 @@
-"""``ramify.view``: the page from Python, for the runs of this process and for notebooks.
+"""``ramify.view``, which opens the viewer's page from Python, for the runs of this process and for
+notebooks.
 
-Not here: the command, which can also start runs from a page (see ramify/cli/view_command.py).
+The command ``ramify view``, which can also start runs from a page, is in
+ramify/cli/view_command.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ramify.viewer.view_server import ViewServer
 
 
 def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
-    """Serve the page on this machine, in a thread, until it is closed or the process ends.
+    """Serve the viewer's page on this machine, in a thread, until it is closed or the process ends.
 
     ``places`` are stores, and paths as in ``ramify view``; the default is the store of
     ``ramify runs``. Port 0 picks a free port. Raises ConfigError for a path that does not exist.
@@ -34,7 +36,8 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
 
 
 class OpenPage:
-    """A page that is being served. A ``with`` block closes it at its end.
+    """A page of the viewer that is being served. Used as a context manager, it stops at the end of
+    the ``with`` block.
 
     >>> with ramify.view(ramify.MemoryStore()) as page:
     ...     address = page.url
@@ -46,11 +49,11 @@ class OpenPage:
 
     @property
     def url(self) -> str:
-        """Address of the page, with its token."""
+        """The address of the page, including the access token."""
         return self._server.url
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Stop serving the page. Further calls have no effect."""
         if not self._is_closed:
             self._is_closed = True
             event_loop_thread.run(self._server.__aexit__())

@@ -1,4 +1,5 @@
-"""HTTP server of the viewer: the page, its data as JSON, and changes as server-sent events.
+"""The HTTP server of the viewer. It sends the page, its data as JSON, and changes as server-sent
+events.
 
     GET /                        the page; /static/… has its scripts and styles
     GET /api/runs                all runs, evaluations and training folders, and unreadable files
@@ -37,8 +38,7 @@
 Only the last three change anything, and not if every process of this machine may ask (see
 run_again.py and store/reviews.py). While a page follows a run in progress, a file beside its
 journal asks the run for arriving replies (see store/live_text.py). Static files are served from
-memory. Not here: access (see ramify/http_server/), and how scripts are bundled (see
-page_script.py).
+memory. Access is controlled in ramify/http_server/; scripts are bundled by page_script.py.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
 class ViewServer:
-    """HTTP server of the viewer; ``async with`` starts and stops it."""
+    """The HTTP server of the viewer. Use it with ``async with``, which starts and stops it."""
 
     def __init__(
         self,
@@ -102,11 +102,10 @@ class ViewServer:
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """A browser must present ``token``; by default the server makes one for this start, if its
-        ``address`` needs one. ``first`` is the run that will be opened first; the server begins to
-        read it at its start. ``rebuild`` builds the RLM of a stored run, so that pages can run it
-        again.
-        """
+        """Create a server that shows the runs in ``library``. A browser must present ``token``; by
+        default the server makes one for this start, if its ``address`` needs one. ``first`` is the
+        run that will be opened first; the server begins to read it at its start. ``rebuild`` builds
+        the RLM of a stored run, so that pages can run it again."""
         self.address = address = address or ListenAddress()
         self.token = token or (new_key() if address.needs_key else "")
         """The token of the page; empty if the address needs none."""
@@ -130,12 +129,12 @@ class ViewServer:
 
     @property
     def url(self) -> str:
-        """URL of the page, including the token, so that it can be opened directly."""
+        """The URL of the page, including the token, so that a browser can open it directly."""
         return f"{self._http.url}/" + (f"?token={quote(self.token)}" if self.token else "")
 
     @property
     def port(self) -> int:
-        """Port, once the server listens."""
+        """The TCP port that the server listens on, known once it listens."""
         return self._http.port
 
     async def __aenter__(self) -> ViewServer:
@@ -441,7 +440,7 @@ class ViewServer:
 
 
 def _download(name: str, kind: str) -> dict[str, str]:
-    """Headers of a response that a browser saves as a file instead of showing it."""
+    """Return the headers of a response that a browser saves as a file instead of showing it."""
     return {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}",
         "Content-Type": kind,
@@ -449,7 +448,8 @@ def _download(name: str, kind: str) -> dict[str, str]:
 
 
 def _check_shown(located: LocatedRun) -> None:
-    """Raise StoreError for a file without runs, because a shown folder may hold other files."""
+    """Raise StoreError if a file contains no runs, since the folders given to the viewer may hold
+    other files."""
     if located.run.path is None:
         return
     try:
@@ -461,7 +461,8 @@ def _check_shown(located: LocatedRun) -> None:
 
 
 async def _decoded(request: web.Request, type: type[B]) -> B:
-    """Decode the body of a request as a struct. Raises RequestRejected."""
+    """Decode the JSON body of a request as a struct of type ``type``. Raises RequestRejected if the
+    body is invalid."""
     async with received(request) as body:
         try:
             return msgspec.json.decode(body, type=type)
@@ -490,7 +491,8 @@ MAX_BODY = 8 << 20
 
 
 class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request to review a run; fields as in ``HumanRunReview``."""
+    """The body of a request to save a person's review of a run. The fields are those of
+    ``HumanRunReview``."""
 
     key: str
     labels: tuple[str, ...] = ()
@@ -499,7 +501,7 @@ class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class LabelRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request to label runs."""
+    """The body of a request to save what a person says about several runs."""
 
     keys: tuple[str, ...]
     verdict: Verdict | Literal["none", ""] = ""
@@ -517,13 +519,15 @@ _KEEP_ALIVE_S = 15.0
 
 
 class StaticAssets:
-    """Cache of the page's scripts and styles, with ETags so that browsers can reuse them."""
+    """A cache of the page's scripts and styles. They are sent with ETags, so that browsers can
+    reuse them."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
 
     def answer(self, request: web.Request, name: str) -> web.Response:
-        """Response with the file ``name``. Raises HTTPNotFound if the page has no such file."""
+        """Return a response with the script or style ``name``. Raises HTTPNotFound if the page has
+        no such file."""
         body, kind, tag = self._file(name)
         headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
         if any(etag.value == tag for etag in request.if_none_match or ()):
@@ -579,7 +583,7 @@ def data(value: Any) -> web.Response:
 
 
 def compressed(value: Any) -> web.Response:
-    """A response that is compressed for clients that accept it."""
+    """Return ``value`` as a response, compressed if the client accepts that."""
     response = data(value)
     response.enable_compression()
     return response
@@ -595,7 +599,7 @@ def encoded(value: Any) -> bytes:
 async def stream(
     request: web.Request, messages: AsyncGenerator[dict[str, Any], None]
 ) -> web.StreamResponse:
-    """Send ``messages`` as server-sent events.
+    """Send ``messages`` to the client as server-sent events, until there are no more.
 
     The last event is named ``end``; it tells the page not to reconnect.
     """

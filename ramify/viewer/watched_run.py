@@ -1,4 +1,5 @@
-"""One run that a page shows: its call tree so far, updated by reading what its journal has gained.
+"""One run that a page shows, with its call tree so far. The tree is updated by reading what was
+added to the run's journal.
 
     journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
@@ -32,7 +33,8 @@ from ramify.viewer.run_tree import (
 
 
 class WatchedRun:
-    """One run and its state so far. Only ``refresh`` reads the file; nothing runs by itself."""
+    """One run and its state so far. The file is read only when ``refresh`` is called; nothing runs
+    in the background."""
 
     def __init__(self, located: LocatedRun) -> None:
         self.key = located.key
@@ -69,37 +71,39 @@ class WatchedRun:
 
     @property
     def review(self) -> HumanRunReview:
-        """Labels, note and corrected scores. Raises StoreError if they cannot be read."""
+        """The labels, note and corrected scores from a person's review. Raises StoreError if they
+        cannot be read."""
         return self.source.reviews().get(self.review_id, HumanRunReview())
 
     @property
     def review_id(self) -> str:
-        """Name under which reviews of this run are stored in its file."""
+        """The name under which reviews of this run are stored in the file of reviews."""
         return self.source.id if self.line is None else self.tree.run.id
 
     @property
     def journal_path(self) -> Path | None:
-        """File of the journal; None for a line of a file, and in a store without files."""
+        """The path of the journal. None if the run is a line in a file of trajectories, or if its
+        store has no files."""
         return self.source.path if self.line is None else None
 
     def size_changed(self) -> bool:
-        """Whether the run has changed since it was read. Costs one system call for a file."""
+        """Return True if the run has changed since it was read. This costs only one system call for
+        a file."""
         try:
             return self.line is None and self.source.state() != self._read_state
         except StoreError:
             return False
 
     def num_unread(self) -> int:
-        """Number of bytes that were not read yet."""
+        """Return the number of bytes of the journal that were not read yet."""
         try:
             return self.source.state()[1] - self.offset
         except StoreError:
             return 0
 
     def is_stale(self) -> bool:
-        """Whether the file of trajectories has been replaced. For a journal always False, because
-        ``refresh`` reads it again.
-        """
+        """Return True if the run's file of trajectories has been replaced since it was read. Always
+        False for a journal, because ``refresh`` then reads the journal again."""
         if self.line is None:
             return False
         try:
@@ -110,12 +114,13 @@ class WatchedRun:
 
     @property
     def _file(self) -> Path:
-        """The file of trajectories that has the run."""
+        """The path of the file of trajectories that contains the run."""
         assert self.source.path is not None
         return self.source.path
 
     def whole(self, id: str) -> CallDetail:
-        """Return call ``id`` in full. Raises StoreError if it does not exist or is unreadable."""
+        """Return the call ``id`` in full. Raises StoreError if it does not exist or cannot be
+        read."""
         node = self.tree.nodes.get(id)
         if node is None:
             raise StoreError(f"run {self.tree.run.id or self.key} has no call {id!r}")
@@ -124,8 +129,8 @@ class WatchedRun:
         return self._details.of(self.tree, node)
 
     def ends_of(self, node: CallNode) -> tuple[str, Any]:
-        """(question, answer) of a call in full, from its first and last lines. Raises StoreError if
-        they cannot be read."""
+        """Return the full question and answer of a call, which are read from its first and last
+        lines. Raises StoreError if they cannot be read."""
         if self.line is not None:
             call = self.tree.run.calls[node.index]
             return call.question, call.answer
@@ -138,7 +143,7 @@ class WatchedRun:
         return question, answer
 
     def refresh(self) -> set[int]:
-        """Read new lines, and return the indices of the calls that changed."""
+        """Read what was added to the journal, and return the indices of the calls that changed."""
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
         # Checked before reading, so that the last lines of a writer that ends now are not missed.
@@ -203,7 +208,8 @@ class WatchedRun:
             changed.update(self.tree.take_marked())
 
     def _should_retry(self, offset: int) -> bool:
-        """Whether the damaged line at ``offset`` is new and its writer is still alive."""
+        """Return True if a damaged line should be read again, because it is new and its writer is
+        still alive."""
         is_new = self.is_alive and self._suspect_offset != offset
         if is_new:
             self._suspect_offset, self._read_state = offset, None
@@ -269,7 +275,8 @@ class WatchedRun:
 
 
 def nth_line(path: Path, number: int) -> bytes:
-    """Return line ``number``, from 1, with its newline. Raises StoreError if there are fewer."""
+    """Return line ``number`` of a file, counted from 1, with its newline. Raises StoreError if the
+    file has fewer lines."""
     with path.open("rb") as file:
         for index, line in enumerate(file, start=1):
             if index == number:
