@@ -1,5 +1,5 @@
-"""Environments as tasks: Gymnasium (``reset``, ``step``) or SkyRL-gym (``init``, ``step``,
-``close``).
+"""Turn text environments into tasks. An environment has the interface of Gymnasium (``reset``,
+``step``) or of SkyRL-gym (``init``, ``step``, ``close``).
 
     env_task("lake", splits, "FrozenLake-v1", parse=parse_direction, render=draw)
 
@@ -18,7 +18,6 @@ Without ``parse``, an environment with an ``action_space`` takes values of that 
 ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. Other
 environments get the model's text. Without ``render``, the model sees ``str(observation)``.
 
-Not here: whether the environment's rewards are fair.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def env_task(
     weights: Mapping[str, float] | None = None,
     acts: Literal["session", "replies"] = "session",
 ) -> SimpleTask:
-    """Return a task that plays an environment.
+    """Return a task in which the model acts in an environment, one episode per attempt.
 
     ``acts`` is how the model acts: by code in a session, or by replies, each of which is one
     action. An episode of replies also ends at ``limits.max_turns``, and is scored.
@@ -125,8 +124,8 @@ def env_task(
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
-    """Raise ConfigError unless ``function`` is None or accepts as many arguments as ``call`` lists,
-    such as ``(env, observation)``."""
+    """Raise ConfigError unless an option is None or a function that can be called as described:
+    with as many arguments as are listed in ``call``, such as ``(env, observation)``."""
     if function is None:
         return
     wanted = f"task '{name}': {option} is {function!r:.80}; it must be a function of {call}"
@@ -143,7 +142,7 @@ def _check_call(name: str, option: str, function: Any, call: str) -> None:
 
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
-    """Take each reply of the model as an action until the episode ends. Returns the last reply.
+    """Play an episode in which each reply of the model is one action, and return the last reply.
     ``model`` is the run's ``RunModelClient``."""
     parts = [item.question, episode.opening, _REPLIES, episode.actions]
     messages = [*item.messages, Message("user", "\n".join(filter(None, parts)))]
@@ -177,8 +176,8 @@ def _registered(name: str, id: str) -> Callable[[Item], Any]:
 
 
 def seed_of(item: Item) -> int:
-    """Return the seed of ``item``'s environment, from 0 to below 2**31: its metadata's ``seed``, or
-    a hash of its id."""
+    """Return the seed for the environment of a task item: the ``seed`` in its metadata, or a hash
+    of its id (from 0 to below 2**31). Raises ConfigError if the metadata's seed is invalid."""
     seed = item.metadata.get("seed")
     if seed is None:
         return int.from_bytes(hashlib.sha256(item.id.encode()).digest()[:4], "big") >> 1
@@ -190,7 +189,8 @@ def seed_of(item: Item) -> int:
 
 
 class EnvEpisode:
-    """One environment from its first observation to its end. Actions are serialized by a lock."""
+    """One episode in an environment, from its first observation to its end. A lock ensures that
+    only one action runs at a time."""
 
     def __init__(
         self, env: Any, item: Item, parse: Parse | None = None, render: Render | None = None
@@ -241,7 +241,8 @@ class EnvEpisode:
         return _action(self._env, text) if self._parse is None else self._parse(text)
 
     def step(self, action: str) -> str:
-        """Do one action in the environment; returns what is seen then."""
+        """Perform one action, given as text, and return the resulting observation. Raises
+        ValueError if the text is not an action."""
         with self._lock:
             if self._done:
                 return ENDED
@@ -257,8 +258,8 @@ class EnvEpisode:
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """Close the environment and return the record of the episode. If the episode is not over,
-        ``answer`` is its last action."""
+        """Close the environment and return the record of the episode, with its rewards. If the
+        episode is not over, ``answer`` is performed as its last action."""
         try:
             text = as_text(answer)
             if text is not None:
@@ -283,8 +284,8 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Do the final action. If the environment rejects it, its reward is 0. (Within a session,
-        the model sees the error instead.)"""
+        """Perform the final action. If the environment rejects it, its reward is 0. (The errors of
+        earlier actions are shown to the model instead.)"""
         try:
             self.step(action)
         except RamifyError:
@@ -318,8 +319,8 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _batch(space: Any, value: Any) -> Any:
-    """Return ``value`` as a batch of one in the form of ``space.from_jsonable``. The parts of a
-    tuple or dict space are batches themselves."""
+    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects it. In a tuple or dict
+    space, each part is wrapped separately."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return {name: _batch(part, value[name]) for name, part in parts.items()}
@@ -329,7 +330,7 @@ def _batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return False if a number was truncated to fit an integer space: 1.7 is not action 1."""
+    """Return True unless a number was truncated to fit an integer space: 1.7 is not action 1."""
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return all(_is_whole(part, action[name], value[name]) for name, part in parts.items())
@@ -340,8 +341,8 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 
 def _stepped(result: Any) -> tuple[Any, float, bool]:
-    """Convert the result of ``step`` to (observation, reward, done). Raises RamifyError for an
-    unknown form."""
+    """Convert what an environment's ``step`` returned to an observation, a reward and whether the
+    episode is over. Raises RamifyError if the result has an unknown form."""
     if isinstance(result, Mapping):
         messages = result["observations"] or []
         return _contents(messages), float(result["reward"]), bool(result["done"])

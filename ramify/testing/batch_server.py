@@ -1,4 +1,5 @@
-"""The batch APIs of OpenAI and Anthropic on loopback, written from the types of their packages.
+"""A local test server that imitates the batch APIs of OpenAI and Anthropic, written from the types
+in their Python packages.
 
     async with BatchServer(lambda messages: "hello") as server:
         openai.OpenAI(base_url=server.url)              files, batches, and chat completions
@@ -7,9 +8,8 @@
 
 A batch ends at once, or with ``holds=True`` when ``finish``, ``expire`` or ``refuse`` says so, or
 when a client cancels it. A script answers the requests; a request that it fails has an error in the
-results, as at the providers. Limits on requests and bytes are the providers', or smaller. Not here:
-single requests for their own sake (``scripted_server.py``), and any other file than those of
-batches.
+results, as at the providers. Limits on requests and bytes are the providers', or smaller. The only
+files are those of batches. To test single requests, use ``scripted_server.py``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class BatchApiJob(msgspec.Struct):
 
 
 class BatchServer:
-    """Serves both batch APIs. ``async with`` starts and stops it.
+    """A local server for tests that imitates the batch APIs of OpenAI and Anthropic. ``async with``
+    starts and stops it.
 
     Example:
         async with testing.BatchServer(["yes", "no"]) as server:
@@ -85,8 +86,9 @@ class BatchServer:
         max_bytes: int = 200_000_000,
         page: int = 100,
     ) -> None:
-        """``max_rows`` is the maximum number of requests in a batch; None uses the limit of each
-        provider. ``page`` is the maximum number of batches in one response that lists them."""
+        """Create a server that answers requests from ``script``. ``holds``: let batches wait for
+        ``finish``. ``max_rows``: maximum number of requests in a batch; None uses the limit of each
+        provider. ``page``: maximum number of batches in one response that lists them."""
         self.holds = holds
         """Whether new batches wait for ``finish``."""
         self.batches: dict[str, BatchApiJob] = {}
@@ -133,8 +135,8 @@ class BatchServer:
     # --- what a test decides ----------------------------------------------------------------------
 
     async def finish(self, end: End = "completed", num: int | None = None) -> None:
-        """End all open batches. With ``num``, only so many requests of each were answered before
-        it expired or was cancelled."""
+        """End all open batches, as completed, expired or cancelled. In a batch that expires or is
+        cancelled, only the first ``num`` requests are answered, or none if it is None."""
         for batch in self.batches.values():
             if batch.status in ("in_progress", "cancelling"):
                 await self._finish(batch, end, num)
@@ -180,7 +182,7 @@ class BatchServer:
         request.result = {"custom_id": request.custom_id, "result": result}
 
     async def _answer(self, body: dict[str, Any], *, is_openai: bool) -> tuple[int, dict[str, Any]]:
-        """Return (status, body) of one request."""
+        """Return the HTTP status and the response body for one request."""
         messages = tuple(_messages(body))
         try:
             step = self._script.tell(messages)
@@ -424,12 +426,14 @@ def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
 
 
 def _lines(requests: list[BatchRequest]) -> bytes:
-    """The results in another order than the requests, as the providers may send them."""
+    """Return the results as JSON lines in the reverse order of the requests, since the providers do
+    not keep the order either."""
     return b"".join(_encode(each.result) + b"\n" for each in reversed(requests))
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
-    """Return the messages of a chat completion, or of Anthropic's form, as a script sees them."""
+    """Return the messages of a request body, in OpenAI's or Anthropic's format, in the form that a
+    script receives."""
     found = list[Message]()
     if system := body.get("system"):
         found.append(Message("system", _text(system)))
@@ -446,7 +450,7 @@ def _text(content: Any) -> str:
 
 
 def _message(reply: Reply, model: str) -> dict[str, Any]:
-    """Return ``reply`` as a message of Anthropic's."""
+    """Return ``reply`` in the format of Anthropic's Messages API."""
     reasons = {"length": "max_tokens", "content_filter": "refusal"}
     usage = reply.usage
     return {

@@ -1,5 +1,5 @@
-"""A model for offline use: a scripted model that reads with a stated accuracy, so that suites and
-systems can be compared without a network and with a known best score.
+"""A simulated model for offline use. It answers correctly with a configured probability, so that
+evaluation suites and systems can be compared without a network and with a known best score.
 
     request ──┬── the prompt of a known system (root_prompt_formats.py) ──> the suite's strategy
               ├── a leaf of a ready plan (plan_leaf_prompt_formats.py) ──> its value, or a wrong one
@@ -14,8 +14,8 @@ As a root, the model runs one fixed strategy for each suite, in three steps: it 
 context, runs the code of the strategy, and gives the result. As a leaf, it reads nothing but the
 prompt. Its replies are deterministic: errors are drawn from a hash of the seed and the request.
 
-Decides when a reply is right, how long it takes, and the steps of a root. Not here: what suites ask
-and how they are solved (plug-ins of the group ``ramify.offline``, beside the suites).
+This module has when a reply is right, how long it takes, and the steps of a root. What suites ask
+and how they are solved is in plug-ins of the group ``ramify.offline``, beside the suites.
 
 Scores with this model say how suites and systems behave. They say nothing about real models.
 """
@@ -66,7 +66,8 @@ _UNKNOWN = "unknown"
 
 
 class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Share of right replies as a function of the tokens that a request has.
+    """The simulated model's share of right replies, as a function of the length of the prompt in
+    tokens.
 
     >>> testing.AccuracyCurve()(2_000)
     0.999
@@ -96,7 +97,7 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the accuracy of a reply to ``num_tokens`` tokens."""
+        """Return the share of right replies to prompts of ``num_tokens`` tokens."""
         if num_tokens <= self.points[0][0]:
             return self.points[0][1]
         for (low, left), (high, right) in itertools.pairwise(self.points):
@@ -107,7 +108,7 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a reply.
+    """How many seconds the simulated model takes for a reply.
 
     >>> testing.ModelLatency(first_s=0.5, input_s=0.1, output_s=20.0).seconds(10_000, 50)
     2.5
@@ -121,13 +122,15 @@ class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Further seconds for each 1,000 tokens of the reply."""
 
     def seconds(self, num_input: int, num_output: int) -> float:
-        """Return the seconds of a reply of ``num_output`` tokens to ``num_input``."""
+        """Return the seconds that a reply of ``num_output`` tokens to a prompt of ``num_input``
+        tokens takes."""
         return self.first_s + (num_input * self.input_s + num_output * self.output_s) / 1_000
 
 
 class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
-    """What the offline model knows of one suite: how its questions look, the strategy of a
-    competent root, and how a leaf reads. None of its functions gets an item or its gold answer.
+    """What the simulated model knows about one evaluation suite: how its questions look, how a
+    competent root model solves them, and how a sub-call reads its part of the text. None of these
+    functions gets an item or its gold answer.
 
     Example:
         suite = testing.OfflineModelSuiteStrategy("teal", r"How often does", solve, read, spoil)
@@ -151,14 +154,15 @@ class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
     record, or a text. None if the question or the leaf is not one that the suite knows."""
 
     def code(self) -> str:
-        """Return the source of the strategy."""
+        """Return the source code of the strategy, with the functions that it calls."""
         return "\n\n".join(inspect.getsource(each).strip() for each in (*self.helpers, self.solve))
 
 
 class OfflineModel(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """A scripted model that reads with a stated accuracy, and knows a strategy for each suite.
+    """A simulated model that answers correctly with a configured probability, and knows a strategy
+    for each evaluation suite.
 
     >>> model = testing.OfflineModel(curve=testing.AccuracyCurve(((1, 1.0),)))
     >>> with ramify.RLM(model.client()) as rlm:
@@ -186,7 +190,7 @@ class OfflineModel(
     """Suites that the model knows, by name; empty for all."""
 
     def client(self, name: str = "offline:default") -> ScriptedClient:
-        """Return the model as a client in this process."""
+        """Return a model client that answers in this process, without a server."""
         return ScriptedClient(self.tell, name, self.window, self.price)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
@@ -211,7 +215,8 @@ class OfflineModel(
         return self._reading(messages)
 
     def _step(self, form: RootPromptFormat, turn: ParsedRootRequest) -> str:
-        """Return the reply of a root: a look, the strategy, the answer."""
+        """Return the next reply of a root call. Its first step looks at the context, the second
+        runs the suite's strategy, and the last gives the answer."""
         if turn.is_last or turn.step >= 2:
             return form.answer(turn)
         if turn.step == 0:
@@ -283,8 +288,8 @@ class OfflineModel(
 
 @functools.cache
 def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
-    """Return the suites with these names, or all. Kept, because a search of the installed packages
-    takes longer than a reply."""
+    """Return the strategies of the suites with these names, or of all suites. The result is cached,
+    because a search of the installed packages takes longer than a reply."""
     return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
 
 
@@ -294,8 +299,8 @@ async def _later(text: str, seconds: float) -> str:
 
 
 def _parts(prompt: str) -> tuple[str, str]:
-    """Return (text, question) of a plain prompt: the question follows the last ``Question:`` that
-    begins a line. Without one, everything is both."""
+    """Split a plain prompt into its text and its question, which follows the last ``Question:`` at
+    the beginning of a line. Without such a line, the whole prompt is returned as both."""
     text, mark, question = prompt.rpartition("\nQuestion: ")
     if mark:
         return text.rstrip("\n"), question.strip()
@@ -306,7 +311,8 @@ def _parts(prompt: str) -> tuple[str, str]:
 
 
 def _right(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
-    """Return the right reply; None if the question is not one of ``suite``."""
+    """Return the right reply to a question about a text, or None if the question is not one of the
+    suite's."""
     right = suite.read(question, text)
     if right is not None or not re.search(suite.asks, question):
         return right
@@ -321,8 +327,9 @@ def _perfect(suite: OfflineModelSuiteStrategy) -> Ask:
 
 
 def model_of(name: str) -> OfflineModel:
-    """Return the model of ``offline:NAME``: ``default``, ``perfect``, an accuracy from 0 to 1, or a
-    JSON file with the fields of ``OfflineModel``. Raises ConfigError for another name."""
+    """Return the simulated model for the NAME in ``offline:NAME``: ``default``, ``perfect``, an
+    accuracy from 0 to 1, or a JSON file with the fields of ``OfflineModel``. Raises ConfigError for
+    any other name."""
     if name in ("", "default"):
         return OfflineModel()
     if name == "perfect":
@@ -352,6 +359,6 @@ def _model_in(path: Path) -> OfflineModel:
 def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
-    """The client of ``offline:NAME``."""
+    """Return a client for the simulated model that is named ``offline:NAME``."""
     model = model_of(name.partition(":")[2])
     return ScriptedClient(model.tell, name, window or model.window, price or model.price)

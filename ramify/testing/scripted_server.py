@@ -1,4 +1,5 @@
-"""Scripted model behind a real OpenAI-compatible HTTP server on loopback, for tests and benchmarks.
+"""An OpenAI-compatible HTTP server on the loopback interface that answers from a script, for tests
+and benchmarks.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
         RateLimitedClientPool(base_urls={"openai": server.url}) …
@@ -63,7 +64,7 @@ class _RequestBody(msgspec.Struct):
 
 
 class ReceivedRequest(msgspec.Struct, frozen=True):
-    """One request as it was received.
+    """One HTTP request as the scripted server received it.
 
     Example:
         first, *others = server.requests[0].json["messages"]
@@ -84,7 +85,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScriptedServer:
-    """An HTTP server that answers from a script. ``async with`` starts and stops it.
+    """An OpenAI-compatible HTTP server for tests that answers from a script. ``async with`` starts
+    and stops it.
 
     Example:
         async with testing.ScriptedServer(["hello", testing.rate_limited(0.2)]) as server:
@@ -103,8 +105,10 @@ class ScriptedServer:
         pieces: int = 1,
         piece_s: float = 0.0,
     ) -> None:
-        """``port`` 0 uses a free port. Without ``keep``, ``requests`` stays empty. A streamed reply
-        has ``pieces`` parts, with ``piece_s`` seconds between two of them."""
+        """Create a server that answers from ``script``, without starting it. ``latency_s``: seconds
+        before each reply. ``window``: maximum tokens of a prompt. ``port``: 0 uses a free port.
+        ``keep``: record the requests in ``requests``. ``pieces``, ``piece_s``: number of parts of a
+        streamed reply, and the seconds between two of them."""
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
@@ -268,7 +272,8 @@ class ScriptedServer:
         exchange.end()
 
     def _send_half(self, exchange: MockServerRequest, parsed: _RequestBody, text: str) -> None:
-        """Send the first half of a stream with the given text, and close the connection."""
+        """Send the first half of a streamed reply with the given text, and then close the
+        connection."""
         chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
         exchange.begin("text/event-stream")
         exchange.piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
@@ -310,7 +315,7 @@ class ScriptedServer:
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Return ``reply`` as the body of a chat completion."""
+    """Return a reply as the JSON body of an OpenAI chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.message.content}
     if reply.message.reasoning is not None:
         message["reasoning_content"] = reply.message.reasoning
@@ -350,8 +355,8 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
-    """Split the body of a chat completion into the chunks of a stream. Its text is split into
-    ``pieces`` parts."""
+    """Split the body of a chat completion into the chunks of a streamed one. The text is split into
+    ``pieces`` parts. ``with_usage``: add a last chunk with the token usage."""
     head = {name: value for name, value in sent.items() if name not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
     (choice,) = sent["choices"]
@@ -378,8 +383,8 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
-    """Return the pictures of a message. Raises ValueError for one that is not a ``data:`` URL of
-    its own format."""
+    """Yield the pictures of a message. Raises ValueError unless each is sent as a ``data:`` URL
+    that states the picture's actual format."""
     for part in parts:
         if part.get("type") == "image_url":
             kind, _, encoded = str(part["image_url"]["url"]).partition(";base64,")

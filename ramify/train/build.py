@@ -1,12 +1,12 @@
-"""Building a trainer from the parts of a run: what is opened in which order, and closed again.
+"""Build a trainer from the loaded parts of a training run: open everything that it needs in the
+right order, and close it again.
 
     RunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages ─> Trainer
 
 All that is opened is on one stack and closed in reverse: a part is opened after the parts that it
 calls. Trained models are opened late and closed after the engines, since an engine that comes back
-asks for their weights. Decides what each part is given. Not here: what is loaded and checked
-(``load_run_parts.py``), how engines and workers start (``rollout_resources.py``), and the order of
-a run's steps (``trainer.py``).
+asks for their weights. Loading and checking are done by ``load_run_parts.py``, starting engines and
+workers by ``rollout_resources.py``, and the steps of a run by ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ async def opened_trainer(
     on_stall: Callable[[str], None] | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Trainer]:
-    """The trainer of ``parts`` in the folder ``out``, with everything that it needs open inside the
-    block. ``on_start`` is called when it is known that the run can continue from ``checkpoint``."""
+    """Open a trainer that writes to the folder ``out``. Its engines, sandbox and other resources
+    are open inside the ``async with`` block and closed after it. ``on_start`` is called once it is
+    known that the run can continue from ``checkpoint``."""
     import torch
 
     if checkpoint is not None:
@@ -132,7 +133,8 @@ async def opened_trainer(
 
 @contextlib.contextmanager
 def _interpreter_for_training() -> Iterator[None]:
-    """Switch threads and collect garbage as a step of rollouts needs it."""
+    """Tune the Python interpreter for rollouts inside the block: switch between threads more often,
+    and exclude the objects that exist now from garbage collection."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -155,8 +157,8 @@ def _record(
     trained: TrainedModel,
     listener: Callable[[StepMetrics], None] | None,
 ) -> TrainingRunRecorder:
-    """Make the record of a training run, which writes its files, and choose the extra metrics that
-    are measured with each step."""
+    """Create the recorder that writes the files of a training run, and choose the extra metrics
+    that it measures with each step."""
     from ramify.inference.local.local_client import LocalClient
 
     run, client = parts.run, rollouts.client
@@ -191,7 +193,8 @@ def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluator:
 
 
 class LearnerContext(NamedTuple):
-    """What all learners of a run share, and the names of one learner's policy."""
+    """What all learners of a run share (a learner trains one policy), and the names of one
+    learner's policy."""
 
     record: TrainingRunRecorder
     thread: WatchedTrainingThread
@@ -211,8 +214,9 @@ def _learner(
     wiring: LearnerContext,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
-    """Build the learner of one policy, with the checks of its engines. ``source`` returns the
-    initial weights of a policy that starts as a copy of another one."""
+    """Build the learner that trains one policy, with the checks that its engines compute the same
+    as the trainer. ``source`` returns the initial weights of a policy that starts as a copy of
+    another one."""
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
@@ -240,8 +244,8 @@ def _other_learners(
     wiring: LearnerContext,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
-    """Build the learners of ``Run.policies``. ``main`` has the weights of ``Run.policy``, which are
-    the initial weights of each policy without a model path."""
+    """Build the learners of the additional policies in ``Run.policies``. Policies without a
+    checkpoint of their own start with the weights of the main policy, which ``main`` holds."""
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
@@ -253,13 +257,14 @@ def _other_learners(
 
 
 def _control_ids(policy: Policy) -> set[int]:
-    """The special tokens of a policy that do not end its replies."""
+    """Return the ids of the policy's special tokens, except those that end a reply."""
     added = policy.tokenizer.added_tokens_decoder
     return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
 
 def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
-    """The model to train: the policy of this process, or a copy of it sharded over ranks."""
+    """Create the model to train: either the policy of this process itself, or a copy of it that is
+    sharded over several processes."""
     run = parts.run
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
@@ -285,7 +290,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> 
 
 
 def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Backend:
-    """The backend of ``stage``, with a critic if it trains one."""
+    """Return the backend that trains a stage, with a critic if the stage needs one."""
     if not stage.critic:
         return trained.backend(stage.optim)
     assert parts.run.rl is not None
@@ -303,7 +308,7 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
 def _rl_stages(
     parts: RunParts, rollouts: RolloutResources, out: Path, teachers: RunTeachers | None
 ) -> Iterator[RlStage]:
-    """The stage with rollouts, if the run has one."""
+    """Yield the reinforcement-learning stage, or nothing if the run has none."""
     run, rl = parts.run, parts.run.rl
     if rl is None:
         return
@@ -348,7 +353,9 @@ def teachers_of(
     trained: TrainedModel,
     weights: EnginePolicyWeights,
 ) -> RunTeachers | None:
-    """The models that score for signals; None if no signal needs one."""
+    """Return the teacher models, whose scores some training signals need, or None if no signal
+    needs one. Raises ConfigError if a signal needs the current policy while rollouts may be
+    stale."""
     from ramify.inference.local import connect
     from ramify.inference.local.local_client import LocalClient
     from ramify.train.backends.single import SingleBackend
@@ -383,7 +390,7 @@ def teachers_of(
 def _signals(
     parts: RunParts, rollouts: RolloutResources, teachers: RunTeachers | None
 ) -> TrainingSignalSet:
-    """The signals that are read from rollouts in addition to their reward."""
+    """Return the training signals that are computed from rollouts in addition to their reward."""
     rl = parts.run.rl
     assert rl is not None
     assert isinstance(rl.algorithm, Hybrid)

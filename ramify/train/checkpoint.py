@@ -1,5 +1,5 @@
-"""The folder of a training run: its checkpoints (atomic writes, and retention of the last and best
-ones) and its lock.
+"""The folder of a training run, with its checkpoints and its lock. Checkpoints are written
+atomically, and only the last and best ones are kept.
 
     OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
                                       state.json, and checksums.json, verified before loading
@@ -8,12 +8,11 @@ ones) and its lock.
     OUT/.lock                         held by ``flock`` for the duration of the run; names the
                                       process that holds it: {"pid":4711,"host":"gpu-3"}
 
-Decides names, atomicity (a folder is written under another name, synced and renamed), and which
-checkpoints are kept. One process writes to the folder, and a second one is rejected at once. The
-system frees the lock when its holder exits, in whatever way, so that a killed run can be resumed.
-Only the process that owns a run takes the lock: not its ranks, engines or rollout workers, nor a
-supervisor that restarts it. Not here: the content of the parts, which their owners read and write,
-and what must be equal for a resume (``lineage.py``).
+A checkpoint is written under another name, synced and renamed. One process writes to the folder,
+and a second one is rejected at once. The system frees the lock when its holder exits, in whatever
+way, so that a killed run can be resumed. Only the process that owns a run takes the lock: not its
+ranks, engines or rollout workers, nor a supervisor that restarts it. The parts of a checkpoint are
+read and written by their owners, and ``lineage.py`` checks what must be equal for a resume.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SCHEMA_VERSION = 1
 
 
 class CheckpointState(msgspec.Struct, kw_only=True):
-    """State of a run as plain data, stored in each checkpoint."""
+    """The progress of a training run as plain data, stored in each checkpoint."""
 
     step: int
     """Optimizer steps completed, over all stages."""
@@ -97,8 +96,8 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def memory_of(self, policy: str) -> dict[str, float]:
-        """Return the state of the algorithm that trains ``policy``, a name in ``Run.policies``. The
-        empty name stands for ``Run.policy``."""
+        """Return the state of the algorithm that trains a policy, given its name in
+        ``Run.policies``. The empty name stands for the main policy, ``Run.policy``."""
         return self.memories.get(policy, {}) if policy else self.memory
 
 
@@ -117,9 +116,9 @@ class CheckpointStore:
         self._background: BackgroundWork | None = None
 
     def save(self, state: CheckpointState, parts: Mapping[str, Write]) -> Path:
-        """Write a checkpoint: each part writes itself to the path of its name. Returns the
-        checkpoint's path. If a part continues writing in the background, the checkpoint is complete
-        once ``settle`` returns.
+        """Write a checkpoint and return its path. ``parts`` maps a file or folder name in the
+        checkpoint to the function that writes it. If such a function continues in the background,
+        the checkpoint is complete once ``settle`` returns.
 
         Raises StoreError if this write or the previous background write failed; earlier checkpoints
         stay.
@@ -186,7 +185,8 @@ class CheckpointStore:
         self._drop_old()
 
     def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first. Waits for one that is being written."""
+        """Return the complete checkpoints, oldest first, after waiting for one that is being
+        written."""
         self.settle()
         return self._whole()
 
@@ -196,9 +196,9 @@ class CheckpointStore:
         )
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Move the checkpoints of later steps into ``abandoned``, because the run goes back to
-        ``step``: none of them may be its latest or best. Returns their new paths; folders of the
-        same name there are replaced."""
+        """Move the checkpoints of later steps into the folder ``abandoned``, because the run goes
+        back to ``step``, so that none of them counts as its latest or best. Returns their new
+        paths. Folders of the same name in ``abandoned`` are replaced."""
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED
         # Newest first: a kill in between must not leave a gap in the branch.
@@ -212,9 +212,9 @@ class CheckpointStore:
         return next(reversed(self.all()), None)
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest score, the earliest if several are equal. The policy that
-        rollouts began with counts only if all others are worse. None if no checkpoint has a
-        score."""
+        """Return the checkpoint with the highest validation score, or None if none has a score. If
+        several are equal, the earliest wins, except that the policy from before the first step of a
+        stage is chosen only if all others are worse."""
         self.settle()
         return next(iter(self._ranked()), None)
 
@@ -256,7 +256,7 @@ def _step_of(path: Path) -> int:
 
 
 class BackgroundWork:
-    """Work in a separate thread; the process does not exit before it is done."""
+    """A function that runs in a separate thread. The process does not exit before it is done."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -265,7 +265,7 @@ class BackgroundWork:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the work is done. Raises its exception."""
+        """Wait until the function has returned. Raises the exception that it raised, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -278,8 +278,9 @@ class BackgroundWork:
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """The state of a checkpoint, with today's field names. Raises StoreError if it is not a
-    checkpoint, is damaged, or has a later version."""
+    """Read the state stored in a checkpoint, and rename fields of older versions to their present
+    names. Raises StoreError if the folder is not a checkpoint, is damaged, or was written by a
+    later version."""
     state = _decoded(checkpoint)
     verify(checkpoint, _STATE)
     state.config = with_new_names(state.config)
@@ -287,7 +288,8 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def verify(checkpoint: Path, under: str = "") -> None:
-    """Compare the files of ``checkpoint`` whose path begins with ``under`` with their checksums.
+    """Check the files of a checkpoint, or only those whose path begins with ``under``, against
+    their stored checksums.
 
     Raises StoreError, which names the first damaged file and the checkpoint to use instead. A
     checkpoint from before there were checksums is accepted as it is.
@@ -301,7 +303,8 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """What to do if a checkpoint is damaged, for an error message."""
+    """Return advice for an error message about a damaged checkpoint: which older checkpoint to
+    resume from, if there is one."""
     others = [path for path in checkpoint.parent.glob("step-*") if (path / _STATE).is_file()]
     older = [path for path in others if path.name < checkpoint.name]
     again = "start again in another folder"
@@ -326,8 +329,8 @@ def _decoded(checkpoint: Path) -> CheckpointState:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a user means by ``path``: a checkpoint, or the latest one of a run's
-    folder. Raises ConfigError."""
+    """Return ``path`` itself if it is a checkpoint, or the latest checkpoint if it is the folder of
+    a run. Raises ConfigError if there is none."""
     if (path / _STATE).is_file():
         return path
     checkpoints = CheckpointStore(path)
@@ -343,7 +346,7 @@ def find(path: Path) -> Path:
 
 
 def _write_privately(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read: it holds the user's options."""
+    """Write a file that only its owner can read, because it holds the user's options."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
 
@@ -397,7 +400,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def holder(out: Path) -> WriterProcessId | None:
-    """The process that writes to the folder ``out`` now; None if there is none."""
+    """Return the process that is writing to the run's folder ``out`` now, or None."""
     path = out / FILE
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -413,7 +416,8 @@ def holder(out: Path) -> WriterProcessId | None:
 
 
 def _acquired(path: Path) -> int:
-    """A file descriptor that holds the lock on ``path``; this process's name is written to it."""
+    """Lock the file ``path``, write the id of this process to it, and return the file descriptor
+    that holds the lock."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _wait(fd, path)
@@ -456,7 +460,7 @@ def _holder_in(path: Path) -> WriterProcessId:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove those folders that are empty, innermost first."""
+    """Remove the given folders from first to last, and stop at one that is not empty."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

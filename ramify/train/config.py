@@ -1,4 +1,4 @@
-"""The configuration of a run as plain data: every option of a recipe, with its vetted default.
+"""The configuration of a training run as plain data, with a default for nearly every option.
 Nothing is built or loaded here.
 
     Run
@@ -66,7 +66,8 @@ STALL_S = 1800.0
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often a run evaluates and saves. Steps are counted within a stage."""
+    """How often a training run evaluates its policy and saves checkpoints. Steps are counted within
+    a stage."""
 
     evaluate_every: int | None = 5
     """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
@@ -165,7 +166,7 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The task whose items are asked.
+    """The task that supplies the questions of rollouts and evaluations, and scores the answers.
 
     >>> train.TaskSpec(name="my_task.py:logs", options={"lines": 500}).options["lines"]
     500
@@ -192,7 +193,8 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Induction warm-up (``data/sft_data.py``), for a model created from scratch.
+    """A first stage for a model created from scratch: it learns to predict the second copy of
+    random strings that are repeated (``data/sft_data.py``).
 
     >>> train.InductionWarmUpSpec(steps=100).batch_tokens
     2048
@@ -235,7 +237,7 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def shows_conversations(self) -> bool:
-        """Whether demonstrations are conversations in a file or data set."""
+        """True if the demonstrations are conversations from a file or a data set."""
         return self.demos.startswith("hf:") or self.demos.endswith(DATA_SUFFIXES)
 
     def __post_init__(self) -> None:
@@ -249,7 +251,7 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The critic, for an algorithm that uses one (``ppo``).
+    """Options of the critic (the value model), for an algorithm that uses one, such as ``ppo``.
 
     >>> train.CriticSpec(model="own").model
     'own'
@@ -331,8 +333,8 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A policy that is trained beside ``Run.policy``, on the same rollouts. It learns from its own
-    calls, with the algorithm and the loss of ``Run.rl``.
+    """An additional policy that is trained on the same rollouts as the main one, ``Run.policy``. It
+    learns from the calls that it answered, with the algorithm and the loss of ``Run.rl``.
 
     >>> train.CoTrainedPolicySpec(optim=train.OptimizerSpec(lr=2e-6)).optim.lr
     2e-06
@@ -439,8 +441,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the policy can be evaluated on the run's task. False for supervised fine-tuning
-        on conversations if no task is set."""
+        """True if the policy can be evaluated on the run's task. False for a run that only does
+        supervised fine-tuning on conversations and sets no task."""
         only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
         return not only_talks or self.task != TaskSpec()
 
@@ -465,9 +467,10 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 def with_objective(run: Run, name: str) -> Run:
-    """Return ``run`` with an objective, as its paper defines it, in the stage ``rl``: ``grpo``,
-    ``dapo``, ``gspo`` … (docs/objectives.md). A hybrid keeps its terms around it. Raises
-    ConfigError for an unknown name, or a run without that stage.
+    """Return a copy of ``run`` whose RL stage uses a named objective as its paper defines it, such
+    as ``grpo``, ``dapo`` or ``gspo`` (docs/objectives.md). An algorithm that combines several
+    signals (``Hybrid``) keeps its other terms. Raises ConfigError if the name is unknown or the run
+    has no RL stage.
 
     Example:
         return train.with_objective(run, "gspo")     # in a recipe; rl.objective=gspo as an override
@@ -484,8 +487,8 @@ def with_objective(run: Run, name: str) -> Run:
 
 
 def with_sandbox(run: Run, provider: str) -> Run:
-    """Return a copy of ``run`` that uses another sandbox provider. Limits that every provider has
-    are kept."""
+    """Return a copy of ``run`` that uses another sandbox provider. The limits that all providers
+    have in common keep their values."""
     common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
     check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
     return msgspec.structs.replace(run, sandbox=provider_spec(spec))
@@ -501,10 +504,10 @@ CHOICES: Choices = {
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data without secrets (``config_redaction.py``): the form that checkpoints
-    store and trackers receive.
+    """Return ``run`` as plain data without secrets (``config_redaction.py``). Checkpoints store
+    this form, and experiment trackers receive it.
 
-    Raises ConfigError if a part of it cannot be serialized.
+    Raises ConfigError if a part of ``run`` cannot be serialized.
     """
     try:
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))

@@ -1,5 +1,5 @@
-"""The shared core of nearly all estimators: compare the rollouts of one task, give each call a
-number, and give each token a weight.
+"""Compute advantages in the way that nearly all RL estimators share: compare the rollouts of one
+task item, give each call in them an advantage, and give each token a loss weight.
 
     RlStage.learned_from                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
@@ -10,11 +10,10 @@ number, and give each token a weight.
 
 Most estimators differ only in ``compare``, so all options for credit, length and weight work with
 each of them. Others have their own ``assign_advantages`` with their formula between the same two
-ends (``remax.py``, ``rae.py``). Decides which rollouts count: one without a reward, or
-with a non-finite reward, is reported and left out, and the rest of its group is still used. Also
-decides which groups have no signal, and that normalisation over the step comes before weighting.
-
-Not here: the loss, clipping and the KL penalty in the loss (see losses/).
+ends (``remax.py``, ``rae.py``). A rollout without a reward, or with a non-finite reward, is
+reported and left out, and the rest of its group is still used. Groups without signal are found
+here too, and normalisation over the step comes before weighting. The loss, clipping and the KL
+penalty in the loss are in ``losses/``.
 """
 
 from __future__ import annotations
@@ -78,7 +77,8 @@ _credit_of = functools.cache(CREDITS.of)
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options shared by every algorithm with a group baseline."""
+    """Options shared by every RL algorithm that compares a rollout with a group: the other rollouts
+    of the same task item."""
 
     credit: str = "per_role"
     """How a tree's reward reaches its calls: a name from ``credit.py``, or a dotted
@@ -159,7 +159,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """The formula of the estimator: the advantage of each of n attempts at the same thing.
+        """Return the advantage of each of n attempts at the same thing. Each estimator overrides
+        this method with its own formula.
 
         ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
@@ -167,7 +168,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
-        """Assign advantages: ``credit`` chooses which calls of a group are compared, and
+        """Turn the rewards of a step's rollouts into an advantage and a loss weight for each token.
+        The function named by the option ``credit`` chooses which calls of a group are compared, and
         ``compare`` subtracts their baseline."""
         step = StepAdvantageBuilder(groups, weights, self)
         credit = _credit_of(self.credit)
@@ -177,14 +179,16 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return step.assigned(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Add the KL penalty in the reward, and then normalise if that had to wait for it."""
+        """Subtract the KL penalty from the advantages if ``kl_reward`` is set, and then normalise
+        the advantages if that had to wait for the penalty. Returns metrics."""
         return row_math.add_kl(
             rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
         )
 
 
 class TurnCredit(NamedTuple):
-    """The credit of one turn, for estimators that do not give a whole call the same credit."""
+    """The advantage and the weight of one turn (one reply of the model), for estimators that do not
+    give all turns of a call the same advantage."""
 
     advantage: float
     share: float = 1.0
@@ -207,7 +211,8 @@ class _Rollout(NamedTuple):
 
 @dataclasses.dataclass
 class ScoredGroup:
-    """The usable rollouts of one item. An estimator sets their advantages."""
+    """The usable rollouts of one task item with their rewards. The estimator fills in their
+    advantages."""
 
     group: Group
     """Has the usable rollouts only."""
@@ -226,22 +231,22 @@ class ScoredGroup:
 
 
 class StepAdvantageBuilder:
-    """The groups of one optimizer step between their rewards and the credit of their tokens.
-
-    ``__init__`` decides what each call's reward is. The estimator then sets ``advantages`` of each
-    of ``groups``. ``assigned`` gives each token its advantage and its weight."""
+    """Builds the advantages of one optimizer step. The constructor computes the reward of each
+    call, the estimator then sets ``advantages`` on each of ``groups``, and ``assigned`` gives each
+    token its advantage and its weight."""
 
     def __init__(
         self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
     ) -> None:
-        """``weights`` has the task's weight for each named reward."""
+        """Compute the reward of each call in ``groups``, including length penalties. ``weights``
+        has the task's weight for each named reward."""
         self._given = groups
         self._options = options
         self._scored = [_scored(group, weights, options) for group in groups]
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """The groups that have a usable rollout."""
+        """The groups that have at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
     def assigned(
@@ -252,7 +257,7 @@ class StepAdvantageBuilder:
         has_baseline: bool = True,
         rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]] | None = None,
     ) -> StepAdvantages:
-        """Turn the advantages of calls into the credit of each token of the step.
+        """Turn the advantages of calls into an advantage and a loss weight for each token.
 
         ``gamma`` is a discount per token: a token's advantage is the call's, times ``gamma`` for
         each token sampled later in the call. With ``has_baseline``, a group in which all advantages
@@ -336,8 +341,8 @@ def _rescaled(
 
 
 def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
-    """Whether any call of the group's rollouts has a non-zero advantage. A group without one has no
-    gradient and would only dilute the other groups' weight."""
+    """Return True if any call of a group's rollouts has a non-zero advantage. A group in which all
+    advantages are 0 has no gradient and would only dilute the weight of the other groups."""
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 
@@ -363,7 +368,8 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Which rollouts were left out and why: the first few by name, the others as a count."""
+    """Return messages that say which rollouts were left out and why. The first few rollouts are
+    named, and the others are only counted."""
     notes = [
         f"{trajectory.id} is left out of its group: it {why}"
         for group in groups
@@ -425,8 +431,8 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
-    """Map the id of a call to the number of its tokens that may carry loss, each weighted by its
-    turn's share."""
+    """Return, by call id, how many tokens of each call may carry loss. If turns have weights of
+    their own, each token counts with the weight of its turn."""
     trajectory, masks = rollout.trajectory, options.overlong == "mask"
     if (turns := rollout.turns) is not None:  # these know about roots that were cut
         return {
@@ -484,9 +490,9 @@ def _assigned(
     shares: Mapping[str, Weights],
     every_token: bool,
 ) -> RolloutAdvantages:
-    """Return the token credit of every turn that has a weight and an advantage. With
-    ``every_token``, a weight is enough. ``shares`` maps a stream to the weight of each call's
-    tokens in one term of the loss."""
+    """Return the advantages and weights of the tokens of every turn that has a weight and a
+    non-zero advantage. With ``every_token``, a weight is enough. ``shares`` has the weight of each
+    call's tokens in other terms of the loss, by the name of the term's stream."""
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
@@ -527,7 +533,7 @@ def _metrics(
 
 
 def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
-    """The share of groups whose rollouts all have the same reward."""
+    """Return the share of groups whose rollouts all have the same reward."""
     rewards = [
         [next(iter(rollout.tree.values())).reward for rollout in group] for group in groups if group
     ]

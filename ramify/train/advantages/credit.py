@@ -1,8 +1,8 @@
-"""Tree credit: from rewards per call to one advantage per call, for the rollouts of one task; and
-the bridge from trajectories to it: the tree of a rollout, its tokens and its lengths.
+"""Turn the rewards of the calls in a call tree into one advantage per call, by comparing the
+rollouts of the same task item. This module also builds that tree from a trajectory, and counts its
+tokens and turns.
 
-Decides what each call's return is and which calls are compared with each other, on a small tree
-without tokens or tensors:
+The functions work on a small tree without tokens or tensors:
 
     root 0: reward 4          return of a call = its own reward + γ · its parent's return
     ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
@@ -18,8 +18,8 @@ keeps it in the baseline but removes its tokens from the loss (DAPO's overlong f
 that used up its turns, calls, tokens or dollars is a failure of the policy: it keeps its score with
 both. The soft overlong penalty and the length penalty change the reward before any comparison.
 
-Not here: the comparison itself (see group_estimators.py), and how much each token weighs (see
-token_loss_weights.py).
+The comparison itself is in ``group_estimators.py``, and the weights of tokens are computed in
+``token_loss_weights.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 
 
 class CreditNode(NamedTuple):
-    """The facts about one call that credit assignment needs."""
+    """A call in the call tree of a rollout, reduced to what credit assignment needs."""
 
     parent: str | None
     """Id of the parent call; None for the root."""
@@ -71,8 +71,8 @@ Credit = Callable[[Sequence[Tree], Baseline, float], list[Numbers]]
 
 
 def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Give every call its root's advantage. Rewards of other calls, and γ, are ignored. This is
-    what trainers without call trees do.
+    """Give every call the advantage of the root call of its tree, as trainers without call trees
+    do. The rewards of other calls, and γ, are ignored.
 
     roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2.
 
@@ -87,8 +87,9 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
 
 
 def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
-    """Compare all agents of all trees with each other. A fork of an agent's call gets the advantage
-    of that agent, and any other call that of its tree's first one."""
+    """Compare all agents (calls that the task rewards separately) of all trees with each other. A
+    fork of an agent's call gets the advantage of that agent. Any other call gets the advantage of
+    the first agent in its tree."""
     places = [(index, id) for index, tree in enumerate(trees) for id in compared_call_ids(tree)]
     agents = [trees[index][id] for index, id in places]
     rewards = [node.reward for node in agents]
@@ -117,11 +118,12 @@ def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> l
 
 
 def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
-    """Like ``per_role``, but compare a call's own reward among attempts at the same sub-task: the
-    same question over the same context, asked in other trees of the group. This has less variance
-    if parents split their work alike. If no other tree attempted the sub-task, the call is compared
-    with other attempts in its own tree. If there are none either, it is compared as in
-    ``per_role``."""
+    """Compare each call's own reward with those of attempts at the same sub-task (the same question
+    over the same context) in other trees of the group, and add the difference to the parent's
+    advantage. This has less variance than ``per_role`` if parents split their work alike.
+
+    If no other tree attempted the sub-task, the call is compared with other attempts in its own
+    tree. If there are none either, it is compared as in ``per_role``."""
     if len(trees) == 1:
         return [_single_tree(trees[0], gamma, _subtask)]
     by_subtask, by_role = _Peers(trees, _subtask), _Peers(trees, _role)
@@ -139,7 +141,8 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
 def leave_one_child_out(
     trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
 ) -> list[Numbers]:
-    """Like ``per_role``, but compare a call's own reward with those of its siblings.
+    """Compare each call's own reward with those of its siblings, the other children of its parent,
+    and add the difference to the parent's advantage.
 
     A parent's success is passed to all its children, and better children get more. An only child is
     compared with the calls of its role and depth in other trees. This is unbiased if siblings do
@@ -199,7 +202,7 @@ def compared_call_ids(tree: Tree) -> list[str]:
 
 
 def returns_of(tree: Tree, gamma: float) -> Numbers:
-    """Return the return of each call: its own reward plus γ times the return of its parent."""
+    """Compute the RL return of each call: its own reward plus γ times the return of its parent."""
     returns: Numbers = {}
     for id, node in tree.items():
         returns[id] = node.reward + (
@@ -216,9 +219,9 @@ in the place of that call, which has its own there; None if nothing is comparabl
 def _advantages(
     trees: Sequence[Tree], baseline: Baseline, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
-    """Compare each call's return with one return from every other tree of the group. A call's
-    return is its own reward plus γ times its parent's return. In the other trees, ``own_rewards``
-    says which reward takes the place of the call's own.
+    """Compute the advantage of each call by comparing its return with one return from every other
+    tree of the group. A call's return is its own reward plus γ times its parent's return. In the
+    other trees, ``own_rewards`` says which reward takes the place of the call's own.
 
     So a call is compared with as many returns as its root, even if the other trees did not recurse,
     and its advantage has the same scale as the root's. With ``rloo``, a call's advantage is γ times
@@ -255,9 +258,9 @@ def _advantages(
 def checked(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """Return ``advantages`` unchanged after checking what ``baseline``, which may come from a
-    plug-in, computed. Raises ConfigError unless there is one finite number for each of
-    ``returns``."""
+    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``, and
+    raise ConfigError otherwise. The check is needed because the function that computed them,
+    ``baseline``, may come from a plug-in."""
     if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
         owner = type(getattr(baseline, "__self__", baseline)).__name__
         raise ConfigError(
@@ -271,9 +274,9 @@ def own_advantages(
     trees: Sequence[Tree],
     compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
 ) -> list[Numbers]:
-    """Return an advantage for each call below a root that depends on the call's own reward alone,
-    and not on its parent's advantage. The reward is compared with the rewards of calls of the same
-    role and depth in other trees."""
+    """Return, for each call below a root, an advantage that depends on the call's own reward and
+    not on its parent's advantage. The reward is compared with the rewards of calls of the same role
+    and depth in other trees."""
     by_role = _Peers(trees, _role)
     numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
@@ -339,7 +342,8 @@ class _Peers:
         return by_tree
 
     def mean_within(self, index: int, id: str) -> float | None:
-        """Mean own reward of the call's peers in its own tree."""
+        """Return the mean reward of the call's peers in its own tree, or None if it has none
+        there."""
         node = self._trees[index][id]
         rewards = self._rewards[self._key(node)][index]
         num = len(rewards) - 1
@@ -396,8 +400,8 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
 def length_penalty(
     rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
 ) -> list[float]:
-    """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns),
-    for the rollouts of one group.
+    """Return the rewards of one group's rollouts after subtracting a penalty for length:
+    R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns).
 
     The better a group does, the more brevity counts. A group whose mean is not above 0 is left
     unchanged: a negative mean would reward length."""
@@ -415,13 +419,14 @@ def length_penalty(
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Whether the rollout has a usable reward. One that failed for external reasons has none and
-    gives no signal."""
+    """Return True if the rollout has a usable reward. A rollout that failed for external reasons
+    has none, so nothing can be learnt from it."""
     return not why_unscored(trajectory)
 
 
 def why_unscored(trajectory: Trajectory) -> str:
-    """Why a rollout cannot be learnt from, as a predicate ("has no reward"); empty if it can."""
+    """Return the reason why a rollout cannot be learnt from, worded as a predicate ("has no
+    reward"). Returns an empty string if the rollout is usable."""
     if not trajectory.calls:
         return "has no call" + _last_error(trajectory)
     if not trajectory.rewards:
@@ -472,15 +477,15 @@ def _agents(trajectory: Trajectory) -> set[str]:
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """The calls of a trajectory, the root first and every other call after its parent. Calls of
-    judges are left out."""
+    """Return the calls of a trajectory, the root first and every other call after its parent. Calls
+    to judge models are left out."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:
-    """Id of the parent of ``call``. A continuation of a call without a parent is put under that
-    call, since the two have no common parent."""
+    """Return the id of the parent of ``call``, or None for a root. A fork of a root call counts as
+    a child of that root, since the two have no common parent."""
     is_fork = False
     while call.parent is None and call.fork is not None:
         is_fork, call = True, trajectory.call(call.fork.call)
@@ -498,19 +503,19 @@ def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
 
 
 def num_sampled(call: Call) -> int:
-    """Number of tokens of ``call`` that can carry policy-gradient weight."""
+    """Return the number of tokens of ``call`` that can carry a policy-gradient loss."""
     return sum(num for _, _, num in sampled(call))
 
 
 def was_cut_off(call: Call) -> bool:
-    """Whether a limit ended the call or its last reply."""
+    """Return True if a limit ended the call or cut off its last reply."""
     by_limit = call.stop is not None and call.stop.is_truncated()
     return by_limit or (bool(call.turns) and call.turns[-1].reply.finish == "length")
 
 
 def ends_in_cut_reply(call: Call) -> bool:
-    """True if the last reply of the call was cut at its token limit, and no limit of the run ended
-    the call."""
+    """Return True if the last reply of the call was cut at its token limit, and no limit of the run
+    ended the call."""
     by_limit = call.stop is not None and call.stop.is_truncated()
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 

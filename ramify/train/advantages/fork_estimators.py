@@ -1,5 +1,6 @@
-"""Estimators with one advantage per turn: over forks of a rollout (``branch``, ``vine``,
-``entropy_branch``), and over equal states (``state_group``).
+"""RL estimators that give each turn of a rollout its own advantage. They compare the continuations
+of a forked rollout (``branch``, ``vine``, ``entropy_branch``) or rollouts that reached the same
+state (``state_group``).
 
     group of two rollouts                        value of a segment = its path's reward, or the
                                                  mean over the continuations after it
@@ -14,8 +15,8 @@ those after it as one rollout in total. ``docs/algorithms.md`` derives that the 
 unbiased.
 
 A call that a turn made gets the turn's advantage and weight. Its own reward, compared with those of
-the same role's calls in other trees as with ``per_role``, is added to the advantage. Decides the
-numbers. Not here: where a rollout forks (see ``branch_sampler.py``).
+the same role's calls in other trees as with ``per_role``, is added to the advantage. Where a
+rollout forks is chosen by ``branch_sampler.py``.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ Trees = Sequence[Mapping[str, CreditNode]]
 
 
 class TurnEstimator(RLOO, frozen=True, kw_only=True):
-    """Base class of estimators that give each turn of the root an advantage. ``compare`` turns the
-    values of n attempts from the same state into advantages: each minus the mean of the others."""
+    """Base class of RL estimators that give each turn of the root call its own advantage.
+    ``compare`` turns the values of n attempts from the same state into advantages, by subtracting
+    from each the mean of the others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,8 +68,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        """Return one mapping for each rollout, from (call, turn) to the credit of that turn of the
-        root or of a continuation. ``rewards`` are the tasks' weights of named rewards."""
+        """Return the advantage and weight of each turn of the root call and its continuations, as
+        one mapping per rollout with call id and turn index as key. ``rewards`` has the task's
+        weight for each named reward."""
         raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
 
     def assign_advantages(
@@ -85,9 +88,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         return checked(self.compare, values, self.compare(values))
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
-        """Return for each tree the advantages of all calls below the root, by comparing their own
-        rewards with those of other calls. With ``credit="root"``, calls have no advantage of this
-        kind."""
+        """Return, for each tree, the advantages of all calls below the root that result from
+        comparing their own rewards with those of other calls. With ``credit="root"``, calls have no
+        such advantages."""
         if self.credit == "root":
             return [{} for _ in trees]
         return own_advantages(trees, self.compare)
@@ -95,9 +98,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def _with_children(
         self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
     ) -> TurnCredits:
-        """Return the credit of all turns: ``roots``, which has that of the root's turns, extended
-        by the turns of all calls below. A call's turns get the advantage of the turn that made the
-        call, times ``gamma_tree``, plus the call's number in ``own``."""
+        """Extend the credit of the root's turns (``roots``) to the turns of all calls below. The
+        turns of a call get the advantage of the turn that made the call, times ``gamma_tree``, plus
+        the call's own advantage in ``own``."""
         credits: TurnCredits = dict(roots)
         of_call: dict[str, TurnCredit] = {}
         for call in trajectory.calls:
@@ -155,7 +158,8 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def _rewards(
         self, trajectory: Trajectory, tree: ForkSegment, rewards: Mapping[str, float]
     ) -> dict[str, float]:
-        """Map the last call of each line to the reward of the line."""
+        """Return the reward of each line (a path through the forks), by the id of the line's last
+        call."""
         if not tree.continuations:
             return {tree.call.id: total(trajectory.rewards, rewards)}
         return {
@@ -172,9 +176,9 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Return the credit of all turns in ``segment`` and in the segments after it. ``advantage``
-        and ``share`` are those of the segment. ``trees`` has the values of the group's rollouts,
-        with this rollout at ``index``."""
+        """Yield the credit of all turns in ``segment``, which has the given advantage and share of
+        weight, and of all turns in the segments after it. ``trees`` has the values of the group's
+        rollouts, with this rollout at ``index``."""
         masked = (
             self.overlong == "mask"
             and not segment.continuations
@@ -302,7 +306,7 @@ class StateGroupEstimator(
         return found
 
     def _states(self, root: Call) -> list[Hashable]:
-        """Return the state before each turn of the root."""
+        """Return the state before each turn of the root call, as keys that can be compared."""
         states: list[Hashable] = []
         history: tuple[Hashable, ...] = ()
         for turn in root.turns:
@@ -314,11 +318,12 @@ class StateGroupEstimator(
 
 
 class _Values:
-    """Computes the values of the segments of one rollout."""
+    """Computes the values of the segments of one forked rollout. A segment is what was sampled
+    between two forks."""
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """``rewards`` maps the id of each last call to the reward of the continuation that it
-        ends."""
+        """Create the values from ``rewards``, which maps the id of the last call of each
+        continuation to the reward of that continuation."""
         self._rewards = rewards
 
     def of(self, segment: ForkSegment) -> float:

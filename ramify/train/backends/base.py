@@ -1,10 +1,10 @@
-"""The interface of a training backend, in the verbs of the Tinker API, and its options.
+"""The interface of a training backend, with the operations of the Tinker API, and its options.
 
     batches = pack(sequences, backend.packing, denominators)   the whole optimizer step
     backend.forward_backward(batches, loss)                    add to the gradient, batch by batch
     backend.optim_step()                                       clip, step, clear; version + 1
 
-A backend owns the weights, the optimizer and the random states, and decides where they live. It
+A backend owns the weights, the optimizer and the random states, and chooses where they live. It
 does not see rewards, rollouts or recipes. Every loss is a sum over entries, divided by the
 denominators of the whole step, so its value does not depend on how the step is cut into batches.
 """
@@ -93,14 +93,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def num_warmup(self) -> int:
-        """Steps of warm-up."""
+        """Number of warm-up steps."""
         return self.warmup_steps or 0
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step ``step``, counted from 0.
+        """Return the learning rate of a step, counted from 0.
 
-        lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0,
-        0, …
+        With lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0, the rates are 0.5, 1, 1,
+        0.75, 0.5, 0.25, 0, 0, …
         """
         if step < self.num_warmup:
             return self.peak_lr * (step + 1) / self.num_warmup
@@ -114,8 +114,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the ``fsdp`` backend shards a model over processes (ranks). It changes the loss only by
-    rounding."""
+    """Options that say how the ``fsdp`` backend shards a model over processes (ranks). They change
+    the loss only by rounding."""
 
     ranks: int | None = None
     """Number of ranks; None: as many as torchrun started, or without torchrun one per GPU of this
@@ -166,12 +166,14 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
 
     def mesh(self, num_ranks: int) -> MeshSizes:
-        """The mesh that ``num_ranks`` ranks form. Raises ConfigError if they do not fill it."""
+        """Return the device mesh that ``num_ranks`` ranks form. Raises ConfigError if the number of
+        ranks does not fit the options."""
         return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the trainer computes. Options change speed and memory, and the loss only by rounding."""
+    """Options that say how the trainer computes. They change speed and memory, and the loss only by
+    rounding."""
 
     backend: str = "single"
     """A name in ``BACKENDS``, or ``module:attribute``."""
@@ -212,7 +214,8 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ReferenceModel(Protocol):
-    """A policy that is evaluated but not trained: the part of ``Backend`` that this needs."""
+    """A model that computes log-probabilities but is not trained, such as the reference policy of a
+    KL penalty. It needs only a part of the methods of a ``Backend``."""
 
     @property
     def packing(self) -> PackingSpec:
@@ -236,7 +239,7 @@ class TrainedModel(Protocol):
     """Whether the trained weights are those of the policy in this process."""
 
     def backend(self, optim: OptimizerSpec) -> Backend:
-        """The backend of the next stage, with a fresh optimizer."""
+        """Return a backend that trains the model in the next stage, with a fresh optimizer."""
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
@@ -252,16 +255,16 @@ class TrainedModel(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that the model would have without adapters. Each weight has
-        its adapter added."""
+        """Yield the name and the tensor of each weight, with adapters merged into the weights that
+        they adapt."""
         ...
 
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Yield the same weights as ``weights``, before anything is computed or gathered: the name
-        of each, a tensor of its shape, and a function that makes the weight, or None if the tensor
-        is the weight itself."""
+        """Describe each weight without computing or gathering it: yield its name, a tensor of its
+        shape, and a function that makes the weight. The function is None if the tensor is the
+        weight itself."""
         ...
 
     def release_memory(self) -> None:
@@ -275,7 +278,7 @@ class TrainedModel(Protocol):
 
 
 class Backend(Protocol):
-    """The interface of every backend in this package."""
+    """The interface of a training backend, which computes gradients and updates the weights."""
 
     @property
     def packing(self) -> PackingSpec:
@@ -297,16 +300,16 @@ class Backend(Protocol):
         ...
 
     def optim_step(self) -> dict[str, float]:
-        """Clip the gradient, step, and clear the gradient. Returns ``grad_norm`` (before clipping)
-        and ``lr``. Increments ``version``.
+        """Clip the accumulated gradient, update the weights, and clear the gradient. Increments
+        ``version``. Returns ``grad_norm`` (before clipping) and ``lr``.
 
         Raises TrainError if the gradient is not finite; the weights stay unchanged.
         """
         ...
 
     def check_gradient(self) -> None:
-        """Raise the same TrainError as ``optim_step`` would, and then clear the gradient too.
-        Otherwise change nothing."""
+        """Raise TrainError if the accumulated gradient is not finite, and clear the gradient in
+        that case. Otherwise change nothing."""
         ...
 
     def clear_gradient(self) -> None:
@@ -320,8 +323,9 @@ class Backend(Protocol):
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """For each batch, [E]: the critic's estimate of the return before the entry's token is
-        sampled. Raises ConfigError if it has no critic."""
+        """Return the critic's estimates of the return: an array [E] for each batch, with the
+        estimate from before each entry's token is sampled. Raises ConfigError if the backend has no
+        critic."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -341,7 +345,7 @@ class Backend(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore the state saved in ``folder``, bit by bit. Raises ConfigError, naming the first
-        difference, if it does not fit this backend."""
+        difference, if the state does not fit this backend."""
         ...
 
 
@@ -356,7 +360,7 @@ def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpe
 
 
 def has_bf16(device: str) -> bool:
-    """Whether the device supports bf16: every CPU does, but not every GPU."""
+    """Return True if the device supports bf16. Every CPU does, but not every GPU."""
     import torch
 
     return device != "cuda" or torch.cuda.is_bf16_supported()

@@ -1,4 +1,5 @@
-"""One model over ranks: its weights, and which rank computes what while it trains.
+"""A model that is sharded over several processes (ranks): access to its weights, and the
+distribution of batches over the ranks while it trains.
 
     weights, unmerged, export   one tensor at a time, gathered from all ranks
     load_weights                one tensor at a time, to the ranks that hold parts of it
@@ -6,9 +7,9 @@
     batches of a step ── dealt, longest first ──> group 0  group 1  …   each: forward, backward
     metrics, log-probabilities               <──  group 0  group 1  …
 
-A verb is sent to all ranks, with each rank's batches. A group is the ranks that split a layer
-together (``compute.shard.tensor``); its first rank answers. Not here: starting ranks (``fsdp.py``),
-how weights are sharded (``sharding.py``), and what a rank does (``rank.py``).
+A command is sent to all ranks, with each rank's batches. A group is the ranks that split a layer
+together (``compute.shard.tensor``); its first rank answers. Ranks are started by ``fsdp.py``,
+weights are sharded by ``sharding.py``, and ``rank.py`` has what a rank does.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ model over the same mesh."""
 
 
 def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
-    """Raise ConfigError if ``optim`` cannot step a model with this mesh."""
+    """Raise ConfigError if the optimizer cannot update a model that is sharded in this way: Muon
+    does not work with tensor parallelism."""
     if optim.kind == "muon" and shard.tensor > 1:
         raise ConfigError(
             f"optim.kind=muon needs the whole columns of a matrix on a rank, but "
@@ -61,7 +63,7 @@ def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
 
 
 class FsdpBackend:
-    """Implements ``Backend`` over ranks."""
+    """A training backend that distributes its work over several processes (ranks)."""
 
     def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
         self._model = model
@@ -111,7 +113,7 @@ class FsdpBackend:
         return self.of(batches, base=False)
 
     def base(self) -> ShardedReference:
-        """The model without its adapters, as a reference."""
+        """Return the model without its adapters, for use as a reference model."""
         return ShardedReference(self)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
@@ -144,9 +146,9 @@ class FsdpBackend:
         return None
 
     def load(self, folder: Path) -> None:
-        """Restore the state saved in ``folder``. It is restored bit by bit if the number of ranks
-        is the same; otherwise later sums are rounded differently. Raises ConfigError if the state
-        does not fit this backend."""
+        """Restore the training state saved in ``folder``. With the same number of ranks, training
+        continues bit by bit as before; with another number, sums are rounded differently. Raises
+        ConfigError if the state does not fit this backend."""
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -167,13 +169,13 @@ class FsdpBackend:
         self._steps = state["num_steps"]
 
     def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """Return the log-probabilities of the entries of each batch. With ``base``, the model
-        computes without its adapters."""
+        """Return the log-probabilities of the entries of each batch. With ``base``, they are
+        computed without the model's adapters."""
         return self._collect("logprobs", batches, base)
 
     def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """Let the ranks compute ``verb`` on their batches, and return one result per batch, in the
-        order of ``batches``."""
+        """Distribute the batches over the ranks, call the method ``verb`` on each rank, and return
+        one result per batch, in the order of ``batches``."""
         if not batches:
             return []
         shares, each = self._shares(batches)
@@ -187,8 +189,8 @@ class FsdpBackend:
         """Divide the batches among the ranks. The ranks of a tensor-parallel group compute the same
         batches.
 
-        Returns two lists: the indices of its batches for each group, and the batches themselves for
-        each rank. The lists of batches are padded with None to the same length."""
+        Returns two lists. The first has the indices of the batches of each group, and the second
+        has the batches of each rank, padded with None to the same length."""
         for batch in batches:
             check_window(batch, self._model.policy.window)
         shares = dealt(batches, self._mesh.num_batches)
@@ -214,7 +216,8 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """The model without its adapters, as a reference; implements ``ReferenceModel``."""
+    """A reference model that computes with the initial weights of a sharded model, by leaving its
+    adapters out."""
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
@@ -228,7 +231,7 @@ class ShardedReference:
 
 
 class FsdpModelSpec(NamedTuple):
-    """The parts of a model over ranks."""
+    """The arguments from which a model sharded over ranks is created."""
 
     config: Any
     source: Source
@@ -239,7 +242,7 @@ class FsdpModelSpec(NamedTuple):
 
 
 class FsdpModel:
-    """Rank 0's handle of one model over all ranks."""
+    """One model that is sharded over all ranks, as seen by rank 0, which controls the others."""
 
     def __init__(
         self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelSpec
@@ -301,8 +304,8 @@ class FsdpModel:
         }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
-        """Begin training the model with a fresh optimizer. ``critic``: train its value head too, if
-        it was created with one."""
+        """Return a backend that trains the model with a fresh optimizer. With ``critic``, the
+        value head is trained too, if the model was created with one."""
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -318,9 +321,9 @@ class FsdpModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe each weight without gathering it: yield its name, a tensor of its shape, and a
-        function that gathers it. The function is None for a frozen weight that this process holds,
-        since the tensor is then the weight itself."""
+        """Describe each weight without gathering it from the ranks: yield its name, a tensor of its
+        shape, and a function that gathers it. The function is None for a frozen weight that this
+        process holds, since the tensor is then the weight itself."""
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
             blank = torch.empty(shape, device="meta")
@@ -334,18 +337,19 @@ class FsdpModel:
                 yield name, blank, LazyFrozenWeight(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of each adapter matrix (A and B). Nothing else is
-        trained."""
+        """Yield the name and the full tensor of each adapter matrix (A and B), the only weights
+        that are trained if the model has adapters."""
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full accumulated gradient of every trained parameter, for
-        diagnosis."""
+        """Yield the name of every trained parameter with its full accumulated gradient. This is
+        meant for debugging."""
         trained = self.own.of(self.key).trained[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Load full tensors of this process, one at a time."""
+        """Replace the weights on all ranks by full tensors of this process, which are sent one at a
+        time. Raises ConfigError if the model has adapters."""
         if self.lora is not None:
             raise ConfigError(
                 "a model with adapters keeps its initial base weights: it accepts no others"
@@ -354,9 +358,9 @@ class FsdpModel:
         self._put(weights)
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
-        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype``
-        (default fp32). With adapters, the folder holds the merged weights, and its subfolder
-        ``adapter`` the adapters in peft's format."""
+        """Write the model to a Hugging Face folder, one tensor at a time, in ``dtype`` (default
+        fp32). With adapters, the folder holds the merged weights, and its subfolder ``adapter``
+        holds the adapters in peft's format."""
         buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
         tensors = itertools.chain(self.weights(), self._buffers.items())
         shapes = {**self.shapes, **buffers}

@@ -1,14 +1,15 @@
-"""Starts the ranks of a run, or joins those started by ``torchrun``, and connects them.
+"""Start the processes (ranks) of a training run, or join those started by ``torchrun``, and connect
+them.
 
     ramify train R compute.backend=fsdp compute.shard.ranks=2
         this process is rank 0, and starts the others
     torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp
         each process is a rank; all except rank 0 follow
 
-Decides what must hold before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a
-port), and which process is which rank. Not here: what ranks do together (``rank_group.py``) and how
-ranks of torchrun find each other (``torchrun_rendezvous.py``). Ranks on several machines need a
-shared file system for checkpoints.
+Before any process starts, this module checks that the ranks fit the mesh and that GPUs, gloo, NCCL
+and the port are available. What ranks do together is in ``rank_group.py``, and how ranks of
+torchrun find each other is in ``torchrun_rendezvous.py``. Ranks on several machines need a shared
+file system for checkpoints.
 
 Every rank opens three channels to rank 0, which prove that it belongs to the run:
 
@@ -49,7 +50,7 @@ _log = ComponentLogger("train")
 
 
 class RankHello(msgspec.Struct, frozen=True):
-    """The first message of each of a rank's channels."""
+    """The first message that a rank sends on each of its connections to rank 0."""
 
     rank: int
     kind: Literal["talk", "watch", "store"]
@@ -58,7 +59,7 @@ class RankHello(msgspec.Struct, frozen=True):
 
 
 class RankSettings(msgspec.Struct, frozen=True):
-    """Rank 0's first message to another rank."""
+    """The first message that rank 0 sends to another rank, with the settings of the group."""
 
     size: int
     """Number of ranks."""
@@ -72,14 +73,16 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 
 def follow_if_told() -> None:
-    """If torchrun started this process as a rank other than 0, follow rank 0, and then exit."""
+    """If torchrun started this process as a rank other than 0, do what rank 0 commands until it
+    ends, and then exit. Otherwise do nothing."""
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
 
 
 def is_restarted() -> bool:
-    """Whether torchrun restarted this process after an attempt that passed its checks and began."""
+    """Return True if this process is rank 0 and torchrun restarted it after an earlier attempt that
+    had passed its checks and begun."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
@@ -87,7 +90,8 @@ def is_restarted() -> bool:
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
-    """The number of ranks of a run on this machine."""
+    """Return the number of ranks of a run on this machine: the configured number, or else the size
+    of the torchrun group, one per GPU, or one."""
     import torch
 
     world = RankInfo.of_environment()
@@ -145,7 +149,7 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
 
 
 class JoinedRanks(NamedTuple):
-    """This process as rank 0, connected to the other ranks."""
+    """What rank 0 holds once all other ranks are connected to it."""
 
     rank_group: Any
     """``RankGroup``"""
@@ -157,7 +161,8 @@ class JoinedRanks(NamedTuple):
 
 @contextlib.contextmanager
 def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
-    """Kill all started ranks if the start fails."""
+    """Kill all started ranks if the block raises an exception, so that a failed start leaves no
+    processes behind."""
     import torch.distributed as dist
 
     try:
@@ -172,7 +177,8 @@ def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
 
 def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
     """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
-    Raises ConfigError like ``check``, and TrainError if a rank does not start."""
+    Raises ConfigError if the configured ranks cannot be started, and TrainError if a rank does not
+    start."""
     from ramify.actors.rank_group import RankGroup
     from ramify.actors.rank_store import KeyValueStoreServer
     from ramify.actors.rank_watch import RankConnection, RankProgress
@@ -241,8 +247,8 @@ def leave(joined: JoinedRanks) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear what torch has worked out for tensors of these ranks: later ranks of this process may
-    form an equal mesh, for which it would take the groups that were just destroyed."""
+    """Clear torch's cache of sharding decisions. Later ranks of this process may form an equal
+    mesh, and torch would then use the process groups that were just destroyed."""
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -251,7 +257,8 @@ def _forget_meshes() -> None:
 
 
 def follow(world: RankInfo) -> NoReturn:
-    """Run as rank ``world.rank`` of torchrun until rank 0 ends, and then exit."""
+    """Run as one of torchrun's ranks other than 0: execute the commands of rank 0 until it ends,
+    and then exit. Raises TrainError if rank 0 cannot be reached in time."""
     meeting = TorchrunMeeting(world)
     until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
     while True:
@@ -267,8 +274,8 @@ def follow(world: RankInfo) -> NoReturn:
 
 
 def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
-    """Run as a rank that is connected to rank 0. Raises EOFError or OSError if rank 0 ends before
-    the group is complete."""
+    """Join the process group, execute the commands of rank 0 until it ends, and then exit. Raises
+    EOFError or OSError if rank 0 ends before the group is complete."""
     import torch.distributed as dist
 
     from ramify.actors.rank_group import follow
@@ -301,7 +308,8 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 def _started(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> Process:
-    """Start a rank on this machine, or in its placement slot, which exposes only its own GPUs."""
+    """Start the process of one rank: on this machine, or where the launcher ``hosts`` places it,
+    which then exposes only the GPUs assigned to the rank."""
     import torch
 
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
@@ -367,7 +375,7 @@ def _accept_ranks(
 
 
 def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
-    """A rank's channels to rank 0."""
+    """Open the three connections from this rank to rank 0, and return them by kind."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
     return {
@@ -376,7 +384,8 @@ def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
 
 
 def _torch_timeout(timeout_s: float) -> float:
-    """Timeout for torch, longer than ours, whose error says which rank is stuck."""
+    """Return the timeout in seconds for torch's operations. It is longer than Ramify's own timeout,
+    whose error message says which rank is stuck."""
     return 2 * timeout_s + 30
 
 
@@ -387,7 +396,7 @@ def _enter(
     members: AuthenticatedGroupFactory,
     local_rank: int,
 ) -> None:
-    """Join the process group of all ranks."""
+    """Join torch's process group of all ranks. Raises TrainError if that fails."""
     import torch
     import torch.distributed as dist
 

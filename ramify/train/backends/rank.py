@@ -1,4 +1,5 @@
-"""One rank: its shard of each model, and the verbs that all ranks run together.
+"""One rank, a process of a distributed training run: its shard of each model, and the operations
+that all ranks run together.
 
     make ── (put …) ── stage ──┬── add, optim_step     each call runs on every rank at the same
                                ├── logprobs            time, with the rank's own batches
@@ -78,7 +79,7 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
 
 class RankModelSpec(NamedTuple):
-    """Description of a model to create."""
+    """Describes a model that all ranks create together, each with its shard."""
 
     config: ModelConfigText
     compute: ComputeSpec
@@ -123,7 +124,8 @@ class _Model:
 
 
 class RankModels:
-    """The models of one rank, by name."""
+    """The models of which one rank holds a shard, by name. Its methods are the operations that rank
+    0 calls on all ranks."""
 
     def __init__(
         self,
@@ -150,19 +152,19 @@ class RankModels:
 
     @property
     def saving(self) -> sharded_checkpoint.CheckpointWrite:
-        """The latest checkpoint write."""
+        """The latest checkpoint write, which may still be running."""
         assert self._pending is not None
         return self._pending
 
     def of(self, key: str) -> SingleBackend:
-        """This rank's backend of a model."""
+        """Return the backend with which this rank trains a model."""
         return self._models[key].backend
 
     # --- verbs: models
 
     def make(self, key: str, making: RankModelSpec) -> None:
-        """Create a sharded model. If it has no folder, only its adapters and value head are
-        initialized."""
+        """Create this rank's shard of a model. Without a folder to read the weights from, only the
+        adapters and the value head are initialized."""
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
         config = making.config.restored()
@@ -197,7 +199,8 @@ class RankModels:
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
-        """Receive tensors from rank 0; the names are those of the model without adapters."""
+        """Receive weights from rank 0 and store this rank's shards of them. The names are those of
+        the model without adapters."""
         made = self._models[key]
         made.sharded.reshard()
         here = {adapters.plain(name): name for name in self._base(made)}
@@ -205,7 +208,8 @@ class RankModels:
             made.sharded.put(here[name], tensor)
 
     def copy(self, key: str, source: str) -> None:
-        """Copy the weights of the model ``source``, which has the same mesh and no adapters."""
+        """Copy the weights of another model, which has the same mesh and no adapters, to the model
+        ``key``."""
         made, other = self._models[key].sharded, self._models[source].sharded
         made.reshard()
         with torch.no_grad():
@@ -216,8 +220,8 @@ class RankModels:
                 made.buffers[name].copy_(buffer)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
-        """Collect the full weights ``names``, or their gradients, on rank 0, which returns them.
-        Other ranks take part and return None."""
+        """Collect the full tensors of the named weights, or of their gradients, on rank 0, which
+        returns them. The other ranks take part and return None."""
         found = []
         for name in names:
             tensor = self._models[key].sharded.gather(name, gradients)
@@ -234,7 +238,8 @@ class RankModels:
         self._models.pop(key, None)
 
     def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
-        """Begin training the model with a fresh optimizer. ``critic``: train its value head too."""
+        """Prepare a model for a training stage, with a fresh optimizer. With ``critic``, the value
+        head is trained too."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
@@ -256,8 +261,9 @@ class RankModels:
     def add(
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
     ) -> SerializableLossTally:
-        """Add the gradient of ``batches``; None stands for a batch that only other ranks have.
-        ``formula``: the loss, as ``LossSpec.stored`` gives it."""
+        """Compute the loss of this rank's batches and add its gradient to the accumulated one. None
+        in the list stands for a batch that only other ranks have; the rank then computes the batch
+        ``idle``, to stay in step. ``formula``: the loss, in the form of ``LossSpec.stored``."""
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
         made.backend.prepare([idle if batch is None else batch for batch in batches], loss)
         for index, batch in enumerate(batches):
@@ -282,7 +288,7 @@ class RankModels:
     ) -> list[Floats]:
         """Return the log-probabilities [E] of each batch. Where the list has None, the rank
         computes the batch ``idle`` to stay in step with the others, and returns nothing for it.
-        With ``base``, the model computes without its adapters."""
+        With ``base``, the model's adapters are left out."""
         made = self._models[key]
         with adapters.without(made.model) if base else nullcontext():
             found = [
@@ -291,7 +297,7 @@ class RankModels:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """Values [E] for each batch that is not None."""
+        """Return the critic's values [E] for each batch that is not None."""
         backend = self.of(key)
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
@@ -299,8 +305,8 @@ class RankModels:
     # --- verbs: checkpoints
 
     def save(self, key: str, folder: str, asynchronous: bool) -> sharded_checkpoint.RandomState:
-        """Write this rank's shard. If writing continues in the background, ``wait`` waits for
-        it."""
+        """Write this rank's shard of a checkpoint, and return the rank's random state. If writing
+        continues in the background, ``wait`` waits for it."""
         self.wait()
         single = self.of(key)
         weights, optimizers = single.trained
@@ -330,7 +336,8 @@ class RankModels:
             sharded_checkpoint.set_random_state(self.device, random[self.index])
 
     def _base(self, made: _Model) -> list[str]:
-        """Names of the tensors in a checkpoint of the model without adapters."""
+        """Return the names of the tensors that the model would have without adapters and value
+        head."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
             name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)
@@ -338,13 +345,13 @@ class RankModels:
 
 
 def is_of_critic(name: str) -> bool:
-    """Whether a parameter belongs to the value head, which is not part of the policy."""
+    """Return True if a parameter belongs to the value head, which is not part of the policy."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
 def idle(batch: Batch) -> Batch:
-    """Return a batch of one token that has no weight. Its streams and denominators have the same
-    names as those of ``batch``. A rank computes it when it has no batch left."""
+    """Return a batch of one token without loss weight, which a rank computes when it has no batch
+    left. Its streams and denominators have the same names as those of ``batch``."""
     streams: dict[str, Any] = {
         name: np.zeros_like(column[:1]) for name, column in batch.streams.items()
     }

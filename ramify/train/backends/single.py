@@ -3,10 +3,10 @@
     forward_backward   for each batch: trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
 
-Decides how bf16 products are computed from fp32 weights (which precision: ``base.decided``),
-whether activations are recomputed in the backward pass, and what happens if a loss is not finite.
-Gradients accumulate over batches, so the batch size changes memory but not the step. Not here:
-losses (``loss.py``) and attention (``models/trunk.py``).
+The backend computes bf16 products from fp32 weights (``base.decided`` chooses the precision), can
+recompute activations in the backward pass, and stops the step if a loss is not finite. Gradients
+accumulate over batches, so the batch size changes memory but not the step. Losses are in
+``losses/``, and attention is in ``models/trunk.py``.
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
 """
@@ -67,7 +67,7 @@ _FILL_TOKENS = 4096
 
 
 class SingleBackend:
-    """Implements ``Backend`` on one device."""
+    """The training backend for one device: it computes gradients and updates the weights."""
 
     def __init__(
         self,
@@ -79,8 +79,9 @@ class SingleBackend:
         critic: bool = False,
         spread: WeightSharding | None = None,
     ) -> None:
-        """``policy``'s weights are trained in place, in fp32; lower precisions are converted.
-        Batches with a non-finite loss are written to ``dumps``, by default the working directory.
+        """Prepare ``policy`` for training. Its weights are converted to fp32 and trained in place.
+
+        ``dumps``: folder for batches with a non-finite loss, by default the working directory.
         ``critic``: add a value head on the trunk, initialized to 0. ``spread``: how the weights are
         sharded over ranks, of which this is one; None if they are all here. With sharding, the
         value head is part of the model (``VALUE_HEAD``)."""
@@ -150,7 +151,8 @@ class SingleBackend:
         return tally.metrics()
 
     def prepare(self, batches: Many[Batch], loss: LossSpec) -> None:
-        """Compute what ``add`` needs to know about all batches of the step."""
+        """Compute what depends on all batches of the step: the load of the experts, if the model is
+        a mixture of experts. Call this before ``add``, which processes the batches one by one."""
         given = loss.router_aux_loss_coef
         weight = self._router_weight if given is None else given
         if self._balance is not None:
@@ -165,7 +167,8 @@ class SingleBackend:
             )
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
-        """``forward_backward`` of one batch, after ``prepare``; returns its metrics."""
+        """Compute the loss of one batch, add its gradient to those of the step, and return its
+        metrics. ``prepare`` must have been called with all batches of the step."""
         with self.trunk.forward_context(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
@@ -197,8 +200,8 @@ class SingleBackend:
         self.trained_modules.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
-        """The accumulated gradients and their norm. If it is not finite, clear them and raise
-        TrainError."""
+        """Return the accumulated gradients and their norm. If the norm is not finite, clear the
+        gradients and raise TrainError."""
         gradients = [p.grad for p in self.trained_modules.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
@@ -218,9 +221,10 @@ class SingleBackend:
         return found
 
     def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """For each batch: ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its
-        stream ``teacher_ids``, if it has one; and with ``top`` the likeliest tokens of each entry,
-        ``top_ids`` and ``top`` [E, top]."""
+        """Return log-probabilities for each batch, as arrays by name: ``logprobs`` [E] of the
+        targets; ``candidates`` [E, k] of the tokens in the stream ``teacher_ids``, if the batch has
+        one; and, if ``top`` is above 0, ``top_ids`` and ``top`` [E, top], the likeliest tokens of
+        each entry and their log-probabilities."""
         results = []
         with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
@@ -285,13 +289,14 @@ class SingleBackend:
 
     @property
     def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
-        """The trained parameters by name, and their optimizers."""
+        """The trained parameters by name, and the optimizer that updates them."""
         return {
             name: each for name, each in self.model.named_parameters() if each.requires_grad
         }, self._optimizers
 
     def go_on_from(self, num_steps: int) -> None:
-        """Set the number of steps, after weights and optimizer were restored."""
+        """Set the number of completed steps, after the weights and the optimizer state were
+        restored from a checkpoint."""
         self._num_steps = num_steps
 
     # --- one batch
@@ -326,8 +331,8 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute everything that needs the weights: the log-probabilities [E, j], the entropies
-        [E], and with a critic the values [E, 1], otherwise None."""
+        """Run the network on one batch. Returns the log-probabilities [E, j], the entropies [E],
+        and the critic's values [E, 1], or None if the model has no value head."""
         with self._autocast():
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
@@ -443,8 +448,8 @@ class SingleBackend:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
-        """Raise ConfigError with the first difference between this backend and the one that wrote
-        ``state``."""
+        """Raise ConfigError if ``state`` was saved by a backend with another model, critic or
+        optimizer. The message names the first difference."""
         saved, ours = state["weights"], dict(self.weights())
         for name in sorted(saved.keys() | ours.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
@@ -494,7 +499,8 @@ def value_head(width: int) -> nn.Linear:
 
 
 def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
-    """The modules that the optimizer updates."""
+    """Return a module with everything that the optimizer updates: the model and, if there is one,
+    its value head."""
     return (
         model
         if value_head is None or hasattr(model, VALUE_HEAD)

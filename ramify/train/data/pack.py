@@ -1,5 +1,5 @@
-"""Packs sequences into batches: what shares computation, what is cut, and which pieces form a
-batch.
+"""Pack token sequences into batches for training: share the computation of common prefixes, cut
+what is too long, and balance the batches.
 
     sequences ── forest ──> trees ── share prefixes if it pays ── cut at max_tokens ──> pieces
     pieces ── balance ──> [Batch]
@@ -11,8 +11,9 @@ For a loss over sequences, all paths of one call are in one batch, even beyond `
 All decisions depend only on lengths and ids: the same sequences, in any order, give the same
 batches.
 
-Not here: the content of a batch (``prefix_forest.py``), the meaning of its entries (``loss.py``),
-and how a device computes it (``models/forest_attention.py``). Legend: E entries of a batch.
+The content of a batch is written by ``prefix_forest.py``, its entries are used by the losses in
+``losses/``, and a device computes it with ``models/forest_attention.py``. Legend: E entries of a
+batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ Unit = str | int
 
 
 class PackingCostModel(msgspec.Struct, frozen=True):
-    """Compute costs, in units of one token's work outside attention."""
+    """Estimates of compute cost, for balancing batches. The unit is the work for one token outside
+    attention."""
 
     pair: float = 2e-3
     """Cost of one token attending to one other: all layers, forward and backward."""
@@ -53,7 +55,8 @@ class PackingCostModel(msgspec.Struct, frozen=True):
     """Cost of one token below a shared stretch: joining its attention there with the rest."""
 
     def of(self, begin: int, end: int) -> float:
-        """Cost of tokens [begin, end) of a path."""
+        """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
+        sequence, including their attention to the tokens before them."""
         num = end - begin
         return num + self.pair * (num * begin + num * (num + 1) / 2)
 
@@ -82,9 +85,9 @@ def pack(
     *,
     whole: SequenceUnit | None = None,
 ) -> list[Batch]:
-    """Return the batches of one optimizer step, of about equal cost. Sequences without any weight
-    are dropped. ``whole`` keeps all paths of a call, or of a rollout, in one batch, as losses over
-    sequences need (``LossSpec.sequence``).
+    """Pack the token sequences of one optimizer step into batches of about equal cost. Sequences
+    without any loss weight are dropped. ``whole`` keeps all sequences of a call, or of a rollout,
+    in one batch, as losses over sequences need (``LossSpec.sequence``).
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
@@ -115,10 +118,10 @@ def pack(
 def attach(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
-    """Copy per-entry values of packed batches back to ``sequences``, as their per-token stream
-    ``name``. ``values`` has an array [E] for each batch. Tokens without a loss get 0. If a token
-    has two entries (one that is reinforced, one that is imitated), the value of the reinforced one
-    counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
+    """Copy the values computed for packed batches back to the sequences, as a per-token stream
+    called ``name``. ``values`` has an array [E] for each batch. Tokens without a loss get 0. If a
+    token has two entries (one that is reinforced, one that is imitated), the value of the reinforced
+    one counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
@@ -131,8 +134,8 @@ def attach(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return for each entry of ``batch`` whether it has policy-gradient or distillation weight,
-    [E]. Such entries are evaluated under the sampling distribution."""
+    """Return a mask [E] of the entries of ``batch`` that have policy-gradient or distillation
+    weight. Such entries are evaluated under the sampling distribution."""
     is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
         is_drawn |= batch.streams[name] != 0
@@ -140,7 +143,8 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
-    """Statistics of packing: batches, computed tokens, tokens of the sequences, and their ratio."""
+    """Return statistics of packing: the number of batches, of tokens to compute and of tokens in
+    the sequences, and the ratio of the latter two."""
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
     whole = sum(len(sequences[index]) for index in present)
@@ -156,7 +160,7 @@ def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, 
 
 
 class _Tree(NamedTuple):
-    """One tree of the forest, before it is cut."""
+    """One tree of the prefix forest, before it is cut to the size of a batch."""
 
     stretches: list[ForestNode]
     """In preorder; sequences are indices into those that carry loss."""
@@ -165,8 +169,8 @@ class _Tree(NamedTuple):
 
 
 def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
-    """Return the trees of the forest, with only those shared prefixes that save computation. A node
-    for which sharing does not pay is repeated in each of its children."""
+    """Return the trees of the prefix forest, keeping only those shared prefixes that save
+    computation. A node for which sharing does not pay is repeated in each of its children."""
     nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
@@ -194,8 +198,9 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
 def _split_trees(
     radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """Build one tree for each kept node without a kept ancestor. A node that is not kept is
-    repeated in the nodes below it; a sequence that ends in such a node ends in its first copy."""
+    """Build the trees that remain after some nodes of the forest are not shared: one for each kept
+    node without a kept ancestor. A node that is not kept is repeated in the nodes below it, and a
+    sequence that ends in such a node ends in its first copy."""
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
     """Node -> (tree, stretch in it)."""
@@ -221,8 +226,8 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
-    """Node -> itself if it is kept, otherwise the first kept node below it. A node without children
-    is always kept."""
+    """Return, for each node, the index of the node itself if it is kept, and otherwise of the first
+    kept node below it. A node without children is always kept."""
     first = list(range(len(radix_forest.nodes)))
     for index in range(len(radix_forest.nodes) - 1, -1, -1):
         parent = radix_forest.nodes[index].parent
@@ -235,8 +240,8 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 
 
 def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[PackableTree]:
-    """Cut all trees into pieces. ``units`` holds a key for each sequence, and sequences with the
-    same key stay in one piece, even if they are in different trees."""
+    """Cut all trees into pieces that fit into a batch. ``units`` holds a key for each sequence, and
+    sequences with the same key stay in one piece, even if they are in different trees."""
     num_trees = Counter(
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
@@ -339,8 +344,9 @@ def _piece(
 def _balanced(
     pieces: list[PackableTree], fill_tokens: int, multiple: int
 ) -> list[list[PackableTree]]:
-    """Bins of at most ``fill_tokens``, as far as single pieces allow: the most expensive piece
-    first, each into the cheapest bin that has room."""
+    """Distribute pieces over batches of about equal cost and at most ``fill_tokens`` tokens, except
+    where a single piece is larger. The most expensive piece goes first, each into the cheapest
+    batch that has room."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple

@@ -1,5 +1,5 @@
-"""Arranges sequences as a forest, in which shared prefixes occur only once, and writes pieces of it
-as a batch: tokens and segments, and one entry per token that carries loss.
+"""Arrange token sequences as a forest, in which shared prefixes occur only once, and write parts of
+the forest as batches. A batch has tokens, segments, and one entry per token that carries loss.
 
     1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
     1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
@@ -15,8 +15,8 @@ alike. What they learn stays separate, since a loss is counted by entry and not 
 does not depend on the order of the sequences. It is found by sorting the sequences as byte strings
 and comparing neighbors: near-linear in the number of tokens.
 
-Decides how per-token streams of sequences become per-entry streams. A token that was sampled at a
-temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
+The per-token streams of sequences become per-entry streams of batches. A token that was sampled at
+a temperature or from a truncated distribution, and also carries cross-entropy, has two entries:
 cross-entropy applies to the plain distribution, the policy gradient to the sampling distribution.
 
 Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per
@@ -36,7 +36,8 @@ from ramify.types.sequence import Batch, Floats, Ints, SamplingMask, Segment, To
 
 
 class ForestNode(NamedTuple):
-    """Tokens ``[begin, end)``, counted along the path, that the same sequences pass through."""
+    """A node of a prefix forest: a stretch of tokens that the same sequences have in common. The
+    stretch covers positions ``begin`` to ``end`` (exclusive), counted from the root."""
 
     begin: int
     end: int
@@ -49,7 +50,7 @@ class ForestNode(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """Prefix trees over a set of sequences."""
+    """Prefix trees over a set of token sequences, in which a shared prefix is stored once."""
 
     nodes: list[ForestNode]
     """In preorder."""
@@ -64,7 +65,7 @@ class Forest(NamedTuple):
 
 
 def forest(sequences: Many[TokenSequence]) -> Forest:
-    """The radix trees of ``sequences``; none of them may be empty."""
+    """Build the prefix trees of ``sequences``, none of which may be empty."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
     growing = _GrowingForest()
@@ -79,7 +80,8 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
 
 
 class ForestNodeRepeatCounts:
-    """How often the stretches of a step's batches compute each node of its forest."""
+    """Counts how often each node of a step's prefix forest is computed. A shared prefix is computed
+    again in each batch that needs it."""
 
     def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
         """Count how often each node of the forest is computed. Each of ``stretches`` covers a chain
@@ -92,7 +94,7 @@ class ForestNodeRepeatCounts:
 
     def weights(self, stretch: ForestNode) -> Floats:
         """Return a weight for each of the n tokens in ``stretch``: 1 divided by the number of times
-        that the token is computed."""
+        that the token is computed in the step."""
         within = self._within(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
         weights = np.array([1 / self._num[node] for node in within], np.float32)
@@ -109,7 +111,8 @@ class ForestNodeRepeatCounts:
 
 
 class _GrowingForest:
-    """The nodes so far, and the path of the last sequence through them."""
+    """A prefix forest under construction: its nodes so far, and the path of the sequence that was
+    added last."""
 
     def __init__(self) -> None:
         self.begin: list[int] = []
@@ -119,8 +122,8 @@ class _GrowingForest:
         self.path: list[int] = []
 
     def add(self, sequence: int, shared: int, length: int) -> int:
-        """Add a sequence that has ``shared`` tokens in common with the last one. Returns the node
-        in which it ends."""
+        """Add a sequence that has its first ``shared`` tokens in common with the previous one.
+        Returns the node in which the new sequence ends."""
         while self.path and self.begin[self.path[-1]] >= shared:
             self.path.pop()
         if self.path and self.end[self.path[-1]] > shared:
@@ -132,8 +135,9 @@ class _GrowingForest:
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """The nodes in preorder, with children in the order of their ids. (In the internal lists,
-        the head of a node that was split comes after it.)"""
+        """Return the nodes in preorder, with children in the order of their token ids, and for each
+        of ``ends`` the new index of that node. (In the internal lists, the head of a node that was
+        split comes after it.)"""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
@@ -164,15 +168,15 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """Split a node: ``node`` keeps the tokens after ``at``, so that its children, and the
-        sequences that end in it, keep their index."""
+        """Split a node at a position. The existing node keeps the tokens from ``at`` on, so that
+        the indices of its children, and of the sequences that end in it, stay valid."""
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)
 
 
 def _common(a: Ints, b: Ints) -> int:
-    """Length of the common prefix of ``a`` and ``b``."""
+    """Return the length of the common prefix of ``a`` and ``b``."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -183,7 +187,8 @@ COMPONENTS = ("rl", "ce", "kd")
 
 
 class PackableTree(NamedTuple):
-    """A tree, or a part of one with the paths that lead to it; a batch takes it as a whole."""
+    """A prefix tree that goes into one batch as a whole. It may be a part of a larger tree,
+    together with the paths that lead to it."""
 
     stretches: list[ForestNode]
     """In preorder; their ``sequence`` is an index into the sequences that carry loss."""
@@ -194,7 +199,8 @@ class PackableTree(NamedTuple):
 
 
 def entries(sequence: TokenSequence) -> Ints:
-    """Indices of the tokens that carry loss, [n]."""
+    """Return the indices of the tokens of ``sequence`` that carry loss, [n]. Raises ValueError if
+    the first token has a weight, since nothing predicts it."""
     weighs = sequence.rl != 0
     for other in (sequence.ce, sequence.kd):
         weighs = weighs if other is None else weighs | (other != 0)
@@ -206,7 +212,8 @@ def entries(sequence: TokenSequence) -> Ints:
 
 
 class BatchBuilder:
-    """Writes the batches of one optimizer step, which share their streams and denominators."""
+    """Builds the batches of one optimizer step. All of them have the same streams and
+    denominators."""
 
     def __init__(
         self,
@@ -214,8 +221,8 @@ class BatchBuilder:
         learning: list[int],
         denominators: Mapping[str, float] | None,
     ) -> None:
-        """``learning`` holds the indices of those ``sequences`` that have loss entries. Pieces
-        refer to a sequence by its position in this list."""
+        """Prepare to build batches from ``sequences``. ``learning`` holds the indices of those that
+        have tokens with loss. Trees refer to a sequence by its position in ``learning``."""
         self._sequences = sequences
         self._learning = learning
         chosen = [sequences[index] for index in learning]
@@ -255,9 +262,9 @@ class BatchBuilder:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add the entries of the sequence with number ``index``. ``places`` gives, for each piece
-        of the sequence, where the piece begins, and what to add to a position in it to get the
-        index of its token in the batch."""
+        """Add one entry for each token of a sequence that carries loss. ``places`` gives, for each
+        stretch of the sequence, where the stretch begins, and what to add to a position in it to
+        get the index of the token in the batch."""
         sequence = self._sequences[index]
         tokens = entries(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -303,7 +310,7 @@ class BatchBuilder:
 
 
 class _Columns:
-    """The arrays of a batch, collected part by part."""
+    """The arrays of a batch under construction, collected part by part."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
@@ -315,9 +322,9 @@ class _Columns:
     def add_kept(
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """Add the ids that could be sampled at each of ``tokens`` (top-p or top-k sampling). The
-        list is empty for tokens that are imitated (``plain``), and if the sampler did not restrict
-        the ids."""
+        """Add the ids that top-p or top-k sampling could have chosen at each of ``tokens``. The
+        list is empty for tokens that are imitated (``plain``), and for all tokens if the sampler
+        did not restrict the ids."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return
@@ -352,9 +359,9 @@ def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[In
 def _weights(
     sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
 ) -> dict[str, Floats]:
-    """Return advantages, sampler log-probabilities and loss weights for the entries of a sequence,
-    one entry per index in ``tokens``. ``plain`` marks entries for cross-entropy. If a token also
-    has other weights, they belong to a second entry."""
+    """Return the advantages, sampler log-probabilities and loss weights of a sequence's entries.
+    There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy.
+    If a token also has weight in another loss, that weight belongs to a second entry."""
     has_two = bool(plain.any())
     columns = {
         "advantages": sequence.advantages[tokens],
@@ -393,9 +400,9 @@ def _names(sequences: list[TokenSequence]) -> list[str]:
 def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the denominator of each loss component (such as ``rl`` or ``ce``) that has a non-zero
-    weight in some sequence. It is taken from ``given``, or else it is the sum of the weights.
-    Raises ValueError if it is not positive."""
+    """Return what the loss is divided by, for each loss component (such as ``rl`` or ``ce``) that
+    has a non-zero weight in some sequence. The number is taken from ``given``, or else it is the
+    sum of the weights. Raises ValueError if it is not positive."""
     denominators = {}
     for name in COMPONENTS:
         columns = [
