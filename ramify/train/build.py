@@ -244,8 +244,8 @@ def _other_learners(
     wiring: LearnerContext,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
-    """Build the learners of the additional policies in ``Run.policies``. Policies without a
-    checkpoint of their own start with the weights of the main policy, which ``main`` holds."""
+    """Build the learners of the additional policies in ``Run.policies``. A policy for which no
+    checkpoint is given starts with the weights of the main policy, which ``main`` holds."""
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")

@@ -120,8 +120,8 @@ def attach(
 ) -> None:
     """Copy the values computed for packed batches back to the sequences, as a per-token stream
     called ``name``. ``values`` has an array [E] for each batch. Tokens without a loss get 0. If a
-    token has two entries (one that is reinforced, one that is imitated), the value of the reinforced
-    one counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
+    token has two entries (one that is reinforced, one that is imitated), the value of the
+    reinforced one counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
