@@ -1,5 +1,5 @@
-"""Where the time of a training step goes: the code that works names its part, and one account adds
-up wall and CPU time.
+"""Measure where the time of a training step goes. The code that does the work names its part of the
+step, and one account adds up wall and CPU time for each part.
 
     with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
     with working("packing"): …           one thread works on a part; awaits nothing meanwhile
@@ -16,8 +16,8 @@ thread inside a block, without blocks inside it. What else the event loop comput
 CPU time of child processes is ``sessions``, and that of PyTorch's helper threads is divided over
 the parts of ``COMPUTING`` in proportion to theirs. So both kinds add up to the step.
 
-The account is global to the process, as progress is. Without one, a block costs one comparison. Not
-here: the names of the metrics (``train/metrics.py``), and work in other processes than sessions.
+The account is global to the process, as progress is. Without one, a block costs one comparison. The
+names of the metrics are in ``train/metrics.py``. Of other processes, only sessions are counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _innermost = threading.local()
 
 
 class PartTimes(NamedTuple):
-    """Time since an account was last asked, in seconds."""
+    """The wall and CPU time in seconds that each part of the work took since the account was last
+    read."""
 
     wall_s: dict[str, float]
     """Part -> wall time. They add up to the time that has passed."""
@@ -57,11 +58,12 @@ class PartTimes(NamedTuple):
 
 
 class TimeAccount:
-    """Adds up the time of the parts. Open it, and call ``take``, in the event loop's thread."""
+    """Adds up the wall and CPU time of each part of a training step. It must be opened and read
+    (``take``) in the thread of the event loop."""
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """``children_s`` returns the CPU seconds of all sessions so far; None if there are
-        other child processes."""
+        """Create an account, without opening it. ``children_s`` returns the CPU seconds of all
+        sessions so far; None if there are other child processes, whose time it would include."""
         self._children_s = children_s or (lambda: 0.0)
         self._lock = threading.Lock()
         self._active = dict.fromkeys(PARTS, 0)
@@ -91,7 +93,8 @@ class TimeAccount:
         _account = self._outer
 
     def enter(self, part: Part) -> None:
-        """``part`` is in progress from now on, once more."""
+        """Record that a part begins. A part may be in progress several times at once, and is over
+        when ``leave`` has been called as often."""
         with self._lock:
             self._charge()
             self._active[part] += 1
@@ -103,14 +106,15 @@ class TimeAccount:
             self._active[part] = max(0, self._active[part] - 1)
 
     def computed(self, part: Part, cpu_s: float) -> None:
-        """Count CPU time of the calling thread."""
+        """Add ``cpu_s`` seconds of CPU time of the calling thread to a part."""
         with self._lock:
             self._cpu[part] += cpu_s
             if threading.get_ident() == self._loop:
                 self._in_blocks_s += cpu_s
 
     def take(self) -> PartTimes:
-        """The times since the last call, or since the account was opened."""
+        """Return the time of each part since the last call of this method, or since the account was
+        opened, and begin again at 0."""
         with self._lock:
             self._charge()
             loop_s = time.thread_time() - self._loop_began_s
@@ -135,7 +139,8 @@ class TimeAccount:
         self._process_began_s = time.process_time()
 
     def _charge(self) -> None:
-        """Count the wall time since the last change of what is in progress."""
+        """Add the wall time since the last change to the part that has been in progress since
+        then."""
         now = time.monotonic()
         passed_s, self._at = now - self._at, now
         busy_s = 0.0
@@ -152,7 +157,8 @@ class TimeAccount:
 
 
 class under_way:
-    """The part is in progress for as long as the block runs."""
+    """A context manager that records a part of the work as in progress while its block runs. Only
+    wall time is counted."""
 
     __slots__ = ("_account", "_part")
 
@@ -171,8 +177,9 @@ class under_way:
 
 
 class working:
-    """The calling thread works on the part for as long as the block runs. Inside, nothing may be
-    awaited; blocks of other parts may be."""
+    """A context manager that counts the wall time of its block, and the CPU time of the calling
+    thread, for a part of the work. Nothing may be awaited inside the block, but blocks of other
+    parts may be nested."""
 
     __slots__ = ("_account", "_began_s", "_inner_s", "_outer", "_part")
 
@@ -207,7 +214,8 @@ class working:
 
 
 def begin(part: Part) -> None:
-    """The part is in progress until ``end`` is called as often; for work without a block."""
+    """Record that a part of the work begins, if it does not fit into a ``with`` block. It is over
+    when ``end`` has been called as often as this function."""
     if _account is not None:
         _account.enter(part)
 

@@ -5,8 +5,8 @@
     thread.stop()         raises ThreadStopped in it, at its next Python instruction
 
 A thread that waits outside Python (a system call) cannot be stopped and is abandoned. ``os._exit``
-would end the whole process without a message, so in such a thread it raises an error instead. Not
-here: how long a function may run (see ``score_with_timeout.py``, and ``ramify/agents``).
+would end the whole process without a message, so in such a thread it raises an error instead. How
+long a function may run is decided by ``score_with_timeout.py`` and ``ramify/agents``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class StoppableThread:
     def __init__(
         self, work: Callable[[], Any], name: str, on_end: Callable[[], object] = lambda: None
     ) -> None:
-        """``on_end`` is called in the thread, after the function has ended."""
+        """Start a thread that calls ``work``. ``on_end`` is called in the same thread after the
+        function has ended."""
         os._exit = _exit_unless_running
         self._work = work
         self._on_end = on_end
@@ -50,21 +51,23 @@ class StoppableThread:
 
     @property
     def has_ended(self) -> bool:
-        """True once there is a result or an error."""
+        """True once the function has returned or raised an exception."""
         return bool(self._results or self._errors)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` until the function has ended."""
+        """Wait until the function has ended, but at most ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
 
     def result(self) -> Any:
-        """Return what the function returned, or raise what it raised. It must have ended."""
+        """Return what the function returned, or raise the exception that it raised. The function
+        must have ended."""
         if self._errors:
             raise self._errors[0]
         return self._results[0]
 
     def place(self) -> str:
-        """The line of user code that runs now: ``, at score.py:12 (score)``; empty if unknown."""
+        """Return the line of user code that runs now, for an error message, as in ``, at
+        score.py:12 (score)``. Returns an empty string if the line is unknown."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         for entry in reversed(stack):

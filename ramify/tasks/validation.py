@@ -1,11 +1,11 @@
-"""Validation of a task before a run: the right answer must score 1, a wrong one must not, and no
-item may be in two splits.
+"""Check a task before a run: the right answer must score 1, a wrong one must not, and no item may
+be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
 because their score is unknown. They may have equal questions, as episodes of an environment often
 do, and differ by their ids. Tasks with ``needs_rollout`` are not scored either, because
-their score sees more than an answer. Not here: whether a model can find the answer; the check only
-shows that the score would accept it.
+their score sees more than an answer. The check only shows that the score would accept the right
+answer, and not that a model can find it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def validate(
     gold: bool = True,
     score_s: float = SCORE_S,
 ) -> str:
-    """Check the first ``num`` items of each split. A call of the task's score may take ``score_s``
-    seconds.
+    """Check the first ``num`` items of each split of a task: right answers must score 1 and wrong
+    ones must not. Scoring one answer may take ``score_s`` seconds.
 
     Raises ConfigError that names the item if it has no question, if its right answer does not score
     1, if a wrong answer (or none) scores 1, or if the item is in two splits.
@@ -76,8 +76,8 @@ def validate(
 
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
-    """Raise ConfigError unless the task can score ``rollouts`` with one call, as in a step. Their
-    rewards may depend on each other, so their values are not checked."""
+    """Raise ConfigError unless the task can score several rollouts with one call, as in a training
+    step. Their rewards may depend on each other, so the values are not checked."""
     if rollouts:
         errors = score_step_in_time(task, rollouts, score_s)
         if failed := next((error for error in errors if error is not None), None):
@@ -85,7 +85,7 @@ def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float
 
 
 def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
-    """Describe the checks that were skipped; empty if none were."""
+    """Return a sentence that says which checks were skipped, or an empty string if none were."""
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
     if not without or getattr(task, "needs_rollout", False):
@@ -97,8 +97,9 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
 
 
 def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
-    """Check one item. Returns whether its score was checked: False without a gold answer and with
-    ``gold=False``."""
+    """Check one item of a task, and raise ConfigError if it has no question or is scored wrongly.
+    Returns False if its score was not checked, because it has no gold answer or ``gold`` is
+    False."""
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
@@ -122,7 +123,8 @@ def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S
 
 
 def _right(task: Task, item: Item) -> Any:
-    """An answer to ``item`` that must score 1, in the form of an answer; None if it has none."""
+    """Return an answer to the item that must score 1, in the form in which a model would give it.
+    Returns None if no such answer is known."""
     right = item.gold if item.right is None else item.right
     owner = task if hasattr(task, "as_answer") else getattr(task, "reward", None)
     as_answer = getattr(owner, "as_answer", None)
@@ -130,7 +132,7 @@ def _right(task: Task, item: Item) -> Any:
 
 
 def answered(item: Item, answer: Any) -> Trajectory:
-    """Return a trajectory that contains only ``answer``."""
+    """Return a trajectory that consists of nothing but an answer, for scoring the answer."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
         id="answered",

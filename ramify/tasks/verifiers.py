@@ -1,4 +1,5 @@
-"""Tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``) as tasks.
+"""Use tasksets (collections of tasks) of the ``verifiers`` library (0.4, ``verifiers.v1``) as
+Ramify tasks.
 
     task = from_verifiers("gsm8k-v1")                             an installed taskset by its id
     task = from_verifiers(MyTaskset(MyConfig()), right=lambda data: data.answer)
@@ -41,7 +42,8 @@ _LONG = "The task and its data are in `context`. Read it and do what it asks."
 
 
 def verifiers_v1() -> Any:
-    """Import the library. Raises ConfigError if it is not installed, or too old.
+    """Import and return the module ``verifiers.v1``. Raises ConfigError if the ``verifiers``
+    library is not installed or is too old.
 
     Example:
         tasks.verifiers_v1().Taskset
@@ -62,7 +64,8 @@ def from_verifiers(
     right: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> SimpleTask:
-    """Return a task over ``taskset``, which is an object or the id of an installed one.
+    """Create a task from a taskset of the ``verifiers`` library. The taskset is given as an object,
+    or as the id of an installed one.
 
     ``context`` and ``right`` extract the session's context and an answer that must score 1 from a
     row (its ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises
@@ -102,8 +105,9 @@ def from_verifiers(
 
 
 def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
-    """Return ``taskset``, or load the installed one that it names, with the fields in ``config``.
-    Raises ConfigError if it cannot be loaded.
+    """Load a taskset of the ``verifiers`` library by its id, with the fields of its configuration
+    in ``config``. A taskset object is returned as it is. Raises ConfigError if the taskset cannot
+    be loaded.
 
     Example:
         tasks.taskset_of("gsm8k-v1", {"system_prompt": None})
@@ -127,7 +131,8 @@ def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
 
 
 def _installed(id: str) -> Any:
-    """Load the installed taskset ``id``. Raises ConfigError if it needs more than one reply."""
+    """Load an installed taskset by its id. Raises ConfigError if its tasks need more than one reply
+    of the model."""
     taskset = taskset_of(id)
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     env = loaders.environment_class(id)
@@ -140,7 +145,8 @@ def _installed(id: str) -> Any:
 
 
 class VerifiersRows:
-    """The tasks of a taskset, which is read only as far as they are accessed."""
+    """The tasks of a ``verifiers`` taskset, loaded lazily: the taskset is read only up to the last
+    task that was accessed."""
 
     def __init__(self, taskset: Any) -> None:
         self.is_endless = not taskset.bounded
@@ -153,7 +159,7 @@ class VerifiersRows:
         return ENDLESS if self.is_endless else len(self._read(None))
 
     def task(self, number: int) -> Any:
-        """Return the taskset's own task at position ``number``."""
+        """Return the ``verifiers`` task at a position in the taskset."""
         return self._read(number)[number]
 
     def _read(self, upto: int | None) -> list[Any]:
@@ -172,7 +178,7 @@ class VerifiersRows:
 
 
 class VerifiersTasksetItems(LazySequence[Item]):
-    """Tasks of a taskset as questions."""
+    """The tasks of a ``verifiers`` taskset, converted to Ramify's task items."""
 
     def __init__(
         self,
@@ -199,12 +205,13 @@ class VerifiersTasksetItems(LazySequence[Item]):
         return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{index}", right)
 
     def task(self, item: Item) -> Any:
-        """Return the taskset's own task for ``item``."""
+        """Return the ``verifiers`` task from which an item was made."""
         return self._rows.task(int(item.id.rpartition("/")[2]))
 
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
-    """Score a trace of one reply with the taskset's rewards and metrics."""
+    """Score the answer of a trajectory with the rewards and metrics of a ``verifiers`` task. Raises
+    RamifyError if a reward is missing or needs a runtime."""
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=importlib.import_module("verifiers.v1.state").state_cls(type(task))(),

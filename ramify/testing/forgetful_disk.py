@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """Simulates the disk under one folder.
+    """Simulates a disk that loses everything that was not synced, for the files in one folder.
 
     Example:
         store = ramify.Store(folder / "store", fsync=testing.ForgetfulDisk(folder).fsync)
@@ -43,7 +43,8 @@ class ForgetfulDisk:
                     os.close(fd)
 
     def fsync(self, fd: int) -> None:
-        """Store the open file or folder on the disk. Use this in place of ``os.fsync``."""
+        """Store the content of an open file or folder on the simulated disk. Pass this method to
+        the code under test in place of ``os.fsync``."""
         status = os.fstat(fd)
         with self._changed:
             if stat.S_ISDIR(status.st_mode):
@@ -55,21 +56,23 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True; it is called after each ``fsync``. Returns False
-        after a time-out."""
+        """Wait until ``is_synced``, which is called after each ``fsync``, returns True. Returns
+        False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(is_synced, timeout_s)
 
     def content(self, path: str | Path) -> bytes:
-        """Content of a file on the disk; empty if none of it was synced."""
+        """Return the content that a file has on the simulated disk, which is empty if the file was
+        never synced."""
         return self._files.get(os.stat(path).st_ino, b"")
 
     def names(self, folder: str | Path) -> list[str]:
-        """Names that a folder has on the disk."""
+        """Return the names of the files and folders that a folder has on the simulated disk."""
         return [*self._folders.get(os.stat(folder).st_ino, {})]
 
     def lose_power(self, to: str | Path) -> None:
-        """Copy the content of the disk to the folder ``to``, which is created."""
+        """Simulate a power failure: copy what the disk holds, which is only the synced data, to the
+        folder ``to``, which is created."""
         with self._changed:
             self._copy(self.root.stat().st_ino, Path(to))
 
@@ -84,7 +87,7 @@ class ForgetfulDisk:
 
 
 def _content(fd: int, size: int) -> bytes:
-    """All bytes of an open file, even if it is not open for reading."""
+    """Return all bytes of an open file, even if it is not open for reading."""
     again = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(again, size, 0)

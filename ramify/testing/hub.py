@@ -1,4 +1,5 @@
-"""A Hugging Face hub on loopback: repositories in memory, over the hub's HTTP interface.
+"""A local imitation of the Hugging Face hub for tests. It keeps repositories in memory and serves
+them over the hub's HTTP interface.
 
     with HubServer(token="hf_x") as hub:
         os.environ["HF_ENDPOINT"] = hub.url          before huggingface_hub is imported
@@ -6,8 +7,8 @@
         hub.repositories["me/mine"]["README.md"]     the bytes of a file
 
 It creates repositories, takes commits with small files in the request and large ones through the
-LFS protocol, and serves listings and files. Not here: revisions other than main, deletion, and Xet:
-set HF_HUB_DISABLE_XET=1 as well.
+LFS protocol, and serves listings and files. It does not support revisions other than main,
+deletion, and Xet: set HF_HUB_DISABLE_XET=1 as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LFS = (".safetensors", ".bin")
 
 
 class HubServer:
-    """Serves the hub's HTTP interface while the block runs.
+    """A local server for tests that imitates the Hugging Face hub while its ``with`` block runs.
 
     Example:
         with testing.HubServer(token="hf_x") as hub:
@@ -33,7 +34,8 @@ class HubServer:
     """
 
     def __init__(self, token: str = "") -> None:
-        """Writing requires ``token``. Empty: writing requires no token."""
+        """Create a server with no repositories. Clients need ``token`` to write, unless it is
+        empty."""
         self.token = token
         self.repositories: dict[str, dict[str, bytes]] = {}
         """``owner/name`` -> file name -> content."""
@@ -65,7 +67,7 @@ class HubServer:
         self._thread.join()
 
     def commit(self, repository: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Apply the operations of one commit."""
+        """Apply the operations of one commit to a repository, and return the response to send."""
         files = self.repositories[repository]
         for line in lines:
             value = line["value"]
@@ -79,7 +81,8 @@ class HubServer:
         return {"commitOid": _COMMIT, "commitUrl": where, "hookOutput": "", "success": True}
 
     def store(self, oid: str, content: bytes) -> bool:
-        """Store an LFS object. Return False if its name does not match its checksum."""
+        """Store an LFS object (a large file). Returns False if its content does not match the
+        checksum that is its id."""
         if hashlib.sha256(content).hexdigest() != oid:
             return False
         self._objects[oid] = content
@@ -87,7 +90,7 @@ class HubServer:
 
 
 class _HubExchange(BaseHTTPRequestHandler):
-    """One connection to a ``HubServer``."""
+    """Handles the requests of one connection to a ``HubServer``."""
 
     server_hub: HubServer
     protocol_version = "HTTP/1.1"

@@ -1,4 +1,5 @@
-"""How the leaves of ready plans ask a model, and the form in which it must reply.
+"""Parsers for the prompts of ready plans, and the form of the replies. A ready plan is a fixed
+program of model calls, and each of its model calls is a leaf.
 
     plan        leaf        what it reads              reply
     aggregate   value       numbered records           JSON: one value for each record
@@ -10,8 +11,8 @@
     search      passage     a passage                  JSON: found, answer and certainty
 
 A form is recognized by the prompt of the leaf, which is taken from the ready plan itself. Only the
-request is read. Decides what a leaf is asked, and how a value is written. Not here: what is right,
-which the suites say, and how often a reply is (``offline.py``).
+request is read. Which reply is right is known to the suites, and ``offline.py`` decides how often a
+reply is right.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SHARE_WRONG = 20
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
-    """The request of a leaf of a ready plan."""
+    """A parsed prompt of a leaf, which is a model call that a ready plan makes."""
 
     kind: str
     """``value``, ``answer``, ``facts``, ``sides``, ``summarise``, ``merge`` or ``passage``."""
@@ -49,7 +50,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def records(self) -> list[str]:
-        """The numbered records."""
+        """The numbered records in the text, without their numbers."""
         return _RECORD.findall(self.text)
 
     @property
@@ -73,7 +74,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def passages(self) -> list[str]:
-        """The texts that a merge reads."""
+        """The separate texts that a leaf of the kind ``merge`` combines."""
         return self.text.split(_BETWEEN)
 
 
@@ -91,8 +92,8 @@ def turn_of(prompt: str) -> ParsedPlanLeafRequest | None:
 
 
 def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
-    """Write ``value`` as the reply to a leaf's request, in the form that the leaf must use: JSON or
-    plain text."""
+    """Return the text of a reply that gives ``value`` in the form that the request asks for: JSON
+    or plain text."""
     if turn.kind == "passage":
         is_found = bool(value)
         fields = {"found": is_found, "answer": value or "", "certainty": 9 if is_found else 0}
@@ -101,8 +102,8 @@ def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
 
 
 def spoilt(right: Sequence[Any], draw: random.Random) -> list[Any]:
-    """Return ``right``, the values of records, with a few of them replaced by other values that
-    occur in it."""
+    """Return a partly wrong copy of a list of right values: a few of them are replaced by other
+    values from the list."""
     replies = list(right)
     for place in draw.sample(
         range(len(replies)), min(len(replies), 1 + len(right) // _SHARE_WRONG)
@@ -115,8 +116,8 @@ def spoilt(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return the kind of each leaf, whether its answer has a JSON schema, and a pattern for the
-    beginning of its prompt."""
+    """Return what is known about each leaf of the ready plans: its kind, whether its answer has a
+    JSON schema, and a pattern for the beginning of its prompt."""
     wanted = {
         ("aggregate", "value"): "value",
         ("aggregate", "answer"): "answer",

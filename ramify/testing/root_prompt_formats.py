@@ -1,4 +1,5 @@
-"""How systems ask a root for its next step, and the form in which it must reply.
+"""Parsers for the prompts with which several recursive language model systems ask a root model for
+its next step, and the form in which a reply to each system must be written.
 
     system      first question               code         answer
     ramify      "Question: …" (user)         ```repl      FINAL(result)
@@ -7,9 +8,8 @@
     dspy.RLM    the variable `question`      its fields   SUBMIT(result)
 
 A form is recognized by the system prompt that the system itself writes, and only the messages of
-the request are read. Decides the question, the number of cells run so far and the limits that the
-prompt states, and how code and an answer are written. Not here: which code a root writes
-(``offline.py``).
+the request are read. From them come the question, the number of cells run so far and the limits
+that the prompt states. Which code a root writes is chosen by ``offline.py``.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class RootPromptFormat(Protocol):
         ...
 
     def cell(self, thought: str, code: str) -> str:
-        """Return the reply that runs ``code``."""
+        """Return a reply of the model that makes the system run ``code``."""
         ...
 
     def answer(self, turn: ParsedRootRequest) -> str:
-        """Return the reply that gives the session's variable ``result`` as the answer, or its text
-        if no more code will be run."""
+        """Return a reply of the model that gives the session's variable ``result`` as the answer.
+        If no more code will be run, the reply contains the result's text instead."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""Scripts of scripted models: a list, rules or a function that gives one reply or failure per
-request.
+"""Scripts for the models of tests. A script is a list, a set of rules or a function, and gives one
+reply or failure for each request.
 
 ``ScriptedClient`` (no network) and ``ScriptedServer`` (real HTTP) share this module, so that both
 fail in the same way, and count tokens as ``clients/function_client.py`` does.
@@ -41,7 +41,8 @@ Kind = Literal[
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A failure instead of a good reply. ``fail`` is its kind; see the functions below.
+    """A failure that a script gives instead of a good reply. The functions of this module, such as
+    ``rate_limited``, create the various kinds.
 
     >>> testing.rate_limited(1.5).fail
     'rate_limited'
@@ -56,7 +57,8 @@ class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
-    """429, with the time to wait if it is given.
+    """Return a failure with HTTP status 429 (too many requests), which tells the client how many
+    seconds to wait if ``retry_after_s`` is given.
 
     Example:
         testing.ScriptedClient([testing.rate_limited(0.5), "FINAL(2)"])    # wait half a second
@@ -65,7 +67,7 @@ def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
 
 
 def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
-    """A 5xx status.
+    """Return a failure with a 5xx HTTP status, as from a server with an internal error.
 
     Example:
         testing.ScriptedClient([testing.server_error(503), "FINAL(2)"])
@@ -74,7 +76,7 @@ def server_error(status: int = 500, text: str = "the engine fell over") -> Scrip
 
 
 def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
-    """A 4xx status, which is not worth retrying.
+    """Return a failure with a 4xx HTTP status: the request is rejected, and a retry would not help.
 
     Example:
         testing.ScriptedClient([testing.refused(401, "wrong key")])
@@ -83,8 +85,8 @@ def refused(status: int = 400, text: str = "the request was refused") -> Scripte
 
 
 def unreachable() -> ScriptedFailure:
-    """The server is unreachable. The HTTP server can only close the connection, as for
-    ``dropped``.
+    """Return a failure to reach the server. The scripted HTTP server can only imitate this by
+    closing the connection without a reply.
 
     Example:
         testing.ScriptedClient([testing.unreachable(), "FINAL(2)"])
@@ -93,7 +95,8 @@ def unreachable() -> ScriptedFailure:
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """The model worked and is billed, but the connection closed before the reply began.
+    """Return a failure in which the model has worked and is billed, but the connection closes
+    before the reply begins.
 
     Example:
         testing.ScriptedClient([testing.dropped(), "the reply"])
@@ -102,7 +105,8 @@ def dropped(text: str = "lost") -> ScriptedFailure:
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """The model worked and is billed, but the connection closed in the middle of the reply.
+    """Return a failure in which the model has worked and is billed, but the connection closes in
+    the middle of the reply.
 
     Example:
         testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second
@@ -111,7 +115,8 @@ def cut(text: str = "cut in the middle") -> ScriptedFailure:
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """The model worked, but the reply never arrives and the connection stays open.
+    """Return a failure in which the model has worked, but the reply never arrives and the
+    connection stays open.
 
     Example:
         testing.ScriptedClient([testing.stalled()])    # until the deadline of the run
@@ -120,7 +125,7 @@ def stalled(text: str = "too late") -> ScriptedFailure:
 
 
 def malformed(text: str = "not json") -> ScriptedFailure:
-    """Status 200 with a body that is not JSON. Billed.
+    """Return a failure with HTTP status 200 and a body that is not JSON. The model is billed.
 
     Example:
         testing.ScriptedServer([testing.malformed("<not json>")])
@@ -129,7 +134,8 @@ def malformed(text: str = "not json") -> ScriptedFailure:
 
 
 def html(status: int = 200) -> ScriptedFailure:
-    """A web page instead of the API, as returned for a wrong base URL.
+    """Return a failure in which the server sends a web page instead of JSON, as it does if the
+    client's base URL is wrong.
 
     Example:
         testing.ScriptedServer([testing.html()])
@@ -138,7 +144,8 @@ def html(status: int = 200) -> ScriptedFailure:
 
 
 def no_choices(text: str = "nothing") -> ScriptedFailure:
-    """Status 200 and JSON, but without choices. Billed.
+    """Return a failure with HTTP status 200 and valid JSON that contains no choices. The model is
+    billed.
 
     Example:
         testing.ScriptedServer([testing.no_choices()])
@@ -147,7 +154,7 @@ def no_choices(text: str = "nothing") -> ScriptedFailure:
 
 
 def no_usage(text: str) -> ScriptedFailure:
-    """A good reply without reported usage.
+    """Return a good reply in which the server does not report the token usage.
 
     Example:
         testing.ScriptedClient([testing.no_usage("FINAL(2)")])    # booked as an upper bound
@@ -165,7 +172,7 @@ Step = str | Message | Reply | ScriptedFailure
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Reply for requests whose last message matches.
+    """A rule of a script: the reply to all requests whose last message matches a pattern.
 
     >>> testing.ScriptRule(match="capital of France", reply="Paris").reply
     'Paris'
@@ -182,7 +189,8 @@ Lines = Sequence[Step | ScriptRule] | ReplyFunction
 
 
 class Script:
-    """Gives the next reply for any request. Concurrent requests take lines in order of arrival.
+    """A script that gives the reply to each request of a test. If it is a list, requests take its
+    entries in order of arrival.
 
     Example:
         testing.ScriptedServer(testing.Script.load("replies.json"))
@@ -199,15 +207,16 @@ class Script:
 
     @classmethod
     def load(cls, path: str | Path) -> Script:
-        """Load a script from a JSON file."""
+        """Load a script from a JSON file. Raises ConfigError if the file cannot be read or is not a
+        valid script."""
         return cls(_lines(path), name=str(path))
 
 
 def served(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """Complete one step of a script to a reply with token counts, or return its scripted failure.
-    Also returns the usage, which is zero if the model did no work."""
+    """Turn one step of a script into a reply with token counts, or into its failure. The second
+    value is the token usage that is billed, which is zero if the model did no work."""
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, counted(step.text, messages, max_tokens).usage if paid else Usage()

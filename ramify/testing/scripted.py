@@ -1,4 +1,5 @@
-"""A scripted model: the test double that ships with the package.
+"""A scripted model for tests: a client that gives prepared replies and failures instead of calling
+a model.
 
     client = ScriptedClient(["```repl\nx = 1\n```", rate_limited(0.1), "FINAL(2)"])
     client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
@@ -61,27 +62,28 @@ NUM_IDS = 261
 
 
 class ScriptedByteTokenizer:
-    """Adds byte-level token ids to replies. A trainer increments ``version`` to set the policy
-    version.
+    """A byte-level tokenizer that adds token ids to the replies of a scripted model, as an
+    inference engine does for training. ``version`` is the policy version that replies state.
 
     Example:
         client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ScriptedByteTokenizer())
     """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """With ``keeps_ids=False``, each request tokenizes the whole conversation again, so that
-        its ids differ from those that were sampled. Servers that only handle text do so."""
+        """Create the tokenizer. With ``keeps_ids=False``, each request tokenizes the whole
+        conversation again, so that its ids differ from those that were sampled, as they do on
+        servers that only handle text."""
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
 
     @property
     def rendering(self) -> PromptRenderer:
-        """How a client writes a prompt as byte-level token ids."""
+        """The renderer with which a client converts a prompt to byte-level token ids."""
         return PromptRenderer(self._prompt, self._keeps_ids, _token_text)
 
     def added_to(self, reply: Reply, request: Request) -> Reply:
-        """Return ``reply`` with its token ids and those of its prompt."""
+        """Return a copy of ``reply`` that includes its token ids and those of its prompt."""
         token_ids = (*_text(reply.message), END)
         return msgspec.structs.replace(
             reply,
@@ -131,7 +133,8 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A ``Client`` that answers from a script. See ``script.py`` for the forms of a script.
+    """A model client for tests that answers from a script instead of calling a model. The forms of
+    a script are described in ``script.py``.
 
     >>> client = testing.ScriptedClient(["42"])
     >>> with ramify.RLM(client) as rlm:
@@ -149,10 +152,10 @@ class ScriptedClient:
         ids: ScriptedByteTokenizer | None = None,
         vision: bool | None = None,
     ) -> None:
-        """``ids`` adds token ids to each reply for which the script gives none. ``vision=False``
-        makes the client behave like a model that cannot read pictures. A script finds the pictures
-        of a request in ``messages[-1].pictures``, and their bytes with
-        ``requests[-1].read_picture(digest)``."""
+        """Create a client that answers from ``script``. ``ids`` adds token ids to each reply for
+        which the script gives none. ``vision=False`` makes the client behave like a model that
+        cannot read pictures. A script finds the pictures of a request in
+        ``messages[-1].pictures``, and their bytes with ``requests[-1].read_picture(digest)``."""
         self.name = name
         self.window = window
         self.price = price
@@ -172,7 +175,7 @@ class ScriptedClient:
     def load(
         cls, path: str | Path, *, window: int = ASSUMED_WINDOW, price: Price | None = None
     ) -> ScriptedClient:
-        """Create the client named ``scripted:PATH``."""
+        """Create a client that answers from a script file. Its name is ``scripted:PATH``."""
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
     async def complete(self, request: Request) -> Reply:
@@ -260,6 +263,6 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
 def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
-    """Replies from a file: the client of ``scripted:PATH``."""
+    """Return a client that answers from a script file, given its name ``scripted:PATH``."""
     path = name.partition(":")[2]
     return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price)

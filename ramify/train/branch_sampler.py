@@ -1,5 +1,5 @@
-"""Rollouts that fork: ``rl.rollout.branch`` says where, into how many continuations, and within
-which budget.
+"""Let rollouts fork into several continuations during RL training. The option
+``rl.rollout.branch`` says where they fork, into how many continuations, and within which budget.
 
     BranchOptions(where=(1, 3), num=2, budget=4)        four lines of one rollout:
 
@@ -10,8 +10,8 @@ which budget.
 
 The budget is divided at each fork among its continuations, so it does not depend on which of them
 runs first. Whether a rollout forks depends only on what it has done before that turn: estimators
-over forks are unbiased only then. Not here: what is learnt from the lines (see
-``advantages/fork_estimators.py``), and how a fork is made (see ``engine/branch.py``).
+over forks are unbiased only then. ``advantages/fork_estimators.py`` learns from the lines, and
+``engine/branch.py`` makes a fork.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where rollouts fork, into how many continuations, and how many lines one rollout may have.
+    """Options that say where rollouts fork, into how many continuations, and how many lines (paths
+    from the start to an end) one rollout may have.
 
     >>> train.BranchOptions(where=(1,), num=4, budget=4).budget
     4
@@ -63,8 +64,8 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def check(self, limits: Limits, max_turns: int) -> None:
-        """Raise ConfigError if no rollout could ever fork within ``limits`` and ``max_turns`` of
-        its root."""
+        """Raise ConfigError if no rollout could ever fork, because its root call ends after
+        ``max_turns`` turns."""
         if isinstance(self.where, tuple) and min(self.where) >= max_turns:
             raise ConfigError(
                 f"rl.rollout.branch.where={list(self.where)}: a root has at most {max_turns} turns "
@@ -83,8 +84,9 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened(self, limits: Limits) -> Limits:
-        """Return ``limits`` multiplied for a rollout with as many lines as the budget allows. Each
-        line may use as much as a rollout without forks."""
+        """Return the limits for a rollout with as many lines as the budget allows. The limits on
+        calls, tokens and cost are multiplied, so that each line may use as much as a rollout
+        without forks."""
         cost = limits.max_cost
         return msgspec.structs.replace(
             limits,
@@ -95,7 +97,8 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class BranchSampler:
-    """The ``BranchSearch`` of one rollout. All its lines are kept, and the first one answers."""
+    """Decides when one rollout forks, and into how many lines. All lines are kept for training, and
+    the first one gives the answer."""
 
     is_optional = True
     """The rollout continues without a fork if its session cannot be forked now."""
@@ -128,7 +131,8 @@ class BranchSampler:
         return 0
 
     def _forks_before(self, call: LiveCall) -> bool:
-        """True if the options name the next turn of ``call``. Depends only on earlier turns."""
+        """Return True if the options let a call fork before its next turn. This depends only on
+        earlier turns."""
         where, turn = self._options.where, call.num_turns_before + call.turn
         if turn < 1:
             return False
@@ -142,8 +146,8 @@ class BranchSampler:
 
 
 def forking(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return arguments that make an attempt fork according to ``options``; none if that is None.
-    ``limits`` are those of a rollout without forks, and are raised for the continuations."""
+    """Return the arguments that make a rollout fork as ``options`` say, or no arguments if it is
+    None. ``limits`` are those of a rollout without forks, and are raised for the continuations."""
     if options is None:
         return {}
     return {"search": BranchSampler(options), "limits": options.widened(limits)}

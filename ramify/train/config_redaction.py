@@ -1,4 +1,4 @@
-"""Fields of a configuration that need care: secrets, and optional numbers.
+"""Remove secrets from configurations, and check the types and the optional numbers of their fields.
 
 ``redacted`` gives a configuration without its secrets, the only form in which it is written to disk
 or sent anywhere:
@@ -9,8 +9,8 @@ or sent anywhere:
 
 Redacted are: strings whose field name marks a secret; the value after such a name in an argument
 list or a URL; logins in URLs; and values of environment variables that hold keys (``secrets.py``).
-A redacted value cannot be compared or restored: to resume such a run, give its recipe. Not here:
-secrets under names that do not mark them.
+A redacted value cannot be compared or restored: to resume such a run, give its recipe. Secrets
+under names that do not mark them are not found.
 
 ``check_optional`` checks optional numbers, for which None, not 0, means off or automatic:
 
@@ -22,7 +22,7 @@ secrets under names that do not mark them.
     check_types(Run(…, optim=OptimizerSpec(kind="adam")))
     ConfigError: rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'? known: …
 
-Not here: configurations of earlier versions, in which 0 had that meaning (``override.py``).
+Configurations of earlier versions, in which 0 had that meaning, are converted by ``override.py``.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` (plain values) without its secrets, which are redacted everywhere from now on.
-    Idempotent."""
+    """Return a copy of a configuration, given as plain values, in which secrets are replaced by a
+    mark. The secrets are also remembered, and are redacted everywhere else from now on."""
     secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
 
 def redacted_keys(config: Any, name: str = "") -> Iterator[str]:
-    """Dotted names of the redacted values in a stored configuration."""
+    """Yield the dotted name of each field of a stored configuration whose value was redacted."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from redacted_keys(value, f"{name}.{key}" if name else str(key))
@@ -67,7 +67,7 @@ def redacted_keys(config: Any, name: str = "") -> Iterator[str]:
 
 
 def is_redacted(value: Any) -> bool:
-    """Whether a leaf, or a list, holds a redacted value."""
+    """Return True if a value is a redacted string, or a list that contains one."""
     return (
         any(map(is_redacted, value))
         if isinstance(value, list)
@@ -101,16 +101,16 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
 
 
 def check_optional(owner: str, null: str, **values: float | None) -> None:
-    """Raise ConfigError for a value that is neither None nor positive. ``null``: the meaning of
-    None."""
+    """Raise ConfigError if one of the given fields is neither None nor positive. The message uses
+    ``owner``, the name of the section, and ``null``, the meaning of None."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
 
 
 def check_types(config: msgspec.Struct, name: str = "") -> None:
-    """Raise ConfigError, which names the field, unless each field of ``config``, and of the
-    structs in it, has a value of its type."""
+    """Raise ConfigError if a field of a configuration, or of a struct inside it, has a value of the
+    wrong type. The error names the field."""
     try:
         kinds = typing.get_type_hints(type(config))
     except NameError:  # a plug-in's annotation that exists only for type checkers
@@ -133,8 +133,8 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield every struct in ``value``, a struct or a nested list or mapping of structs, with its
-    dotted name."""
+    """Yield every struct in a value, which may be a struct or nested lists and mappings of structs,
+    together with its dotted name."""
     if isinstance(value, msgspec.Struct):
         yield name, value
     elif isinstance(value, Mapping):

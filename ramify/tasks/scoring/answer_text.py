@@ -1,5 +1,5 @@
-"""Conversion of answers and golds to bounded text, and scores that compare them. An answer may be
-of any type and size, because a model's code produced it.
+"""Convert answers and gold answers to text of limited length, and score answers by comparing the
+two. An answer may be of any type and size, because a model's code produced it.
 
 ``exact``; ``normalised``, without case, punctuation and articles; and ``f1``, the harmonic mean of
 precision and recall over bags of words, F1 = 2·shared / (words of the answer + words of the gold),
@@ -40,8 +40,8 @@ _ARTICLES = {"a", "an", "the"}
 
 
 def as_text(value: Any) -> str | None:
-    """Return ``value`` as a person would write it, stripped. None for an empty value and for one
-    that is too long.
+    """Return the text of ``value`` as a person would write it, without surrounding white space.
+    Returns None if the text is empty or too long.
 
     >>> as_text(" 7 "), as_text(7), as_text(7.5), as_text(True), as_text(["a", 1]), as_text(None)
     ('7', '7', '7.5', 'True', '["a",1]', None)
@@ -78,13 +78,14 @@ def words(text: str) -> list[str]:
 
 
 def accepted(gold: Any) -> list[Any]:
-    """Return the golds that an item accepts: all entries of a list, or the single gold."""
+    """Return the gold answers that an item accepts: all entries of ``gold`` if it is a list, and
+    otherwise the single value."""
     return list(gold) if isinstance(gold, list | tuple) else [gold]
 
 
 def exact(answer: Any, item: Item) -> float:
-    """Return 1 if the answer has the same text as a gold. ``7``, ``"7"`` and ``" 7 "`` are equal;
-    ``7.0`` differs.
+    """Return 1 if the answer has the same text as a gold answer, and 0 otherwise. ``7``, ``"7"``
+    and ``" 7 "`` are equal; ``7.0`` differs.
 
     >>> tasks.exact(" 7 ", tasks.Item("?", gold=7))
     1.0
@@ -94,8 +95,8 @@ def exact(answer: Any, item: Item) -> float:
 
 
 def normalised(answer: Any, item: Item) -> float:
-    """Return 1 if answer and gold have the same words in the same order: ``"the Louvre!"`` equals
-    ``"Louvre"``.
+    """Return 1 if the answer and a gold answer have the same words in the same order, and 0
+    otherwise. Case, punctuation and articles are ignored: ``"the Louvre!"`` equals ``"Louvre"``.
 
     >>> tasks.normalised("the Louvre!", tasks.Item("?", gold="Louvre"))
     1.0
@@ -107,7 +108,8 @@ def normalised(answer: Any, item: Item) -> float:
 
 
 def f1(answer: Any, item: Item) -> float:
-    """Return F1 from 0 to 1. ``"red blue"`` against ``"red green"``: 2·1/(2+2) = 0.5."""
+    """Return the F1 score, from 0 to 1, of the answer's words against those of the gold answer. For
+    example, ``"red blue"`` against ``"red green"`` scores 2·1/(2+2) = 0.5."""
     text = as_text(answer)
     if text is None:
         return 0.0
@@ -127,7 +129,8 @@ _NUMBER = re.compile(
 
 
 class NumericScorer(msgspec.Struct, frozen=True):
-    """Score 1 if the answer's number is within ``rel_tol`` or ``abs_tol`` of a gold's."""
+    """A score that is 1 if the number in the answer equals the number in a gold answer, within a
+    relative or an absolute tolerance, and 0 otherwise."""
 
     rel_tol: float = 1e-6
     abs_tol: float = 0.0
@@ -194,7 +197,8 @@ _PAIR = re.compile(
 
 
 class IntervalF1Scorer(msgspec.Struct, frozen=True):
-    """F1 of intervals, from 0 to 1."""
+    """A score from 0 to 1 that measures how well the intervals in an answer overlap with the gold
+    intervals, as F1 of their total lengths."""
 
     inclusive: bool = False
     """Intervals include their end, as for lines: 3-5 has three lines, and 4-4 has one."""

@@ -10,8 +10,8 @@ Without ``max_batch``, a training step calls the function once, with all its rol
 (``of_step``). With it, and wherever there are no steps (``ramify eval``, the check of a task),
 answers are scored as they arrive: the first at once, and those that arrive while the maximum
 number of batches is running form the next batch. Such a reward must not depend on the other
-answers in its batch. Not here: time limits (see ``tasks/score_with_timeout.py``), and which
-rollouts belong to a step (see ``train/rollouts/group_queue.py``).
+answers in its batch. Time limits are set by ``tasks/score_with_timeout.py``, and
+``train/rollouts/group_queue.py`` decides which rollouts belong to a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ BatchFunction = Callable[..., Sequence[Any] | Coroutine[Any, Any, Sequence[Any]]
 
 
 class BatchedReward:
-    """Reward function of a task that is called for many answers at once.
+    """A reward function that scores many answers with one call, such as all those of a training
+    step.
 
     Example:
         same = lambda completions, gold: [float(a == b) for a, b in zip(completions, gold)]
@@ -42,7 +43,9 @@ class BatchedReward:
     def __init__(
         self, function: BatchFunction, *, max_batch: int | None = None, concurrency: int = 1
     ) -> None:
-        """``function`` receives ``completions`` (the answers as text, empty if there is none) and
+        """Make a task's reward from a function that scores a batch of answers.
+
+        ``function`` receives ``completions`` (the answers as text, empty if there is none) and
         every column that is one of its parameters: ``prompts`` (the questions), ``gold``, ``kind``,
         and keys of the items' metadata. Without ``max_batch``, training calls it once for all
         rollouts of a step. With ``max_batch`` it is called as answers arrive: up to ``concurrency``
@@ -88,8 +91,9 @@ class BatchedReward:
         return future.result()
 
     def of_step(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
-        """Call the function once, and return the reward of each answer, or a RamifyError for one
-        without. Raises what the function raises."""
+        """Call the reward function once for all given answers, and return their rewards. An answer
+        for which the function returns None gets a RamifyError instead. Raises what the function
+        raises."""
         return [
             RamifyError(
                 f"{_name(self._function)} returned None for item {item.id}: an answer needs a "
@@ -101,7 +105,7 @@ class BatchedReward:
         ]
 
     def __len__(self) -> int:
-        """Number of answers that wait for their batch."""
+        """Return the number of answers that wait to be scored in a batch."""
         with self._lock:
             return len(self._waiting)
 

@@ -1,4 +1,5 @@
-"""Multiple choice: an option is named by its letter, its number (from 1) or its text.
+"""Score answers to multiple-choice questions. An answer names an option by its letter, its number
+(from 1) or its text.
 
 The options are in ``metadata["choices"]``. The gold is a letter, an index (from 0) or the text of
 the right option. An answer that names two options counts as none.
@@ -21,8 +22,8 @@ MAX_CHARS = 2000
 
 
 def choice(answer: Any, item: Item) -> float:
-    """Return 1 if the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is
-    B."`` or the option's text.
+    """Return 1 if the answer names the right option of a multiple-choice question, and 0 otherwise.
+    The forms ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."`` and the option's text are accepted.
 
     >>> item = tasks.Item("?", gold="B", metadata={"choices": ["tea", "jam"]})
     >>> tasks.choice("The answer is B.", item)
@@ -39,7 +40,8 @@ def choice(answer: Any, item: Item) -> float:
 
 
 def find_named_choice(answer: Any, choices: Sequence[Any]) -> int | None:
-    """Return the index of the option that ``answer`` names, or None if it names none or several."""
+    """Return the index of the option that an answer names, or None if the answer names none or
+    several."""
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
         return None

@@ -1,6 +1,6 @@
-r"""Equality of mathematical values: ``\frac{1}{2}``, ``0.5`` and ``\boxed{1/2}``.
+r"""Score answers by mathematical equality: ``\frac{1}{2}``, ``0.5`` and ``\boxed{1/2}`` are equal.
 
-Golds may be LaTeX.
+Gold answers may be LaTeX.
 
     answer ──> last box near the end ──> same text? same integer? ──> else math-verify in a process
 
@@ -39,7 +39,8 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
 class MathScorer(msgspec.Struct, frozen=True):
-    """Score 1 if the answer has the same value as a gold, else 0."""
+    """A score that is 1 if the answer has the same mathematical value as a gold answer, and 0
+    otherwise."""
 
     tail_chars: int = TAIL_CHARS
     """A box counts only if it begins within this many characters of the end of the text."""
@@ -56,7 +57,8 @@ class MathScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, answer: Any) -> str | None:
-        """Return the expression in ``answer``, or None if there is none."""
+        """Return the mathematical expression in an answer: the content of its last box, or the
+        whole text if no box is required. Returns None if there is none."""
         text = as_text(answer)
         if text is None:
             return None
@@ -85,7 +87,8 @@ class MathScorer(msgspec.Struct, frozen=True):
 
 
 def _plain(text: str) -> str:
-    r"""Remove parts that do not change the value: dollars, blanks, ``\!``, a final full stop."""
+    r"""Remove the parts of an expression that do not change its value: dollar signs, blanks,
+    LaTeX spacing such as ``\!``, and a final full stop."""
     bare = text.strip().strip("$").rstrip(".")
     return re.sub(r"\\[!,;: ]|\\left|\\right|\s+", "", bare)
 
@@ -122,7 +125,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """Return the next line that ``worker`` writes, or an empty text if it times out."""
+    """Return the next line that a worker process writes, or an empty text if none comes in time."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
     poll = select.poll()
@@ -135,8 +138,9 @@ _workers = RequestProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
-    """Compare two expressions in a process. False at the time limit. Raises ConfigError if
-    math-verify is not installed, and RamifyError if the process does not start."""
+    """Compare two expressions in a separate process, and return True if they have the same value.
+    Returns False at the time limit. Raises ConfigError if math-verify is not installed, and
+    RamifyError if the process does not start."""
     try:
         with _slots, _workers.one() as worker:
             print(json.dumps({"gold": gold, "answer": answer}), file=worker.stdin, flush=True)

@@ -1,5 +1,5 @@
-"""Worker process that compares mathematical expressions, one JSON object per line. It is started by
-``math_answer.py`` and never imported.
+"""A worker process that compares mathematical expressions. It reads and writes one JSON object per
+line, is started by ``math_answer.py``, and is never imported.
 
     {"gold": "\\frac{1}{2}", "answer": "0.5"}  ->  {"same": true}
 
@@ -20,7 +20,8 @@ MEMORY_BYTES = 2 << 30
 
 
 def _forms(text: str) -> list[str]:
-    r"""Return ``text`` in the two forms that the parser accepts: in dollars, and in a box."""
+    r"""Return a mathematical expression in the two forms that the parser accepts: between dollar
+    signs, and in a LaTeX box."""
     return [f"${text}$", f"\\boxed{{{text}}}"]
 
 

@@ -1,11 +1,10 @@
-r"""Grading of an answer by a judge model, criterion by criterion, with a rubric.
+r"""Let a judge model grade an answer along a rubric, criterion by criterion.
 
     rubric.messages(item, answer) ──> judge model ──> "… \boxed{1, 0, 2}" ──rubric.read──> 0.5
 
 The last box must contain one integer from 0 to ``scale`` for each criterion and nothing else. Any
-other reply gives no grade (None), never a partial one. This file decides the judge's prompt and how
-its reply is read. Not here: how a training run calls the judge (see ``train/signals/outcome.py``).
-``RubricScorer`` uses its own client, for tasks that are evaluated.
+other reply gives no grade (None), never a partial one. In a training run, the judge is called by
+``train/signals/outcome.py``. ``RubricScorer`` uses its own client, for tasks that are evaluated.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ the grades in the order of the criteria, separated by commas, in one box, as in 
 
 
 class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Criteria for grading an answer, and their scale."""
+    """The criteria by which a judge model grades an answer, with their weights and scale."""
 
     criteria: tuple[str, ...]
     weights: tuple[float, ...] = ()
@@ -60,7 +59,7 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def messages(self, item: Item, answer: Any) -> tuple[Message, ...]:
-        """Return the prompt for the judge."""
+        """Return the prompt that asks a judge model to grade an answer."""
         text = as_text(answer) or "(no answer was given)"
         if len(text) > self.max_chars:
             half = self.max_chars // 2
@@ -85,7 +84,8 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def read(self, reply: str) -> float | None:
-        """Return the grade in ``reply``, from 0 to 1, or None if it is not in the required form."""
+        """Return the overall grade in a judge's reply, from 0 to 1, or None if the reply is not in
+        the required form."""
         box = last_boxed(reply, None)
         signs = [] if box is None else [sign.strip() for sign in box.split(",")]
         if len(signs) != len(self.criteria) or not all(_GRADE.fullmatch(sign) for sign in signs):
@@ -100,7 +100,8 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScorer(msgspec.Struct, frozen=True):
-    """Score of a task by a rubric. Each answer gets a new client.
+    """A score for tasks in which a judge model grades each answer along a rubric. A new client is
+    connected for each answer.
 
     Example:
         rubric = tasks.Rubric(("names the host", "gives the time"))
@@ -112,8 +113,8 @@ class RubricScorer(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling(2048, temperature=0.0)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the judge's grade. Raises RamifyError if the judge gave none, because no reward is
-        better than a wrong one."""
+        """Return the judge's grade for an answer. Raises RamifyError if the judge's reply has no
+        valid grade, because no reward is better than a wrong one."""
         text = run_coroutine(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
         grade = self.rubric.read(text)
         if grade is None:

@@ -1,4 +1,5 @@
-"""Programs as answers: a program runs in the sandbox against the item's tests.
+"""Score answers that are programs, by running each program in the sandbox against the unit tests of
+its task item.
 
     metadata["tests"]: ["assert add(2, 3) == 5", {"input": "2 3", "output": "5"}, …]
 
@@ -6,8 +7,8 @@ An ``assert`` runs after the program in the same session. An input/output test r
 its standard input, and the output is compared in the host. Each test has its own session.
 
 A malicious program can tamper with asserts that share its session. If that matters, use
-input/output tests, whose expected outputs never enter the session. Not here: how code is confined
-(see ``sandbox/``).
+input/output tests, whose expected outputs never enter the session. How code is confined is
+described in ``sandbox/``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScorer(msgspec.Struct, frozen=True):
-    """Score 1 if the program passes all tests; with ``share``, the share that it passes.
+    """A score for programs: 1 if a program passes all unit tests of its task item, and 0 otherwise.
+    With ``share``, the score is the share of the tests that it passes.
 
     Example:
         tasks.UnitTestScorer(share=True)    # half of the tests pass: 0.5
@@ -97,8 +99,8 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
 
 
 def code_of(answer: Any) -> str | None:
-    """Return the program in ``answer``: its last fenced block, or the whole text if it has none.
-    None if that is not valid Python."""
+    """Return the program in an answer: its last fenced code block, or the whole text if there is no
+    such block. Returns None if the program is not valid Python."""
     text = as_text(answer)
     if text is None:
         return None
@@ -128,7 +130,8 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Compare line by line, ignoring trailing blanks and leading and trailing empty lines."""
+    """Return True if two outputs have the same lines, ignoring blanks at the end of lines and empty
+    lines at the beginning and the end."""
     if len(printed) > _MAX_OUTPUT:
         return False
     lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)]
@@ -140,8 +143,8 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """Event loop in a background thread with the sandboxes of all tests. Scores are called from
-    many threads, and opening a jail takes 0.1 s, so sandboxes are reused."""
+    """An event loop in a background thread, which holds the sandboxes of all tests. Scores are
+    called from many threads, and opening a sandbox takes 0.1 s, so sandboxes are reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -162,14 +165,15 @@ class _Bench:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
-        """Return the sandbox for ``spec``. Call it on the loop."""
+        """Return the open sandbox for ``spec``, and open it first if necessary. This must be called
+        on the event loop."""
         key = msgspec.json.encode(spec)
         if key not in self._open:
             self._open[key] = open_sandbox(spec)
         return self._open[key]
 
     def close(self) -> None:
-        """Close all sandboxes and stop the thread. Idempotent; the next test reopens them."""
+        """Close all sandboxes and stop the thread. The next test opens them again."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
             if loop is None or thread is None:

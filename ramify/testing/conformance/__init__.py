@@ -1,9 +1,9 @@
-"""The conformance suite, which every provider must pass before it is documented: each guarantee of
-``sandbox/base.py`` as one small test. It ships with the package:
+"""The conformance suite that every sandbox provider must pass before it is documented. It has one
+small test for each guarantee of ``sandbox/base.py``, and ships with the package:
 ``python -m ramify.testing sandbox NAME``.
 
-Decides how the checks are run on a sandbox and reported. A check that needs a capability that the
-provider does not claim (see ``SandboxCapabilities``) is skipped, and the report says so.
+A check that needs a capability that the provider does not claim (see ``SandboxCapabilities``) is
+skipped, and the report says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["CHECKS", "ConformanceCheck", "SandboxUnderTest", "echo"]
 
 
 class ConformanceResult(msgspec.Struct, frozen=True):
-    """Result of one check.
+    """The result of one conformance check: passed, failed or skipped.
 
     Example:
         ConformanceResult("values survive", passed=True, seconds=0.02)
@@ -55,7 +55,7 @@ class ConformanceResult(msgspec.Struct, frozen=True):
 
 
 async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
-    """Run every check on ``sandbox``, which ``spec`` describes. The sandbox stays open.
+    """Run every conformance check on a sandbox, which was opened with ``spec`` and stays open.
 
     Example:
         results = await testing.check_sandbox(ramify.open_sandbox(spec), spec)
@@ -67,7 +67,8 @@ async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[Conformance
 async def check_one(
     sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
 ) -> ConformanceResult:
-    """Run one check on ``sandbox``, in new sessions.
+    """Run one conformance check on a sandbox, in new sessions. The check is skipped if the sandbox
+    lacks a capability that it needs.
 
     Example:
         result = await testing.check_one(sandbox, spec, testing.CHECKS[0])
@@ -106,7 +107,8 @@ async def _report(spec: SandboxSpec) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Return exit status 0 if all claims hold, 1 if not, and 2 for a wrong call."""
+    """Run all conformance checks from the command line and print a report. Returns exit status 0 if
+    no check failed, 1 if one did, and 2 for wrong arguments."""
     if len(arguments) > 1:
         print("usage: python -m ramify.testing sandbox [PROVIDER]", file=sys.stderr)
         return 2

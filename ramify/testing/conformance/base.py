@@ -1,4 +1,5 @@
-"""A conformance check: one small test that any provider can run.
+"""The tools to write conformance checks. A check is one small test that the sandbox of any provider
+must pass.
 
     >>> @check("a function sees updated globals")
     ... async def updated_globals(probe): ...
@@ -20,7 +21,8 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxUnderTest:
-    """A sandbox under test. It closes the sessions that a check has opened.
+    """A sandbox that a conformance check tests. It keeps track of the sessions that the check has
+    opened, and closes them.
 
     Example:
         probe = testing.SandboxUnderTest(sandbox, spec)
@@ -38,7 +40,8 @@ class SandboxUnderTest:
         return session
 
     async def cells(self, *codes: str, session: Session | None = None) -> list[Cell]:
-        """Run cells one after the other, by default in a fresh session."""
+        """Run code cells one after the other, by default in a new session, and return their
+        results."""
         session = session or await self.open()
         return [(await session.run(code, answer=echo)).cell for code in codes]
 
@@ -48,7 +51,7 @@ class SandboxUnderTest:
 
 
 class ConformanceCheck(msgspec.Struct, frozen=True):
-    """A named test of one guarantee.
+    """A named test of one guarantee that every sandbox must give.
 
     Example:
         ConformanceCheck("a branch sees its parent's names", test, needs=("fork",))
@@ -69,7 +72,8 @@ def check(
 ) -> Callable[
     [Callable[[SandboxUnderTest], Awaitable[None]]], Callable[[SandboxUnderTest], Awaitable[None]]
 ]:
-    """Decorator that registers a check. ``needs``: names of ``SandboxCapabilities``."""
+    """Return a decorator that registers a function as a conformance check. ``needs`` has the names
+    of the ``SandboxCapabilities`` without which the check is skipped."""
 
     def add(
         test: Callable[[SandboxUnderTest], Awaitable[None]],
@@ -81,7 +85,7 @@ def check(
 
 
 class ConformanceError(AssertionError):
-    """A conformance check failed.
+    """Raised if a sandbox does not pass a conformance check.
 
     Example:
         ConformanceError("value: expected '2', got '3'")
@@ -103,8 +107,8 @@ def true(fact: object, what: str) -> None:
 
 
 async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answer calls in the sandbox checks: ``echo`` returns its argument, ``sleep`` waits, and
-    ``fail`` raises an error."""
+    """Answer the calls that a session under test makes to its host. A call of ``echo`` returns its
+    argument, ``sleep`` waits, and ``fail`` raises an error."""
     if name == "sleep":
         await asyncio.sleep(args[0])
     if name == "fail":

@@ -1,4 +1,5 @@
-"""Conformance checks: how cells behave in a notebook, and their output."""
+"""Conformance checks of sandboxes: code cells must behave as in a notebook, and their output must
+be complete and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conformance checks: values between session and host, and calls of the host."""
+"""Conformance checks of sandboxes: values that pass between a session and its host, and calls from
+the session to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conformance checks: what sessions share (contexts, forks) and what they are kept from."""
+"""Conformance checks of sandboxes: what sessions share (contexts and forks), and which resources of
+the host they must not reach."""
 
 from __future__ import annotations
 

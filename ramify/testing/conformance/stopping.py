@@ -1,4 +1,5 @@
-"""Conformance checks: stopping cells and killing sessions."""
+"""Conformance checks of sandboxes: a running cell can be stopped, and a session can be killed
+without harm to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The algorithm interface: turn scored groups into per-token streams for the loss.
+"""The interface of RL algorithms, which turn groups of scored rollouts into per-token advantages
+and weights for the loss.
 
     [Group] ── algorithm.assign_advantages(groups, task weights) ──> StepAdvantages
                                                    [RolloutAdvantages], denominators, metrics
@@ -29,7 +30,8 @@ T = TypeVar("T")
 
 
 class TokenCredit(msgspec.Struct, omit_defaults=True):
-    """The streams of one turn, over the N tokens sampled in it."""
+    """The advantages, loss weights and other per-token numbers of one turn, for the N tokens that
+    were sampled in it."""
 
     advantages: list[float] = msgspec.field(default_factory=list)
     """[N], or empty for none."""
@@ -70,14 +72,15 @@ Stamps = dict[tuple[str, int], TokenCredit]
 
 
 class RolloutAdvantages(msgspec.Struct):
-    """A rollout and the credit of its turns."""
+    """A rollout, with the advantages and loss weights of its turns."""
 
     trajectory: Trajectory
     credits: Stamps
 
 
 class StepAdvantages(msgspec.Struct):
-    """The result of ``assign_advantages`` for one optimizer step.
+    """The advantages and loss weights of all rollouts of one optimizer step, as an algorithm
+    computes them.
 
     Example:
         assigned = train.GRPO().assign_advantages(groups, task.weights)
@@ -99,7 +102,7 @@ class StepAdvantages(msgspec.Struct):
 
 
 class AlgorithmNeeds(msgspec.Struct, frozen=True):
-    """What an algorithm needs in addition to the groups."""
+    """What an RL algorithm needs in addition to groups of scored rollouts."""
 
     greedy: bool = False
     """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
@@ -113,12 +116,13 @@ class AlgorithmNeeds(msgspec.Struct, frozen=True):
 
 
 class Algorithm(Protocol):
-    """The interface of every class in ``ALGORITHMS``."""
+    """The interface of an RL algorithm, which computes advantages and loss weights from groups of
+    scored rollouts."""
 
     @property
     def has_group_baseline(self) -> bool:
-        """Whether rollouts are compared with others of the same task, so that a group of one has
-        no signal."""
+        """True if a rollout is compared with others of the same task item, so that a group with
+        only one rollout has no signal."""
         ...
 
     def assign_advantages(
@@ -133,8 +137,8 @@ class Algorithm(Protocol):
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
-    """Return what ``algorithm`` needs in addition to the groups. An algorithm that wraps another
-    one (``outcome``) needs what the inner one needs."""
+    """Return what an RL algorithm needs in addition to groups of scored rollouts. An algorithm that
+    wraps another one (``outcome``) needs what the inner one needs."""
     needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
         algorithm, needs_of, AlgorithmNeeds()
     )
@@ -142,9 +146,10 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 
 def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Complete the advantages of ``rows``, all rows of a step, and return metrics.
+    """Complete the advantages of a step, once the trainer has added the numbers that the algorithm
+    needs to ``rows``, the token sequences of the step. Returns metrics.
 
-    Rows of an algorithm that needs no streams stay unchanged."""
+    The rows stay unchanged if the algorithm needs no such numbers."""
     if not needs_of(algorithm).streams:
         return {}
     own = getattr(algorithm, "finish", None)
@@ -169,9 +174,9 @@ def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
 
 
 def reduced(algorithm: T, reduction: str | None) -> T:
-    """Return a copy of ``algorithm`` that uses the loss reduction ``reduction``, which a policy
-    loss may prescribe (``LossSpec.reduction``). Algorithms nested in it are changed in the same
-    way. ``algorithm`` is returned unchanged if ``reduction`` is None or if it imitates
+    """Return a copy of an algorithm that weights tokens by another reduction, which a policy loss
+    may prescribe (``LossSpec.reduction``). Nested algorithms are changed in the same way. The
+    algorithm is returned unchanged if ``reduction`` is None, or if the algorithm imitates
     demonstrations instead of following a policy gradient."""
     if reduction is None or getattr(algorithm, "imitates", False):
         return algorithm

@@ -10,9 +10,8 @@ the same, whatever its task's algorithm divides by. If all parts use the same al
 is the same as without ``by_task``. Statistics over a step (``normalise``, running means) are kept
 separately for each task.
 
-Decides the shares and which algorithms can share a step. Not here: how often a task is sampled, the
-factor of its rewards (both in ``MixturePart``), and the policy loss, which is the same for the
-whole run (``rl.loss``).
+``MixturePart`` says how often a task is sampled and by which factor its rewards are multiplied. The
+policy loss is the same for the whole run (``rl.loss``).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class PerTaskAlgorithm(
     tag_field="name",
     tag="by_task",
 ):
-    """An algorithm per task of a mixture; implements ``Algorithm``.
+    """An RL algorithm that uses a different algorithm for each task of a mixture.
 
     Example:
         train.RlSpec(algorithm=train.PerTaskAlgorithm(tasks={"sums": train.GRPO(), "papers":
@@ -86,9 +85,9 @@ class PerTaskAlgorithm(
                 )
 
     def check(self, parts: Collection[str], trained: Collection[str]) -> None:
-        """Raise ConfigError if the algorithms do not match the parts of the mixture, or if they
-        cannot be trained in one optimizer step. ``parts`` names all parts, ``trained`` those with
-        items to train on."""
+        """Raise ConfigError if the algorithms do not match the parts of the task mixture, or if
+        they cannot share an optimizer step. ``parts`` has the names of all parts, and ``trained``
+        those of the parts that are trained on."""
         for name in self.tasks:
             if name not in parts:
                 raise ConfigError(
@@ -118,7 +117,7 @@ class PerTaskAlgorithm(
             )
 
     def of(self, part: str) -> Algorithm:
-        """Return the algorithm for one part of the mixture, with its saved state restored."""
+        """Return the algorithm for one part of the task mixture, with its saved state restored."""
         algorithm = self.tasks.get(part, self.other)
         prefix = f"{part}/"
         own = {
@@ -186,7 +185,8 @@ class PerTaskAlgorithm(
         )
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Complete the advantages of each task's rows by its own algorithm."""
+        """Complete the advantages of the token sequences of each task with the algorithm of that
+        task. Returns metrics."""
         by_part: dict[str, list[TokenSequence]] = defaultdict(list)
         for row in rows:
             by_part[part_of(row.item)].append(row)
@@ -195,8 +195,8 @@ class PerTaskAlgorithm(
         return means | _by_name(found)
 
     def _num_learnt(self, part: str, groups: Sequence[Group], step: StepAdvantages) -> int:
-        """Groups that count in the loss: those with a signal, or all if their algorithm keeps
-        those without."""
+        """Return how many groups of a part count in the loss: those with a signal, or all of them
+        if the part's algorithm also keeps groups without one."""
         if getattr(self.of(part), "drop_zero_variance", True) is False:
             return sum(any(each.rewards for each in group.trajectories) for group in groups)
         learnt = {rollout.trajectory.id for rollout in step.rollouts}
@@ -206,8 +206,8 @@ class PerTaskAlgorithm(
 def _scaled(
     rollout: RolloutAdvantages, share: float, denominators: Mapping[str, float]
 ) -> RolloutAdvantages:
-    """Multiply the weights of ``rollout`` by ``share`` and divide them by the ``denominators`` of
-    its part, so that the losses of all parts can simply be added."""
+    """Multiply a rollout's token weights by the share of its part of the mixture, and divide them
+    by the denominators of that part, so that the losses of all parts can simply be added."""
     factors = {name: share / value for name, value in denominators.items() if value}
 
     def weighed(name: str, weights: list[float]) -> list[float]:

@@ -23,7 +23,8 @@ from ramify.types.trajectory import Group
 
 
 class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
-    """GDPO estimator; implements ``Algorithm``. The task's weights apply to the sum.
+    """The GDPO estimator: each named reward is compared within the group separately, and the
+    results are summed with the task's weights.
 
     Example:
         train.RlSpec(algorithm=train.GDPO())

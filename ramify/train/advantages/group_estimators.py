@@ -1,4 +1,5 @@
-"""The estimators that compare the rollouts of one task and differ in one formula: ``compare``.
+"""RL estimators that compare the rollouts of one task item with each other. They differ only in the
+formula of their method ``compare``.
 
     [n returns], [n lengths] ──compare──> [n advantages]       for n attempts at the same thing
 
@@ -30,7 +31,8 @@ from ramify.types.sequence import TokenSequence, rollout_of
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:
-    """R_i - mean(R), exactly 0 if all returns are equal, whatever rounding does to the mean."""
+    """Return each return minus the mean of all: R_i - mean(R). The result is exactly 0 if all
+    returns are equal, however the mean is rounded."""
     if len(returns) < 2 or min(returns) == max(returns):
         return [0.0] * len(returns)
     centre = statistics.fmean(returns)
@@ -38,8 +40,8 @@ def above_mean(returns: Sequence[float]) -> list[float]:
 
 
 class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_grpo"):
-    """Dr.GRPO (2503.20783): a rollout's reward minus the mean of its group, without division by
-    the standard deviation. The default.
+    """Dr.GRPO (2503.20783), the default estimator: the advantage is a rollout's reward minus the
+    mean of its group, without division by the standard deviation.
 
         A_i = R_i - mean(R)             rewards 1, 0, 0, 0: advantages 0.75, -0.25, -0.25, -0.25
 
@@ -50,8 +52,8 @@ class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_
 
 
 class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
-    """GRPO (2402.03300): a rollout's reward minus the mean of its group, divided by the group's
-    standard deviation.
+    """GRPO (2402.03300): the advantage is a rollout's reward minus the mean of its group, divided
+    by the group's standard deviation.
 
         A_i = (R_i - mean(R)) / (std(R) + epsilon), with the unbiased std
 
@@ -70,8 +72,8 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
 
 
 class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
-    """DAPO's estimator (2503.14476): GRPO's, averaged over all tokens of the step, without calls
-    whose last reply was cut at its token limit.
+    """DAPO's estimator (2503.14476): advantages as in GRPO, with a loss that is averaged over all
+    tokens of the step, without calls whose last reply was cut at its token limit.
 
     rewards 1, 0, 0, 0: advantages 1.5, -0.5, -0.5, -0.5. ``rl.objective=dapo`` sets its loss, too.
 
@@ -84,7 +86,8 @@ class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
 
 
 class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"):
-    """RLOO (2402.14740): a rollout's reward minus the mean of the other rollouts of its group.
+    """RLOO (2402.14740): the advantage is a rollout's reward minus the mean of the other rollouts
+    of its group.
 
         A_i = R_i - mean of the others = n/(n-1) · (R_i - mean(R))
 
@@ -128,7 +131,8 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
 
 
 class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxrl"):
-    """MaxRL (2602.02710): a rollout's reward minus the mean of its group, divided by that mean.
+    """MaxRL (2602.02710): the advantage is a rollout's reward minus the mean of its group, divided
+    by that mean.
 
         A_i = (R_i - mean(R)) / (mean(R) + epsilon), or 0 if the mean is not positive
 
@@ -144,8 +148,8 @@ class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxr
 
 
 class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
-    """OPO (2505.23585): a rollout's reward minus the mean of its group, in which each rollout is
-    weighted by its length.
+    """OPO (2505.23585): the advantage is a rollout's reward minus the mean of its group, in which
+    each rollout is weighted by its length.
 
         A_i = R_i - sum(len · R) / sum(len)
 
@@ -162,8 +166,8 @@ class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
 
 
 class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"):
-    """GRPO for pass@k: only the best rollout of a group has an advantage, its lead over the second
-    best divided by the group's standard deviation.
+    """GRPO for pass@k: only the best rollout of a group has an advantage, which is its lead over
+    the second best, divided by the group's standard deviation.
 
         A = (best - second) / (std(R) + 1e-6) for the best, 0 for the others
 
@@ -179,8 +183,8 @@ class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pa
 
 
 class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hierarchical"):
-    """Hierarchical GRPO: a call's return minus the mean over attempts at the same sub-task; roots
-    are compared with the roots of their group.
+    """Hierarchical GRPO: the advantage of a call is its return minus the mean over attempts at the
+    same sub-task. Root calls are compared with the other roots of their group.
 
     roots 1 and 0; both ask "north", which is answered with rewards 1 and 0 (γ of the tree 0):
     advantages 0.5, -0.5 for both pairs. A sub-task that only one call attempted gives that call no
@@ -196,8 +200,8 @@ class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hie
 class ReinforcePPBaseline(
     DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="reinforce_pp_baseline"
 ):
-    """REINFORCE++ with a baseline (2501.03262): a rollout's reward minus the mean of its group,
-    normalised over the step.
+    """REINFORCE++ with a baseline (2501.03262): the advantage is a rollout's reward minus the mean
+    of its group, normalised over all tokens of the step.
 
     rewards 1, 0 | 1, 1, one token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation
     0.408: ±1.225 | 0, 0. Zero-variance groups stay in the step, because they are part of what is

@@ -37,7 +37,8 @@ from ramify.types.trajectory import Group
 class PPO(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="ppo"
 ):
-    """PPO estimator; implements ``Algorithm``.
+    """The PPO estimator: advantages are computed by generalised advantage estimation from the
+    values of a critic.
 
     Example:
         train.RlSpec(algorithm=train.PPO(lam=0.95), critic=train.CriticSpec(model="own"))
@@ -121,7 +122,8 @@ def _put_reward(credit: TokenCredit, reward: float) -> None:
 def _explained_variance(
     returns: Sequence[row_math.Doubles], residuals: Sequence[row_math.Doubles]
 ) -> float:
-    """The share of the returns' variance that the critic explains; 0 if they do not vary."""
+    """Return the share of the variance of returns that the critic explains, or 0 if the returns do
+    not vary."""
     if not returns:
         return 0.0
     total = float(np.concatenate(list(returns)).var())

@@ -27,8 +27,8 @@ from ramify.types.trajectory import Group
 class RAE(
     GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"
 ):
-    """Role-conditioned advantage estimation: compare each return with a running mean for the call's
-    role. Implements ``Algorithm``.
+    """Role-conditioned advantage estimation: the advantage of a call is its return minus a running
+    mean of the returns of calls with the same role.
 
     Example:
         train.RlSpec(algorithm=train.RAE(decay=0.9))

@@ -28,7 +28,8 @@ class ReinforcePP(
     tag_field="name",
     tag="reinforce_pp",
 ):
-    """REINFORCE++ estimator; implements ``Algorithm``."""
+    """The REINFORCE++ estimator: the advantage is a call's discounted return, normalised over all
+    tokens of the step."""
 
     gamma: float = 1.0
     """Discount per sampled token; tokens between sampled ones (prompts, observations) do not

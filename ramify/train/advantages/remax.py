@@ -1,4 +1,5 @@
-"""ReMax (2310.10505): a rollout's reward minus that of a greedy rollout of the same item.
+"""ReMax (2310.10505): the advantage is a rollout's reward minus that of a greedy rollout of the
+same item.
 
 rewards 1, 0 and a greedy rollout of 0.25: advantages 0.75, -0.25. Each group gets one greedy
 rollout at temperature 0, which is not trained on. A group whose greedy rollout failed is left out
@@ -25,7 +26,8 @@ class ReMax(
     tag_field="name",
     tag="remax",
 ):
-    """ReMax estimator; implements ``Algorithm``.
+    """The ReMax estimator: the advantage of a rollout is its reward minus that of a greedy rollout
+    of the same item.
 
     Every call gets its root's advantage, since the children of the greedy rollout cannot be matched
     with those of another.

@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: cross-entropy on the replies of trajectories, optionally only of those
-with a high enough reward.
+"""Supervised fine-tuning: train with cross-entropy on the replies in trajectories, optionally only
+in those with a high enough reward.
 
 With ``min_reward`` this is rejection sampling (RAFT, STaR): of stored or freshly sampled
 trajectories, only those that reached the reward are trained on. Each token weighs the same
@@ -30,7 +30,8 @@ class SFT(
     tag_field="name",
     tag="sft",
 ):
-    """Supervised fine-tuning or rejection sampling; implements ``Algorithm``.
+    """Supervised fine-tuning on the replies of trajectories. With ``min_reward``, only trajectories
+    that reach this reward are imitated (rejection sampling).
 
     Example:
         train.SFT(min_reward=1.0)    # imitate only rollouts with a reward of at least 1

@@ -1,5 +1,5 @@
-"""Arithmetic on the tokens of a step: returns along a call, statistics over all tokens, and numbers
-per turn within a group.
+"""Arithmetic on the tokens of an optimizer step: discounted returns along a call, statistics over
+all tokens, and the normalisation of per-turn numbers within a group.
 
 The sampled tokens of a call form one line, whatever lies between them (observations, prompts of
 later turns) and however many rows hold them. Discounting goes from one sampled token to the next.
@@ -67,8 +67,8 @@ class CallTokens(NamedTuple):
 
 
 def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
-    """Group the sampled tokens of ``rows`` by call. Calls are returned in the order in which they
-    first appear."""
+    """Group the sampled tokens of ``rows``, the token sequences of a step, by call. The calls come
+    in the order in which they first appear."""
     by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
         tokens = np.flatnonzero(row.rl)
@@ -78,7 +78,7 @@ def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
 
 
 def to_go(rewards: Doubles, gamma: float) -> Doubles:
-    """Discounted returns-to-go: G_t = r_t + γ G_{t+1}.
+    """Compute the discounted returns-to-go G_t = r_t + γ G_{t+1} of a series of rewards.
 
     rewards 1, 0, 2 with γ = 0.5: returns 1.5, 1, 2"""
     returns = rewards.copy()
@@ -88,14 +88,15 @@ def to_go(rewards: Doubles, gamma: float) -> Doubles:
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
-    """Generalised advantage estimation (1506.02438): Â_t = δ_t + γλ Â_{t+1},
-    δ_t = r_t + γ V_{t+1} - V_t. The value after the last token is 0."""
+    """Compute advantages by generalised advantage estimation (1506.02438): Â_t = δ_t + γλ Â_{t+1}
+    with δ_t = r_t + γ V_{t+1} - V_t. The value after the last token is 0."""
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     return to_go(deltas, gamma * lam)
 
 
 def starts_of(turns: Doubles) -> Ints:
-    """The index of the first token of each turn: 0, 0, 1, 3, 3 gives 0, 2, 3."""
+    """Return the index of the first token of each turn, given the turn of every token. For example,
+    0, 0, 1, 3, 3 gives 0, 2, 3."""
     changes: Ints = np.flatnonzero(np.diff(turns)) + 1
     return np.concatenate([np.zeros(1, np.int64), changes])
 
@@ -113,7 +114,8 @@ def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
 
 
 def whiten_all(parts: Sequence[list[float]], epsilon: float | None = None) -> None:
-    """Whiten all numbers of ``parts`` together, in place."""
+    """Normalise all numbers in several lists together, in place, to mean 0 and standard deviation
+    1."""
     if not parts:
         return
     together = np.concatenate([np.asarray(part, np.float64) for part in parts])
@@ -132,9 +134,10 @@ def add_kl(
     normalise: bool,
     epsilon: float | None = None,
 ) -> dict[str, float]:
-    """Subtract β (o - ref) from the advantage of each token and, discounted by γ, of the tokens
-    before it in its call; then normalise over the step if asked to. The metric ``reward_kl`` is
-    the mean of o - ref."""
+    """Subtract a KL penalty from the advantages of a step: β (o - ref), the difference to the
+    reference policy's log-probability, from the advantage of each token and, discounted by γ, of
+    the tokens before it in its call. Then normalise over the step if asked to. Returns the metric
+    ``reward_kl``, the mean of o - ref."""
     charges: list[Doubles] = []
     calls = list(lines(rows))
     for line in calls:
@@ -147,7 +150,8 @@ def add_kl(
 
 
 def normalise_lines(calls: Sequence[CallTokens], epsilon: float | None = None) -> None:
-    """Whiten the advantages of all tokens of ``calls`` together."""
+    """Normalise the advantages of all tokens of ``calls`` together, to mean 0 and standard
+    deviation 1."""
     if not calls:
         return
     whitened = whiten(np.concatenate([line.read("advantages") for line in calls]), epsilon)
@@ -188,8 +192,8 @@ def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Subtract the mean over the group's trajectories, each counted by its own mean, so that long
-    trajectories weigh no more than short ones.
+    """Subtract from each number the mean over the trajectories of a group. The mean is taken over
+    the means of the trajectories, so that long trajectories weigh no more than short ones.
 
     [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5"""
     means = [statistics.fmean(row.values()) for row in rows if row]
@@ -200,14 +204,16 @@ def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def normalised(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
-    """Normalise ``rows`` by the method that ``norm`` names."""
+    """Normalise per-turn numbers, given as one mapping for each trajectory, by the method named
+    ``norm``."""
     if norm == "step_index":
         return step_index(rows)
     return group(rows) if norm == "group" else [dict(row) for row in rows]
 
 
 def early_first(values: Sequence[float], gamma: float) -> list[float]:
-    """A_j · (1 + γ (1 - Σ_{l<j} |A_l| / Σ |A|)): early tokens get more weight (2606.22600).
+    """Scale advantages so that early tokens get more weight (2606.22600):
+    A_j · (1 + γ (1 - Σ_{l<j} |A_l| / Σ |A|)).
 
     1, 1, 2 with γ = 0.5: 1.5, 1.375, 2.5"""
     total = sum(abs(value) for value in values)

@@ -1,4 +1,4 @@
-"""Token weights: how much each sampled token counts in the loss.
+"""Compute token weights, which say how much each sampled token counts in the loss.
 
 The gradient of the mean reward over trees is a plain sum over all sampled tokens. So by default
 (``constant``) every token counts the same, and nothing that depends on the size of a tree divides
@@ -74,9 +74,9 @@ def weights(
     share: Share = "token",
     rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
-    """Return the weight of each token, and the denominator by which the step's loss is divided. The
-    weights are nested by group, rollout and call id, and all tokens of a call weigh the same.
-    Rollouts without tokens are not counted.
+    """Return the loss weight of each sampled token of a step, and the number by which the step's
+    loss is divided. The weights are nested by group, rollout and call id, and all tokens of a call
+    weigh the same. Rollouts without tokens are not counted.
 
     ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by."""
     name = ALSO.get(reduction, reduction)
@@ -106,9 +106,9 @@ StepWeights = tuple[list[list[Weights]], float]
 
 
 def shares_of(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """Return for each call how much more one of its tokens counts under the weighting ``other``
-    than under ``base``: the quotient of its shares of the step's loss. The result is 1 if both
-    weightings count the token the same."""
+    """Return for each call how many times as much one of its tokens counts in the step's loss under
+    the weighting ``other`` as under ``base``. The result is 1 if both weightings count the token
+    the same."""
     scale = base[1] / other[1] if other[1] else 0.0
     return [
         [
@@ -124,8 +124,8 @@ _SLOWEST = 0.1
 
 
 class RunningMeanRolloutTokens(NamedTuple):
-    """Running mean of the number of tokens per rollout: L, by which ``reduction="constant"``
-    divides. It is the plain mean of the first ten steps, then an exponential one. It changes
+    """A running mean of the number of tokens per rollout, by which ``reduction="constant"`` divides
+    the loss. It is the plain mean of the first ten steps, and then an exponential one. It changes
     slowly, so that clipping by norm means the same for narrow and wide trees. A step is divided by
     the mean of the steps before it. Only a run's first step is divided by its own mean.
 
@@ -162,7 +162,8 @@ class RunningMeanRolloutTokens(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Size of a group: its rollouts with at least one token that carries loss, and these tokens."""
+    """The size of a group: how many of its rollouts have a token that carries loss, and the number
+    of such tokens."""
 
     rollouts: int
     tokens: float

@@ -1,8 +1,7 @@
-"""The memory of a training step: how much activations may take, recomputation in place of storing
-them, and freed memory that stays in the process; and the time that a token takes.
-
-Not here: how batches are filled (``data/pack.py``) and the memory of the logits
-(``models/trunk.py``).
+"""Manage the memory of a training step: estimate how many tokens fit, recompute activations instead
+of storing them, and configure what happens to freed memory. This module also estimates the time
+that a token takes. Batches are filled by ``data/pack.py``, and ``models/trunk.py`` limits the
+memory of the logits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ _BLOCK = 1 << 20
 
 
 def activation_room(memory: int) -> int:
-    """Memory budget of activations in bytes; ``memory`` is that of the GPU, or 0 on a CPU."""
+    """Return how many bytes activations may take. ``memory`` is the memory of the GPU in bytes, or
+    0 on a CPU."""
     return 2 * memory // 5 if memory else 4 << 30
 
 
@@ -36,8 +36,9 @@ def logits_at_once(is_cuda: bool) -> int:
 
 
 def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsize: int) -> int:
-    """Activation memory of one token until its backward pass: about ten vectors of the model's
-    width and four of the MLP's per layer, or one per layer with recomputation.
+    """Estimate the bytes of activations that one token needs until its backward pass: about ten
+    vectors of the model's width and four of the MLP's per layer, or one per layer with
+    recomputation.
 
     ``itemsize``: bytes of a number in matrix products. In bf16 an H200 held .39 to .45 of what fp32
     is counted with (Qwen3 0.6B, 1.7B and 4B). The input of a layer is fp32 in any case.
@@ -46,15 +47,15 @@ def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsiz
 
 
 def total_gpu_bytes(device: torch.device) -> int:
-    """Memory of a GPU in bytes; 0 for a CPU."""
+    """Return the total memory of a GPU in bytes, or 0 if the device is a CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def most_tokens(config: Any, device: torch.device, recompute: bool, precision: str) -> int:
-    """Number of tokens whose activations fit into memory, with products in ``precision``, which is
-    fp32 or bf16."""
+    """Return the number of tokens whose activations fit into the memory of the device.
+    ``precision`` is that of matrix products: fp32 or bf16."""
     itemsize = 2 if precision == "bf16" else 4
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
@@ -63,15 +64,16 @@ def most_tokens(config: Any, device: torch.device, recompute: bool, precision: s
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, i.e. its longest ``ModuleList``; empty if it has none."""
+    """Return the layers of a model, which are the entries of its longest ``ModuleList``. The result
+    is empty if the model has no such list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
     return list(longest)
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Turn activation checkpointing on or off for each layer; an earlier backend of the model may
-    have turned it on."""
+    """Turn activation checkpointing on or off for each layer of a model. An earlier backend of the
+    same model may have turned it on."""
     layers = layers_of(model)
     if enabled and not layers:
         raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
@@ -95,8 +97,8 @@ class _RecomputedLayer:
 
 
 def keep_freed_memory() -> bool:
-    """Configure malloc to keep freed memory in the process, on a CPU with glibc. Returns whether
-    that was possible; if not, nothing changes. Idempotent.
+    """Configure glibc's malloc to keep freed memory in the process, for training on a CPU. Returns
+    False if that is not possible, as on a system without glibc.
 
     A training step frees and reallocates the same hundreds of megabytes again and again. By default
     glibc returns large blocks to the system each time, and the kernel zeroes their pages on
@@ -106,7 +108,8 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Configure malloc to return large freed blocks to the system, like ``keep_freed_memory``.
+    """Configure glibc's malloc to return large freed blocks to the system. Returns False if that is
+    not possible, as on a system without glibc.
 
     A rank gathers and frees whole layers. By default glibc takes their blocks from the heap after
     the first ones were freed, and what is between them keeps the heap from shrinking: a model of
@@ -149,8 +152,9 @@ _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14,
 
 
 def compute_cost(model: nn.Module, config: Any, device: str) -> PackingCostModel:
-    """Costs in units of one token's work forward and backward, which is 6 FLOP per weight of the
-    layers. A pair costs 14 FLOP per layer and element of the heads: two products forward, five
+    """Estimate the compute costs by which batches are packed for a model and a device. The unit is
+    one token's work forward and backward, which is 6 FLOP per weight of the layers. A pair of
+    tokens in attention costs 14 FLOP per layer and element of the heads: two products forward, five
     backward."""
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(

@@ -29,7 +29,7 @@ _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.we
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and targets of the adapters."""
+    """The rank and scale of low-rank adapters, and the modules that get one."""
 
     rank: int
     alpha: float
@@ -43,8 +43,8 @@ def need_peft() -> None:
 
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
-    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError if there
-    are none."""
+    """Return the names of the linear modules that get an adapter, in the model's order. Raises
+    ConfigError if there are none."""
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -58,7 +58,8 @@ def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
 
 
 def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
-    """Give the modules ``names`` an adapter, and freeze everything else."""
+    """Add a low-rank adapter to each of the named modules of a model, and freeze all other
+    weights."""
     need_peft()
     from peft import inject_adapter_in_model
 
@@ -69,8 +70,8 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
 def begin(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` are
-    the matrices that get an adapter, and ``shapes`` has their shapes."""
+    """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` and
+    ``shapes`` are those of the matrices that get an adapter."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
         rows, columns = shapes[name]
@@ -79,7 +80,7 @@ def begin(
 
 
 def plain(name: str) -> str:
-    """Name of a parameter in the model without adapters."""
+    """Return the name that a parameter would have in the model without adapters."""
     return name.replace("base_layer.", "")
 
 
@@ -88,7 +89,8 @@ def is_adapter(name: str) -> bool:
 
 
 def pair(name: str) -> tuple[str, str]:
-    """Names of A and B for the matrix with the plain name ``name``."""
+    """Return the names of the adapter matrices A and B for a matrix, given its name in the model
+    without adapters."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{_A}", f"{owner}.{_B}"
 
@@ -112,7 +114,8 @@ def without(model: nn.Module) -> Iterator[None]:
 def save(
     folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors."""
+    """Write adapters to a folder in the format of ``peft``: adapter_config.json and
+    adapter_model.safetensors."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,10 @@ loop runs.
 
     FsdpRanks ── spread ──> FsdpModel ── backend ──> FsdpBackend (``fsdp_model.py``)
 
-Decides which ranks are started or joined, and whether a model fits them. Losses are divided by the
-counts of the whole step, and gradients are sums over ranks, so both equal those of the ``single``
-backend. Not here: one model and its training (``fsdp_model.py``), how weights are sharded
-(``sharding.py``), what a rank does (``rank.py``), and failures of ranks (``rank_group.py``).
+Losses are divided by the counts of the whole step, and gradients are sums over ranks, so both equal
+those of the ``single`` backend. A model and its training are in ``fsdp_model.py``, sharding is in
+``sharding.py``, what a rank does is in ``rank.py``, and failures of ranks are handled by
+``rank_group.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 
 
 class FsdpRanks:
-    """The ranks of a run, and the models sharded over them."""
+    """The processes (ranks) of a training run, over which models are sharded."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FsdpRanks:
 
     @property
     def own(self) -> Any:
-        """The ``RankModels`` of this process."""
+        """The ``RankModels`` of this process, with its shard of each model."""
         return self._joined.rank
 
     def spread(
@@ -81,11 +81,11 @@ class FsdpRanks:
         critic: bool = False,
         holds_base: bool = False,
     ) -> FsdpModel:
-        """Shard a model with a Hugging Face configuration and weights from ``source``. ``compute``
-        overrides the ranks' options, except their number. ``critic``: add a value head, initialized
-        to 0. ``holds_base``: keep the weights that adapters are added to in this process too, so
-        that only adapters are gathered. Raises ConfigError, naming the first tensor that does not
-        fit."""
+        """Shard a model over the ranks, given its Hugging Face configuration and a source of
+        weights. ``compute`` overrides the ranks' options, except their number. ``critic``: add a
+        value head, initialized to 0. ``holds_base``: keep the weights that adapters are added to in
+        this process too, so that only adapters are gathered. Raises ConfigError, naming the first
+        tensor that does not fit."""
         compute = compute or self.compute
         TensorParallelPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source(config, source)
@@ -99,8 +99,9 @@ class FsdpRanks:
 
 
 class FsdpTrainedModel:
-    """Implements ``TrainedModel`` over ranks. The policy object in this process belongs to the
-    engine, which is updated at each publication."""
+    """The model that a run trains, sharded over several processes (ranks). The policy object in
+    this process belongs to the inference engine, which gets new weights whenever they are
+    published."""
 
     is_here = False
 
@@ -116,9 +117,9 @@ class FsdpTrainedModel:
         hosts: Launcher | None = None,
         device: str | None = None,
     ) -> None:
-        """``policy`` determines the model and the tokenizer; its weights may change later.
-        ``critic``: add a value head, for ``with_critic``. ``device``: kind of the ranks' devices;
-        None: the policy's."""
+        """Start the ranks, and shard a model like that of ``policy`` over them. The weights of
+        ``policy`` may change later. ``critic``: add a value head, for ``with_critic``. ``device``:
+        kind of the ranks' devices; None: the policy's."""
         device = device or policy.device.type
         compute = decided(compute, policy.dtype, device)
         self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
@@ -180,7 +181,7 @@ class FsdpTrainedModel:
         return self._model.base_tensors_and_adapters()
 
     def stacks(self) -> str:
-        """Stacks of the other ranks, as text."""
+        """Return the stack traces of the other ranks, as text."""
         return self._ranks.rank_group.stacks()
 
     def release_memory(self) -> None:
@@ -191,8 +192,8 @@ class FsdpTrainedModel:
 
 
 def check_source(config: Any, source: Source) -> None:
-    """Raise ConfigError, naming the first tensor of ``source`` that does not fit the model of
-    ``config``."""
+    """Raise ConfigError if the tensors of a source of weights do not fit the model of a
+    configuration. The error names the first such tensor."""
     model = on_meta(config)
     if isinstance(source, Path):
         check_weights(model, stored_tensors(source, model), str(source))

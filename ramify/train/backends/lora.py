@@ -6,8 +6,8 @@ frozen.
     with without(model)                   inside, ``linear.weight`` returns W
 
 B starts at zero, so the model is unchanged at first. An adapter is a parametrization of
-``nn.Linear.weight``, so any module, ours or one from transformers, uses it without changes. Not
-here: adapters on disk; a policy is saved with its sums.
+``nn.Linear.weight``, so any module, ours or one from transformers, uses it without changes. A
+policy is saved with its sums, and not with separate adapters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _ORIGINAL = "parametrizations.weight.original"
 
 
 class LoraParametrization(nn.Module):
-    """Parametrization that adds an adapter to a weight W, which becomes W + scale · B A."""
+    """A PyTorch parametrization that adds a low-rank adapter to a weight W, which becomes
+    W + scale · B A."""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -51,9 +52,10 @@ def attach(
     targets: Sequence[str] | str = "all-linear",
     seed: int = 0,
 ) -> int:
-    """Give an adapter to every ``nn.Linear`` whose last name part is in ``targets``
-    (``all-linear``: all except the output matrix), and freeze everything else. Returns the number
-    of trained parameters. Raises ConfigError if no module has such a name."""
+    """Add a low-rank adapter to each targeted linear module of a model, and freeze everything else.
+    ``targets`` has the last name parts of the modules; ``all-linear`` means all except the output
+    matrix. Returns the number of trained parameters. Raises ConfigError if no module has such a
+    name."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
@@ -75,8 +77,8 @@ def attach(
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors that the model would have without adapters. Each weight has its
-    adapter added."""
+    """Yield the name and the tensor of each weight, with adapters merged into the weights that they
+    adapt."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -88,9 +90,8 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def base_tensors_and_adapters(
     model: nn.Module,
 ) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
-    """Yield the names and tensors that the model would have without adapters, before any adapter is
-    added. The third item adds the adapter to the tensor when it is called. It is None for a tensor
-    without an adapter."""
+    """Yield the name of each weight, its tensor without the adapter, and a function that adds the
+    adapter to the tensor. The function is None for a weight without an adapter."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -112,7 +113,8 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
 
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside: the model as it was before ``attach``. Not thread-safe."""
+    """Disable the adapters inside the ``with`` block, so that the model computes as it did before
+    they were added. This is not thread-safe."""
     adapters = [module for module in model.modules() if isinstance(module, LoraParametrization)]
     for adapter in adapters:
         adapter.is_off = True

@@ -1,4 +1,5 @@
-"""The mesh of ranks: which axis splits what, and which sizes fit.
+"""The arrangement of a run's processes (ranks) in a mesh: what each axis of the mesh splits, and
+which sizes fit.
 
     ranks=8, replicas=2, tensor=2             experts=4 (the same ranks, seen by experts)
 
@@ -14,8 +15,8 @@ differ in another axis compute different batches; FSDP2 gathers the parts of a l
 whole experts, and tokens travel to them. Sizes, names and plans are those of transformers'
 ``DistributedConfig``.
 
-Only arithmetic, which finds mistakes before anything is started. Not here: the device mesh and the
-plans of a model (``tensor_parallel.py``).
+This module only computes, to find mistakes before anything is started. The device mesh and the
+plans of a model are in ``tensor_parallel.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 class MeshSizes(NamedTuple):
-    """The length of each axis."""
+    """The length of each axis of a mesh of ranks."""
 
     replicas: int
     shard: int
@@ -76,11 +77,12 @@ class MeshSizes(NamedTuple):
 
     @property
     def splits_layers(self) -> bool:
-        """Whether layers themselves are split, not only their storage."""
+        """True if the computation of a layer is split over ranks, and not only the storage of its
+        weights."""
         return self.tensor > 1 or self.experts > 1
 
     def place(self, rank: int) -> str:
-        """Coordinates of a rank, such as ``shard 1, tensor 0``."""
+        """Return the coordinates of a rank in the mesh as text, such as ``shard 1, tensor 0``."""
         axes = {"replicate": self.replicas, "shard": self.shard, "tensor": self.tensor}
         found, rest = [], rank
         for name, size in reversed(axes.items()):
@@ -145,7 +147,7 @@ def _check_plan(axis: str, size: int, config: Any, field: str, given: Mapping[st
 
 
 def need_plans() -> None:
-    """Raise ConfigError if the installed transformers cannot split layers."""
+    """Raise ConfigError if the installed version of ``transformers`` cannot split layers."""
     if find_spec("transformers.distributed.expert_parallel") is None:
         import transformers
 

@@ -1,6 +1,8 @@
-"""A model without its weights: its modules and shapes, from its configuration, on the meta device.
+"""Build a model without its weights from its configuration. On PyTorch's meta device, it has its
+modules and shapes only.
 
-Ranks create it before they split and fill it; checks ask it what a model consists of.
+Ranks create such a model before they split and fill it, and checks use it to find out what a model
+consists of.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from ramify.models.dense import DenseModel, unsupported
 
 
 def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
-    """Build the model of a Hugging Face configuration on the meta device, so without weights.
-    Computed buffers (rotations) have their values. With ``splits_layers``, the model is always the
-    one from ``transformers``, which comes with plans for splitting its layers."""
+    """Build the model of a Hugging Face configuration on the meta device, without allocating its
+    weights. Computed buffers (rotations) have their values. With ``splits_layers``, the model is
+    always the one from ``transformers``, which comes with plans for splitting its layers."""
     if unsupported(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()
@@ -33,8 +35,8 @@ def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move parameters to the meta device as modules register them inside; buffers keep their
-    values, which are not in any checkpoint."""
+    """Inside the ``with`` block, move every parameter that a module registers to the meta device.
+    Buffers keep their values, since these are not in any checkpoint."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,7 +1,7 @@
-"""The optimizer of one model, and how it accesses the weights. Decides which parameters Muon
-updates, which ones AdamW updates, and which ones have weight decay. A ``WeightSharding`` hides from
-``single.py`` how the weights are stored. ``SingleProcessWeightSharding`` is for one device that
-holds them all; the layout for several ranks is in ``sharding.py``.
+"""The optimizers that update the weights of a model, and the interface through which they access
+the weights. A ``WeightSharding`` hides from ``single.py`` how the weights are stored.
+``SingleProcessWeightSharding`` is for one device that holds them all; the layout for several ranks
+is in ``sharding.py``. Which parameters each optimizer updates:
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without weight decay
@@ -14,7 +14,7 @@ momentum. ``sharding.py`` has it for matrices that are sharded by rows.
     U = orthogonal(βM + (1-β)G)
     W ← (1 - lr·decay) W - lr · 0.2 √max(rows, columns) · U
 
-Not here: the learning-rate schedule (``OptimizerSpec.lr_at``), and gradients.
+The learning-rate schedule is in ``OptimizerSpec.lr_at``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer, for matrices only. Same as ``torch.optim.Muon`` with two exceptions: on a
-    CPU the products are fp32, since most CPUs are many times slower in bf16 (a step of the smallest
-    policy took 0.6 s, of which 0.04 s are needed), and matrices of the same shape are processed
-    together."""
+    """The Muon optimizer, for matrices only. It differs from ``torch.optim.Muon`` in two ways:
+    matrices of the same shape are processed together, and on a CPU the products are fp32, since
+    most CPUs are many times slower in bf16 (a step of the smallest policy took 0.6 s, of which
+    0.04 s are needed)."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         return orthogonal(torch.stack(matrices))
 
     def _momentum(self, parameter: Tensor, beta: float) -> Tensor:
-        """Nesterov momentum of the gradient."""
+        """Update and return the Nesterov momentum of a parameter's gradient."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -85,7 +85,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer:
-    """One or two optimizers behind one interface."""
+    """The optimizer of a whole model: AdamW for all parameters, or Muon for the matrices inside
+    layers and AdamW for the others."""
 
     def __init__(self, model: nn.Module, optim: OptimizerSpec, muon: type[Muon] = Muon) -> None:
         self._optim = optim
@@ -135,7 +136,7 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """``parameters`` by the mesh of ranks that they are sharded over."""
+    """Group parameters by the mesh of ranks over which they are sharded."""
     found: dict[Any, list[nn.Parameter]] = {}
     for each in parameters:
         found.setdefault(getattr(each, "device_mesh", None), []).append(each)
@@ -143,7 +144,8 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def is_inside(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix inside a layer."""
+    """Return True if a parameter is a matrix inside a layer, as opposed to an embedding, a norm or
+    the output matrix."""
     return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
 
 
@@ -164,11 +166,12 @@ T = TypeVar("T")
 
 
 class WeightSharding(Protocol):
-    """How the weights of a model are sharded over ranks, from the view of one rank."""
+    """The interface to a model's weights from the view of one rank, which may hold only a part of
+    them."""
 
     @property
     def muon(self) -> type[Muon]:
-        """The class that steps matrices in this layout."""
+        """The version of the Muon optimizer that can update matrices in this layout."""
         ...
 
     @property
@@ -177,11 +180,12 @@ class WeightSharding(Protocol):
         ...
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` with access to the weights. All ranks enter and leave it together."""
+        """Call a function that uses the weights, and return its result. All ranks must make this
+        call together, since the weights may have to be gathered."""
         ...
 
     def agree(self, is_well: bool) -> bool:
-        """Whether ``is_well`` is true on every rank."""
+        """Return True if the ranks agree that all is well: if every rank passes True."""
         ...
 
     def total(self, tensor: Tensor) -> Tensor:
@@ -189,7 +193,7 @@ class WeightSharding(Protocol):
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Norm of all full tensors together."""
+        """Return the norm of all tensors together. The parts on other ranks are included."""
         ...
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:
@@ -198,7 +202,8 @@ class WeightSharding(Protocol):
 
 
 class SingleProcessWeightSharding:
-    """Implements ``WeightSharding`` for a single device."""
+    """Access to the weights of a model that a single device holds completely, so that nothing is
+    sharded or gathered."""
 
     muon = Muon
 
@@ -222,8 +227,9 @@ class SingleProcessWeightSharding:
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:
-    """The sum of all squares, in fp64. In fp32 its rounding would depend on the layout of the
-    tensors; so would the clipping factor, and after twenty steps gradients would differ by 2e-5."""
+    """Return the sum of the squares of all elements, computed in fp64. In fp32 the rounding, and
+    so the factor of gradient clipping, would depend on the layout of the tensors: after twenty
+    steps gradients would differ by 2e-5."""
     return (
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])
         .square()

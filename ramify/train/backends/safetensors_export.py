@@ -1,5 +1,5 @@
-"""Writes a Hugging Face folder tensor by tensor: only one tensor is in memory at a time, however
-large the model.
+"""Write a model to a Hugging Face folder tensor by tensor, so that only one tensor is in memory at
+a time, however large the model.
 
     config.json, and model.safetensors
     or model-00001-of-00003.safetensors … and model.safetensors.index.json
@@ -27,7 +27,8 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class WeightsToExport(NamedTuple):
-    """The weights to write."""
+    """The names, shapes and precision of the weights to write, which must be known before their
+    values."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name -> shape, in the order in which the values will arrive."""
@@ -43,7 +44,7 @@ def export(
     max_bytes: int = _MAX_BYTES,
 ) -> None:
     """Write a model's configuration and weights to ``folder``, which is created. Raises ValueError
-    if ``tensors`` differ from ``weights``."""
+    if a tensor does not have the name and shape that ``weights`` announces."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
     parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
@@ -79,10 +80,9 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint for ``model``, which may be on the meta device. ``tensors`` yields its
-    weights under the names that they have in memory. In the files they have the names and the
-    layout of the model's published checkpoints. ``shapes`` has the shape of each tensor, in the
-    same order."""
+    """Write a checkpoint of a model in the layout of the model's published checkpoints. ``tensors``
+    yields the weights under the names that they have in memory, which are converted. ``shapes`` has
+    the shape of each tensor, in the same order. ``model`` may be on the meta device."""
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:
@@ -94,8 +94,8 @@ def export_model(
 
 
 def copy_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Write the weights of ``source`` to ``folder`` in precision ``dtype``, one tensor at a
-    time."""
+    """Copy a checkpoint from the folder ``source`` to ``folder``, one tensor at a time, and convert
+    its weights to the precision ``dtype``."""
     stored = raw_tensors(source)
     weights = WeightsToExport({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))

@@ -7,8 +7,7 @@
 A checkpoint can be read by any number of ranks, on any mesh. It holds only what is trained: for a
 model with adapters, only these. A parameter that is two matrices side by side is stored as these
 two (NAME.0, NAME.1): a rank may hold a part of each, which is not one block of the parameter.
-Decides names and what must fit. Not here: when a checkpoint is complete
-(``train/checkpoint.py``).
+``train/checkpoint.py`` decides when a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _WEIGHTS, _OPTIM = "weights", "optim"
 
 
 class RandomState(NamedTuple):
-    """Random states of one rank."""
+    """The states of one rank's random number generators."""
 
     cpu: Tensor
     cuda: Tensor | None
 
 
 class ShardedState(NamedTuple):
-    """The part of a model's training state that this rank holds: it is written to and read from a
-    checkpoint."""
+    """The part of a model's training state that this rank holds, and that it writes to a checkpoint
+    and reads from it."""
 
     weights: Mapping[str, Any]
     """Name -> this rank's part of a trained parameter."""
@@ -66,7 +65,8 @@ class CheckpointWrite:
             self._run()
 
     def wait(self) -> None:
-        """Wait until it is written. Raises StoreError if a rank could not write."""
+        """Wait until the checkpoint is written. Raises StoreError if a rank could not write its
+        part."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -82,7 +82,8 @@ class CheckpointWrite:
 
 
 def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -> CheckpointWrite:
-    """Write this rank's current shard; in the background, from a copy."""
+    """Write this rank's shard of a checkpoint. With ``in_background``, a copy of the current state
+    is written while training continues."""
     state = _state(trained, trained.weights, _moments(trained.weights, trained.optimizers))
     if in_background:
         state = {
@@ -96,7 +97,8 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
 
 
 def load(folder: Path, trained: ShardedState, group: Any) -> None:
-    """Read this rank's shard of a checkpoint that ``check`` has accepted."""
+    """Read this rank's shard of a checkpoint into the weights and the optimizer. ``check`` must
+    have accepted the checkpoint before."""
     weights, optimizers, packed = trained
     shapes = sizes(folder)
     parameters = {name: owner.detach() for name, owner in weights.items()}
@@ -129,8 +131,8 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of everything in a checkpoint, by name. Raises ConfigError if there is no
-    checkpoint."""
+    """Return the shapes of all tensors in a checkpoint, by name; numbers have an empty shape.
+    Raises ConfigError if the folder holds no checkpoint."""
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
@@ -144,8 +146,8 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(folder: Path, trained: ShardedState) -> None:
-    """Raise ConfigError, naming the first tensor that differs, unless the trained tensors of the
-    checkpoint have exactly the names and shapes of ``trained``."""
+    """Raise ConfigError, naming the first tensor that differs, unless the weights in a checkpoint
+    have exactly the names and shapes of those in ``trained``."""
     shapes = {
         stored: tuple(part.shape)
         for name, each in trained.weights.items()
@@ -200,8 +202,8 @@ def _state(
 
 
 def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
-    """Return what is stored for a parameter, by name: the two matrices of a packed parameter, or
-    the tensor itself. The results are views of its memory."""
+    """Return the tensors that a checkpoint stores for a parameter, by name: the tensor itself, or
+    the two matrices of a parameter that packs two side by side. They are views of its memory."""
     if packed is None:
         return {name: tensor}
     if not isinstance(tensor, DTensor):
@@ -227,7 +229,7 @@ def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, which does not change with the weights."""
+    """Return a copy of a tensor on the CPU, which does not change when the weights do."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 

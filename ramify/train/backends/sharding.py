@@ -1,5 +1,5 @@
-"""Shards one model over a mesh of ranks, with FSDP2 (``fully_shard``). It is created on the meta
-device, so that no rank ever holds the full model.
+"""Shard a model over a mesh of processes (ranks) with FSDP2 (``fully_shard``). The model is created
+on the meta device, so that no rank ever holds all of its weights.
 
     on_meta ── adapters ── split layers and experts (``mesh.py``) ── fully_shard: each layer, rest
             ── allocate this rank's part ── fill, tensor by tensor
@@ -10,8 +10,7 @@ device, so that no rank ever holds the full model.
                                v                 summed along rows, then over replicas
 
 Gradients are sums over ranks, not means: losses are already divided by the counts of the whole
-step. Decides where tensors are stored, in which precision they are communicated, and when they are
-gathered. Not here: what is computed (``single.py``), and who calls it (``rank_group.py``). Mixed
+step. What is computed with the weights is in ``single.py``, and ``rank_group.py`` calls it. Mixed
 precision, offloading and NCCL need GPUs; gloo on CPUs uses the same calls.
 """
 
@@ -44,7 +43,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ShardedMuon(Muon):
-    """``Muon`` for parameters that FSDP2 has sharded by rows.
+    """The Muon optimizer for parameters of which FSDP2 gives each rank some of the rows.
 
         rows of all matrices ── all to all ── full matrices, each on one rank ── orthogonal
                              ── all to all ── rows
@@ -80,8 +79,8 @@ class ShardedMuon(Muon):
 
 
 class FsdpWeightSharding:
-    """Implements ``WeightSharding`` for ``model``, whose parameters become this rank's rows of
-    each."""
+    """Shards a model over ranks with FSDP2. Afterwards, the model's parameters hold only this
+    rank's rows."""
 
     muon = ShardedMuon
 
@@ -94,9 +93,9 @@ class FsdpWeightSharding:
         compute: ComputeSpec,
         tick: Callable[[], None],
     ) -> None:
-        """``model`` is on the meta device; afterwards its values are undefined, until ``put`` or
-        ``fill``. ``tick`` is called when a layer is entered, which shows other ranks that this one
-        makes progress."""
+        """Shard ``model``, which is on the meta device, and allocate memory for this rank's part.
+        The values are undefined until ``put`` or ``fill`` sets them. ``tick`` is called whenever a
+        layer is entered, which shows other ranks that this one makes progress."""
         self.device = device
         self.packed = plan.packed
         """As in ``TensorParallelPlan``."""
@@ -170,8 +169,8 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def expect(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last of this call, after which gradients
-        are summed over ranks."""
+        """Announce whether the next backward pass is the last one of a series. Gradients are summed
+        over ranks only after the last one, if the option ``gather`` is ``step``."""
         if self._shard.gather == "step":
             for each in self._sharded:
                 each.set_requires_gradient_sync(is_last, recurse=False)
@@ -179,15 +178,16 @@ class FsdpWeightSharding:
             cast(FSDPModule, self._root).set_is_last_backward(is_last)
 
     def reshard(self) -> None:
-        """Keep only this rank's rows: weights gathered in a forward pass would outlive a change of
-        the weights."""
+        """Free the weights that were gathered from other ranks, and keep only this rank's rows.
+        Otherwise the gathered weights would still be used after the weights have changed."""
         for each in self._sharded:
             each.reshard()
 
     # --- weights
 
     def fill(self, weights: Mapping[str, Any]) -> None:
-        """Copy this rank's part out of full tensors, or tensors on disk; only that part is read."""
+        """Set this rank's part of the weights from full tensors or from tensors on disk, of which
+        only that part is read."""
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
@@ -197,7 +197,8 @@ class FsdpWeightSharding:
                     _local(parameter).copy_(part_of(parameter, tensor))
 
     def put(self, name: str, tensor: Tensor | None) -> None:
-        """Distribute rank 0's ``tensor``."""
+        """Send a full tensor from rank 0 to all ranks, which store their parts of it. The other
+        ranks pass None."""
         mine = self.parameters[name] if name in self.parameters else self.buffers[name]
         whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
         if tensor is not None:
@@ -206,7 +207,8 @@ class FsdpWeightSharding:
         self.fill({name: whole})
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
-        """The full tensor, or its gradient, on every rank, on the CPU."""
+        """Gather a full tensor, or its gradient, from all ranks, and return it on the CPU. Every
+        rank must call this method."""
         parameter = self.parameters[name]
         found = parameter.grad if gradient else parameter.detach()
         found = torch.zeros_like(parameter) if found is None else found
@@ -221,9 +223,9 @@ class FsdpWeightSharding:
 
 
 class _Root(nn.Module):
-    """Wraps the model so that it is called with a function to compute. Thus one forward pass of
-    FSDP covers whatever the caller does with the model, including its output matrix, and parameters
-    keep their names."""
+    """A wrapper around the model whose forward pass calls a given function. One forward pass of
+    FSDP then covers whatever the function does with the model, including the use of its output
+    matrix, and parameters keep their names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -234,7 +236,8 @@ class _Root(nn.Module):
 
 
 def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Allocate uninitialized memory for this rank's rows; a tied parameter stays tied."""
+    """Allocate uninitialized memory for this rank's part of the weights. Tied parameters stay
+    tied."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, old in module._parameters.items():
@@ -254,8 +257,8 @@ def _names(model: nn.Module) -> set[str]:
 
 
 def part_of(parameter: Tensor, whole: Any) -> Tensor:
-    """This rank's part of ``whole``, a tensor or a slice of a safetensors file, for a sharded
-    ``parameter``."""
+    """Return this rank's part of a full tensor, which may be in memory or in a safetensors file.
+    ``parameter`` is the sharded parameter that the part is for."""
     if not isinstance(parameter, DTensor):
         return cast(Tensor, whole[...])
     if parameter.device_mesh.ndim > 1 and any(
@@ -270,7 +273,8 @@ def part_of(parameter: Tensor, whole: Any) -> Tensor:
 
 
 def _rows(parameter: DTensor) -> slice:
-    """This rank's rows, as cut by ``torch.chunk``, which FSDP2 uses."""
+    """Return which rows of a parameter this rank holds. FSDP2 divides them as ``torch.chunk``
+    does."""
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
     size = -(-num_rows // mesh.size(mesh.ndim - 1))
     index = mesh.get_local_rank(mesh.ndim - 1)
@@ -292,7 +296,8 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Restore tied parameters after layers were split: one of their names got a new parameter."""
+    """Make parameters that were tied before layers were split share one tensor again. Splitting
+    had replaced the parameter under one of its names."""
     after = dict(model.named_parameters(remove_duplicate=False))
     first: dict[nn.Parameter, str] = {}
     for name, parameter in before.items():
@@ -307,8 +312,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
-    """Orthogonalize several matrices that are sharded by rows. ``rows`` has this rank's rows of
-    each matrix, which has ``num_rows`` rows in total. Returns the same rows of the result."""
+    """Orthogonalize several matrices whose rows are distributed over ranks. ``rows`` has this
+    rank's rows of each matrix, and ``num_rows`` is the total number of rows of one matrix. Returns
+    the same rows of the results."""
     group = mesh.get_group(mesh.ndim - 1)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     columns = rows[0].shape[1]

@@ -1,12 +1,13 @@
-"""Splits the layers and experts of a transformers module over ranks, by the plans of its class.
+"""Split the layers and experts of a ``transformers`` model over ranks, according to the plans that
+its class defines.
 
     TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
     RankMesh.split(model, plan)   on the meta device: parameters become this rank's parts, modules
                                   exchange what they need in their forward and backward passes
 
-The styles and what they exchange are transformers' own (``transformers.distributed``). Not here:
-which sizes fit (``mesh.py``), and how the parts are stored (``sharding.py``).
+The styles and what they exchange are transformers' own (``transformers.distributed``). ``mesh.py``
+checks which sizes fit, and ``sharding.py`` stores the parts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ factor is whole on every rank, with its whole gradient."""
 
 
 class TensorParallelPlan(NamedTuple):
-    """How the layers of one model are split, by name of a module or parameter."""
+    """How the layers of one model are split over ranks: a style for each module or parameter, by
+    name."""
 
     tensor: dict[str, str]
     experts: dict[str, str]
@@ -40,7 +42,8 @@ class TensorParallelPlan(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
-        """The plan of a transformers model: its class's own, with the recipe's rules on top."""
+        """Return the plan for a ``transformers`` model: the one that its class defines, with the
+        rules of the recipe added. Raises ConfigError if the rules are invalid."""
         packed = _packed(model)
         if not sizes.splits_layers:
             return cls({}, {}, packed)
@@ -67,8 +70,9 @@ class TensorParallelPlan(NamedTuple):
         )
 
     def with_adapters(self, names: Sequence[str]) -> TensorParallelPlan:
-        """The plan after the linear modules ``names`` got adapters. Raises ConfigError for a module
-        that is split in a way in which its adapter cannot be."""
+        """Return the plan for the same model after some of its linear modules, given by name, got
+        low-rank adapters. Raises ConfigError if a module is split in a way in which its adapter
+        cannot be split."""
         tensor: dict[str, str] = {}
         adapted = set(names)
         for name, style in self.tensor.items():
@@ -93,7 +97,7 @@ class TensorParallelPlan(NamedTuple):
     @staticmethod
     def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
         """Raise ConfigError if the model of a Hugging Face configuration, or its adapters, cannot
-        be split over the mesh; nothing is started or allocated."""
+        be split over the ranks. This starts and allocates nothing."""
         from ramify.train.backends.meta_model import on_meta
 
         sizes = shard.mesh(num_ranks)
@@ -110,10 +114,12 @@ class TensorParallelPlan(NamedTuple):
 
 
 class RankMesh:
-    """The device mesh of all ranks, as seen by layers and by experts."""
+    """The device mesh of all ranks. Layers and experts divide the same ranks along different
+    axes."""
 
     def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
-        """``members`` forms the groups of the mesh."""
+        """Form the process groups of the mesh, with ``members``, on devices of the kind
+        ``device``."""
         from torch.distributed.device_mesh import init_device_mesh
 
         def mesh(shape: tuple[int, ...], *names: str) -> Any:
@@ -133,14 +139,14 @@ class RankMesh:
             self._experts = mesh(shape, "replicate", "expert_shard", "experts")
 
     def storage(self, axis: str = "shard") -> Any:
-        """The mesh over which FSDP2 distributes rows: ``shard``, or for experts
-        ``expert_shard``."""
+        """Return the part of the mesh over which FSDP2 distributes the rows of tensors. ``axis`` is
+        ``shard``, or ``expert_shard`` for the weights of experts."""
         mesh = self._layers if axis == "shard" else self._experts
         return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
 
     def split(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Split the layers of a model on the meta device by ``plan``. Its parameters become the
-        parts of this rank."""
+        """Split the layers of a model, which is on the meta device, as ``plan`` says. Afterwards
+        the model's parameters are only this rank's parts."""
         if plan.tensor:
             from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -162,9 +168,8 @@ class RankMesh:
 
 
 def _packed(model: Any) -> dict[str, int]:
-    """Return the parameters that hold two matrices side by side, such as the gate and up
-    projections of experts. The result maps the parameter's name to the dimension along which they
-    are joined."""
+    """Find the parameters that hold two matrices side by side, such as the gate and up projections
+    of experts. Returns, by parameter name, the dimension along which the matrices are joined."""
     rules = {
         name: style
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()
@@ -181,14 +186,15 @@ def _packed(model: Any) -> dict[str, int]:
 
 
 def _own_output(module: nn.Module) -> None:
-    """Return a copy of the output, which is a view of a gathered tensor: if the caller adds to it
-    in place, FSDP2 would not notice its backward pass."""
+    """Make a module return a copy of its output, which is otherwise a view of a gathered tensor. If
+    the caller added to the view in place, FSDP2 would not notice its backward pass."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
 
 
 def _sum_gradients(module: nn.Module, group: Any) -> None:
-    """Sum the gradient of a whole parameter: each rank has the part that comes from its heads.
+    """Make a module sum the gradients of its parameters over the ranks of ``group``. The parameters
+    are not split, but each rank computes only the part of the gradient from its own heads.
 
     The style of transformers sums what is accumulated, so it counts earlier batches twice if
     weights stay gathered over a step. Here each batch's gradient is summed once."""

@@ -1,5 +1,5 @@
-"""Lets ranks that ``torchrun`` started find rank 0 in each attempt, and decides which processes may
-join.
+"""Let processes that ``torchrun`` started find the one with rank 0 in each attempt, and make sure
+that no stranger joins them.
 
     all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
                                  writes a new one in each attempt
@@ -38,7 +38,8 @@ _STORE_S = 120.0
 
 
 class RankInfo(NamedTuple):
-    """One process among the ranks that torchrun started."""
+    """What torchrun tells a process that it started: its rank, the number of ranks, and the address
+    of torchrun's store."""
 
     rank: int
     size: int
@@ -51,7 +52,8 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> RankInfo | None:
-        """Read the variables that torchrun sets; None outside torchrun."""
+        """Read the environment variables that torchrun sets. Returns None if torchrun did not start
+        this process."""
         if any(name not in os.environ for name in _VARIABLES):
             return None
         rank, size, address, port = (os.environ[name] for name in _VARIABLES)
@@ -61,10 +63,12 @@ class RankInfo(NamedTuple):
 
 
 class TorchrunMeeting:
-    """Publishes and finds the address of rank 0 for the ranks of one torchrun."""
+    """Publishes the address of rank 0, and finds it for the other ranks that the same torchrun
+    started."""
 
     def __init__(self, world: RankInfo) -> None:
-        """Raises ConfigError if ranks are on several machines and no key is given."""
+        """Prepare to publish or find the address. Raises ConfigError if ranks are on several
+        machines and no secret key is set."""
         self._world = world
         self._key = given_key()
         if not world.is_local and self._key is None:
@@ -75,7 +79,8 @@ class TorchrunMeeting:
             )
 
     def listen(self) -> ConnectBackListener:
-        """Called by rank 0: open and publish the listener for the other ranks of this attempt."""
+        """Listen for the other ranks of this attempt, and publish the address for them. Rank 0
+        calls this."""
         world = self._world
         if world.is_local:
             listener = ConnectBackListener()
@@ -95,8 +100,8 @@ class TorchrunMeeting:
         return listener
 
     def find(self) -> ConnectBackTicket | None:
-        """Called by other ranks: return the address of rank 0, perhaps that of an earlier attempt;
-        None if none is published yet."""
+        """Return the published address of rank 0, or None if there is none yet. The address may be
+        left from an earlier attempt. All ranks except rank 0 call this."""
         world = self._world
         if world.is_local:
             try:
@@ -108,7 +113,7 @@ class TorchrunMeeting:
         return ConnectBackTicket(address, self._key, "") if address else None
 
     def began(self) -> bool:
-        """True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
+        """Return True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
         torchrun's restart count does not show this, because it differs between machines."""
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:
@@ -116,7 +121,8 @@ class TorchrunMeeting:
         return bool(self._published()) if _is_agents() else is_restarted
 
     def forget(self) -> None:
-        """Called by rank 0 when no attempt follows: remove the data that ``listen`` published."""
+        """Remove the address that ``listen`` published. Rank 0 calls this when no further attempt
+        follows."""
         if self._world.is_local:
             self._file.unlink(missing_ok=True)
 
@@ -127,7 +133,8 @@ class TorchrunMeeting:
         return make_folder(default_root() / "torchrun") / name
 
     def _published(self) -> str:
-        """Return rank 0's address from torchrun's store; empty if none has our signature."""
+        """Return rank 0's address from torchrun's store, or an empty string if the store has none
+        with a valid signature of this run."""
         assert self._key is not None
         store = self._store()
         if not store.check([_PUBLISHED]):

@@ -1,7 +1,6 @@
 """A model trained in this process, on one device: the policy's own model, which the engine may also
-sample from. Its critic, if it is a separate model, is stepped and saved together with it.
-
-Not here: a critic on the policy's own trunk (``SingleBackend(critic=True)``).
+sample from. Its critic, if it is a separate model, is updated and saved together with it. A critic
+that shares the policy's layers is made by ``SingleBackend(critic=True)``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ramify.types.sequence import Batch, Floats
 
 
 class LocalTrainedModel:
-    """Implements ``TrainedModel`` on one device."""
+    """The model that a run trains, if it is in this process, on one device."""
 
     is_here = True
 
@@ -43,8 +42,8 @@ class LocalTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str) -> None:
-        """Raise ConfigError if several ranks were configured or started: all except one would wait
-        forever."""
+        """Raise ConfigError if several ranks were configured or started, since all except one would
+        wait forever."""
         started = RankInfo.of_environment()
         if started is not None and started.size > 1:
             raise ConfigError(
@@ -92,12 +91,12 @@ class LocalTrainedModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Does nothing: nothing was started."""
+        """Do nothing, since no process was started."""
 
 
 class AdapterFreeReference:
-    """The model without its adapters, as a reference that needs no second model. Call it in the
-    training thread."""
+    """A reference model that is the trained model without its adapters, so that no second model is
+    needed. It must be called in the training thread."""
 
     def __init__(self, model: nn.Module, trained: SingleBackend) -> None:
         self._model = model
@@ -116,14 +115,15 @@ _FOLDER = "critic"
 
 
 class PolicyWithSeparateCritic:
-    """Implements ``Backend`` for a policy and a separate critic.
+    """A training backend for a policy and a critic that are separate models.
 
     forward_backward   policy: the loss; critic: ``loss.value`` only, over the same batches
     values             the critic's
     all others         the policy's"""
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
-        """``critic`` has a value head, ``policy`` does not."""
+        """Combine two backends. That of the critic has a value head, and that of the policy has
+        none."""
         self._policy = policy
         self.critic = critic
 
@@ -169,7 +169,7 @@ class PolicyWithSeparateCritic:
 
     @contextlib.contextmanager
     def _both_or_none(self) -> Iterator[None]:
-        """If one model raises TrainError, clear the gradients of both."""
+        """If the block raises TrainError because of one model, clear the gradients of both."""
         try:
             yield
         except TrainError:

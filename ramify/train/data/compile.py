@@ -1,13 +1,14 @@
-"""Compiles rollouts with advantages into token sequences: one per path of each call that learns.
+"""Convert rollouts with advantages into token sequences for training, one for each path through a
+call that is trained. Forks, and histories that were cut, give a call several paths.
 
     call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
     call 0.1   path  1 2 5 6            sampled 6
     fork of call 0 after turn 0:  path  1 2 3 7 8 10
 
-Decides where each turn's credit goes: only into the first path that holds the whole turn. Tokens
-that a second path shares with the first (a fork, or a history that was cut) are context there, so
-that a loss over all sequences counts every sampled token once. Not here: which sequences share
-computation (``prefix_forest.py``), and which ones go into a batch (``pack.py``).
+The credit of a turn goes only into the first path that holds the whole turn. Tokens that a second
+path shares with the first are context there, so that a loss over all sequences counts every sampled
+token once. Which sequences share computation is decided by ``prefix_forest.py``, and which ones go
+into a batch by ``pack.py``.
 
 Legend: T tokens of a path, N tokens sampled in one turn.
 """
@@ -30,7 +31,8 @@ _WEIGHTS = ("rl", "ce", "kd")
 def token_sequences(
     rollouts: Iterable[RolloutAdvantages], temperature: float | Callable[[Call], float] = 1.0
 ) -> list[TokenSequence]:
-    """The paths of all calls with credit, in the order of rollouts, calls and turns.
+    """Convert rollouts into the token sequences to train on: one for each path that holds turns
+    with advantages or weights, in the order of rollouts, calls and turns.
 
     ``temperature`` is the sampling temperature of the rollouts, or of a call. Raises ValueError if
     a turn's credit does not fit it: its length differs, the turn has no token ids, or it has
@@ -72,7 +74,8 @@ def _of_rollout(
 
 
 def _check_lengths(rollout: RolloutAdvantages) -> None:
-    """Raise ValueError, with both lengths, if a turn's credit differs in length from its tokens."""
+    """Raise ValueError if the per-token numbers of a turn differ in length from its sampled tokens.
+    The message has both lengths."""
     turns = {
         (call.id, index): turn
         for call in rollout.trajectory.calls
@@ -143,8 +146,8 @@ def _sequence(
 def _column(
     length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]], name: str
 ) -> Floats | None:
-    """Build the per-token array [T] called ``name`` from the credit of each turn. Tokens outside
-    these turns have 0. Returns None if no turn has such values."""
+    """Build the per-token array [T] called ``name``, such as ``advantages``, from the numbers of
+    each turn. Tokens outside these turns have 0. Returns None if no turn has such numbers."""
     column = None
     for span, credit in credits:
         values = getattr(credit, name)
@@ -160,9 +163,9 @@ def _observed(
     credits: list[tuple[ReplyTokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
-    """Add cross-entropy weights for observed tokens, i.e. the tokens between a turn with credit and
-    whatever was sampled before it. ``column`` holds the weights so far, [T]. The first token of a
-    path gets none, since nothing predicts it. Returns None if no token has a weight."""
+    """Add cross-entropy weights for observed tokens: those between a turn with such a weight and
+    whatever was sampled before the turn. ``column`` holds the weights so far, [T]. The first token
+    of a path gets none, since nothing predicts it. Returns None if no token has a weight."""
     for span, credit in credits:
         if not credit.given:
             continue
@@ -175,7 +178,8 @@ def _observed(
 
 
 def _named(length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]]) -> dict[str, Floats]:
-    """Named streams, [T] or [T, k], 0 where no turn has values."""
+    """Return the additional named streams of a path, each [T] or [T, k]. Tokens outside the given
+    turns have 0."""
     columns: dict[str, Floats] = {}
     for span, credit in credits:
         for name, values in credit.streams.items():
