@@ -123,7 +123,7 @@ class Relevance(
         except (ValueError, TimeoutError) as error:
             raise ConfigError(f"the parts cannot be ranked by BM25: {error}") from None
         names = list(dict.fromkeys(hit["name"] for hit in hits))[: self.top]
-        # Without enough matches, the first parts are as good as any.
+        # Parts without a match are left out, even if fewer than ``top`` remain.
         kept = set(names)
         return [index in kept for index in range(len(items))]
 

@@ -292,7 +292,6 @@ class EngineConsistencyChecks:
                 path = trajectory.path(call, index) if turn.num_ids is not None else None
                 if path is not None and not self.seen.has_seen(path.ids):
                     raise TrainError(
-                        f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} "
                         f"{trajectory.id}/call={call.id}/turn={index}: the trajectory has "
                         f"{len(path)} ids that the engine was never given together: the run would "
                         "train on something other than what was sampled"
