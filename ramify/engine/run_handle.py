@@ -170,6 +170,11 @@ class RunHandle:
     def id(self) -> str:
         return self.recorder.id
 
+    @property
+    def max_seconds(self) -> float:
+        """Time limit of the run, in seconds from its start."""
+        return self._setup.limits.max_seconds
+
     async def result(self) -> Result:
         """Wait until the run ends, and return its result. A failed model or a limit does not raise:
         see ``Result.stop`` and ``Result.error``.

@@ -134,7 +134,7 @@ async def attempt(
         if search is not None:
             _check_forkable(start)
         ran = await _continued(rlm, resume, shown, start, options, grace_s) if resume else None
-        trajectory, result = ran or await _run(rlm, shown, begin, grace_s, on_start)
+        trajectory, result = ran or await _run(shown, begin, grace_s, on_start)
         failure = _failure(result)
         if why := _unanswered(result):
             trajectory.metadata = {**trajectory.metadata, UNANSWERED: why}
@@ -353,7 +353,6 @@ async def _in_time(
 
 
 async def _run(
-    rlm: RLM,
     name: str,
     begin: Callable[[], RunHandle],
     grace_s: float,
@@ -365,7 +364,7 @@ async def _run(
     if on_start is not None and running.recorder.is_stored:
         on_start(running.id)
     ending = asyncio.ensure_future(running.result())
-    max_seconds = rlm.limits.max_seconds
+    max_seconds = running.max_seconds
     try:
         await asyncio.wait([ending], timeout=max_seconds + grace_s)
         if ending.done():
@@ -419,7 +418,7 @@ async def _continued(
         if result is not None and not has_more:
             return result.trajectory, result
         begin = functools.partial(rlm.restart, run, prompt=start, **options)
-        trajectory, outcome = await _run(rlm, name, begin, grace_s)
+        trajectory, outcome = await _run(name, begin, grace_s)
         failure = outcome.failure if isinstance(outcome, Result) else None
         if not isinstance(failure, ReplayDiverged):
             return trajectory, outcome

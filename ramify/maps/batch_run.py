@@ -57,7 +57,7 @@ from ramify.maps.map_journal import (
     QuestionEnded,
     digest_text,
     digest_to_int,
-    read_count_table,
+    usage_counts,
 )
 from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, amount_of
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
@@ -451,7 +451,7 @@ class MapBatchJobs:
                     0,
                     reply.message.content,
                     reply.finish,
-                    read_count_table(reply.usage),
+                    usage_counts(reply.usage),
                     None if reply.cost is None else round(reply.cost, 12),
                     0.0,
                     reply.message.reasoning,
@@ -491,7 +491,7 @@ class MapBatchJobs:
         cost, counts = None, tuple[int, ...]()
         if error.may_be_paid:
             usage = self._request(first.question, first.context).max_usage()
-            cost, counts = first.cost, read_count_table(usage)
+            cost, counts = first.cost, usage_counts(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
             self._calls.budget.release_unspent(amount)

@@ -268,7 +268,7 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.q or self.b
 
 
-def read_count_table(usage: Usage) -> tuple[int, ...]:
+def usage_counts(usage: Usage) -> tuple[int, ...]:
     """Return the usage of one request in the short form of the journal: the token counts, then the
     number of calls with unknown usage, without zeros at the end."""
     counts = [
@@ -285,7 +285,7 @@ def read_count_table(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Convert the counts in a journal line, as ``read_count_table`` wrote them, back to a usage."""
+    """Convert the counts in a journal line, as ``usage_counts`` wrote them, back to a usage."""
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))

@@ -43,7 +43,7 @@ from ramify.maps.map_journal import (
     RetryRequestLine,
     RowRunStartedLine,
     digest_text,
-    read_count_table,
+    usage_counts,
 )
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
@@ -191,7 +191,7 @@ class _DirectRow:
                     event.turn,
                     reply.message.content,
                     reply.finish,
-                    read_count_table(reply.usage),
+                    usage_counts(reply.usage),
                     _rounded(reply.cost),
                     round(reply.seconds, 4),
                     reply.message.reasoning,
@@ -237,7 +237,7 @@ class _DirectRow:
 
     def _failed(self, event: DirectFailure) -> None:
         self.cost += event.cost or 0.0
-        counts = read_count_table(event.usage) if event.usage.calls else ()
+        counts = usage_counts(event.usage) if event.usage.calls else ()
         self._journal.append(
             MapLine(
                 x=FailedAttempt(
@@ -322,7 +322,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
         usage = Usage() if result is None else result.usage
         cost = None if result is None else result.cost
         seconds = time.perf_counter() - began
-        counts = read_count_table(usage) if usage.calls else ()
+        counts = usage_counts(usage) if usage.calls else ()
         if result is None:
             _begin_unsent(self._journal, asked)
         end = QuestionEnded(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ramify import Store
+from ramify import RLM, Limits, ScriptedClient, Store
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
+from ramify.evaluate.attempt import attempt
 from ramify.evaluate.evaluation_report import difference, report, table
 from ramify.evaluate.run import (
     AttemptOutcome,
@@ -421,3 +422,17 @@ def test_attempt_that_cannot_be_resumed_is_repeated(tmp_path: Path) -> None:
     [outcome] = evaluated(right, of=again.plan, record=again, store=store).outcomes
     again.close()
     assert (outcome.reward, outcome.run) == (1.0, store.runs()[0].id)
+
+
+def test_an_attempt_has_the_time_of_its_own_limits() -> None:
+    async def slow(_messages: Any) -> str:
+        await asyncio.sleep(0.5)
+        return "FINAL(7)"
+
+    async def main() -> Any:
+        async with RLM(ScriptedClient(slow), limits=Limits(max_seconds=0.1)) as rlm:
+            own = Limits(max_seconds=100)
+            return await attempt(rlm, TASK, ITEMS[0], limits=own, grace_s=0.1)
+
+    trajectory = asyncio.run(main())
+    assert (trajectory.answer, trajectory.errors) == (7, [])
