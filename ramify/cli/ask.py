@@ -65,7 +65,11 @@ SETTINGS = (
     CliOptionSpec("max_seconds", float, "maximum time to answer, in seconds (default: 1800)"),
     CliOptionSpec("max_calls", int, "maximum number of model requests (default: 1000)"),
     CliOptionSpec("max_depth", int, "maximum nesting depth of sessions (default: 1)"),
-    CliOptionSpec("max_turns", int, "maximum turns per session (default: 30)"),
+    CliOptionSpec(
+        "max_turns",
+        int,
+        "maximum turns per session (default: 30, or what a local policy was trained with)",
+    ),
     CliOptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     CliOptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
     CliOptionSpec("max_sub_reply_tokens", int, "the same for replies to llm_query"),
