@@ -365,7 +365,6 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-_log = ComponentLogger("train")
 FILE = ".lock"
 _PATIENCE_S = 0.5
 """How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
