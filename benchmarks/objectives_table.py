@@ -19,7 +19,7 @@ The formulas are written here, independently of the package, as each trainer's c
 
 TRL's own code runs, too, if it is installed (``requirements-trl.txt``): its trainers score the
 completions and compute the loss, with the defaults of their configurations. Decides the batch and
-the formulas. Not here: which options a cell has (``ramify/train/named_objectives.py``, ``presets.py``).
+the formulas. The options of a cell are in ``named_objectives.py`` and ``other_trainer_presets.py``.
 """
 
 from __future__ import annotations

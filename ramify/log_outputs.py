@@ -1,9 +1,9 @@
 """Handlers and formatters for log records, which can go to a terminal, to a file, or to another
 process.
 
-    Console         ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
-    FileLogHandler  ``OUT/run.log``, of a run's process and its child processes
-    Sender          the trainer, from a rollout worker
+    ConsoleLogHandler     ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
+    FileLogHandler        ``OUT/run.log``, of a run's process and its child processes
+    ForwardingLogHandler  the trainer, from a rollout worker
 
 This module decides the log levels of each part of the package, and the form of a line. It also
 ensures that a full disk or a closed terminal never ends a run. A line has a long form for files, a
