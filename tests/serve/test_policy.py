@@ -433,6 +433,7 @@ def test_options_without_effect_are_accepted() -> None:
         async with serving() as (server, _):
             more = {
                 "n": 1,
+                "seed": 1,
                 "frequency_penalty": 0,
                 "user": "me",
                 "metadata": {},
