@@ -121,7 +121,7 @@ async def main() -> int:
             status = await shell("ask", QUESTION, "logs/", "--model", "openai:gpt-5-mini")
             if status == 0:
                 print(flush=True)
-                status = await shell("show", "last", "--tree")
+                status = await shell("show", "last")
     print(f"\nThe logs were generated; {failing} is the host whose disk was filled.")
     return status
 
