@@ -119,7 +119,7 @@ def run(
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
-    if loaded.is_csv and not _is_file(plan):
+    if loaded.is_csv and not (plan and _is_file(plan)):
         chosen = PlanStrategy(chosen.plan.with_table_header(), chosen.reason)
     model = model_of(leaf_model, rlm.limits)
     cost, _ = chosen.plan.measured(loaded.context, question, model)
@@ -172,10 +172,10 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
     return strategy_for(question, name=name, model=model, **options)
 
 
-def _is_file(name: str | None) -> bool:
+def _is_file(name: str) -> bool:
     """Return True if the value of ``--plan`` is a file name rather than the name of a built-in
     plan."""
-    return name is not None and (name.endswith(".json") or os.path.sep in name)
+    return name.endswith(".json") or os.path.sep in name
 
 
 def _budget(rlm: RLM, model: PlanModel) -> Any:
