@@ -521,7 +521,7 @@ class EnginePolicyWeights:
             source(name, tensor, self._serving.dtype, make)
             for name, tensor, make in self._unmerged()
         ]
-        loads = getattr(self._engines, "takes_checkpoint_names", False)
+        loads = self._engines is not None and self._engines.takes_checkpoint_names
         return list(as_checkpoint(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
