@@ -234,7 +234,9 @@ class Notebook:
         session = await run.open_session(call)
         try:
             most = run.setup.scaffold_at(call.depth).max_output_chars
-            await session.install("prelude", _prelude(most))
+            prelude = _prelude(most)
+            run.expect_module("prelude", prelude)
+            await session.install("prelude", prelude)
             tools = run.tools_at(call.depth)
             if run.recording is None:
                 tools.prepare()

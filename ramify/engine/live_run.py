@@ -33,7 +33,7 @@ from ramify.engine.run_ending import RunEnder
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
-from ramify.sandbox.base import Session
+from ramify.sandbox.base import Session, expect_module
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
 from ramify.types.trajectory import AgentCallReason, Fork, Stop
 
@@ -322,3 +322,7 @@ class SharedRunState:
     async def open_session(self, call: LiveCall) -> Session:
         """Open a new Python session that contains the context of ``call``."""
         return await self._resources.sandbox().open(context=call.context, seed=call.id)
+
+    def expect_module(self, module: str, source: str) -> None:
+        """Tell the sandbox that its next sessions will probably install a module."""
+        expect_module(self._resources.sandbox(), module, source)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     namespace: dict[str, Any]
     last_output: Callable[[], str]
     portable: Callable[[Any], Any]
+    notebook: Any
 
     class HostError(Exception):
         kind: str
@@ -71,7 +72,6 @@ class SubcallError(RuntimeError):
 
 received: list[Any] = []
 """Replies to the calls of the current cell; None where a call failed."""
-_context: Any = globals().get("namespace", {}).get("context", _MISSING)
 
 
 def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -360,7 +360,8 @@ def _keep_replies(note: dict[str, Any]) -> None:
 
 def _keep_rebound(note: dict[str, Any]) -> None:
     """Keep values that the cell bound to reserved names under other names."""
-    own = {name: globals()[name] for name in __all__} | {"context": _context}
+    context = notebook.reserved.get("context", _MISSING)
+    own = {name: globals()[name] for name in __all__} | {"context": context}
     for name, reserved in own.items():
         value = namespace.get(name, _MISSING)
         if value is reserved or value is _MISSING or value is None or reserved is _MISSING:

@@ -612,6 +612,15 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     return sandbox
 
 
+def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
+    """Tell a sandbox that its next sessions will probably install a module. A provider that forks
+    sessions may then run the module's code once for all of them, and ``Session.install`` has
+    nothing left to do. So the code must not start threads, call the host or draw random numbers."""
+    expect = getattr(sandbox, "expect_module", None)
+    if expect is not None:
+        expect(module, source)
+
+
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     """Return the warning of a sandbox, or None if the user named this weak provider and accepted
     it. With the jail, ``allow_weaker`` does not say how much weaker it may be, so that warning is

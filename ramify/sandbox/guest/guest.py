@@ -192,10 +192,12 @@ class Guest:
         have to copy. The cell leaves nothing behind, and its report is not sent to the host."""
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
+        modules, self.notebook.modules = self.notebook.modules, {}  # their hooks count cells
         self._cells = -1
         try:
             self._handle({"op": "run", "id": 0, "code": "None", "seed": ""}, [])
         finally:
+            self.notebook.modules = modules
             channel.write_fd = wire
             os.close(unread)
             os.close(unsent)
@@ -220,7 +222,7 @@ class Guest:
                 value, _ = unpack_value(blobs[0], packages=header.get("packages", ()))
                 self.notebook.bind("context", value, True)
             elif op == "install":
-                self._install(header["module"], header["source"], blobs[0] if blobs else None)
+                self.install(header["module"], header["source"], blobs[0] if blobs else None)
             elif op == "get":
                 self._send_value(id, self.notebook.get(header["name"]))
                 return
@@ -247,7 +249,9 @@ class Guest:
             {"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)}
         )
 
-    def _install(self, module: str, source: str, code: Any) -> None:
+    def install(self, module: str, source: str, code: Any = None) -> None:
+        """Run the source of a module and bind its names. ``code``: the module, if it has been
+        compiled already."""
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,

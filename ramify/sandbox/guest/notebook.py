@@ -162,7 +162,9 @@ class CompiledCell:
 
 def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
     """Compile the source of a module, or load it from ``code`` if the host has compiled it already
-    (in marshal format, by the same version of Python)."""
+    (in marshal format, by the same version of Python). A code object is returned unchanged."""
+    if isinstance(code, types.CodeType):
+        return code
     if code:
         module: types.CodeType = marshal.loads(code)
         return module
@@ -180,11 +182,11 @@ class GuestNotebook:
     """A live namespace, as in a notebook, in which the cells of a session run."""
 
     __slots__ = (
+        "_added",
         "_flags",
         "_interrupts",
         "_memory",
         "_owns_process",
-        "_reserved",
         "builtins",
         "evaluate",
         "hidden",
@@ -192,6 +194,7 @@ class GuestNotebook:
         "module",
         "modules",
         "namespace",
+        "reserved",
     )
 
     def __init__(
@@ -215,9 +218,12 @@ class GuestNotebook:
         self.hidden: set[str] = set()
         """Files that tracebacks do not show, in addition to the guest's own."""
         self._flags = 0
-        self._reserved: dict[str, Any] = {}
+        self.reserved: dict[str, Any] = {}
+        """Names that are restored after each cell, with their values."""
         self.modules: dict[str, types.ModuleType] = {}
         """Installed modules, by name."""
+        self._added: dict[str, set[str]] = {}
+        """Names that each installed module has added to the namespace."""
 
     # -- names
 
@@ -225,9 +231,9 @@ class GuestNotebook:
         """Set a variable in the namespace on behalf of the host. A reserved name is restored after
         each cell that overwrites it."""
         if reserved:
-            self._reserved[name] = value
+            self.reserved[name] = value
         else:
-            self._reserved.pop(name, None)
+            self.reserved.pop(name, None)
         self.namespace[name] = value
 
     def get(self, name: str) -> Any:
@@ -243,16 +249,16 @@ class GuestNotebook:
 
     def restore_names(self) -> list[str]:
         """Restore the reserved names that a cell has overwritten, and return a list of them."""
-        if not self._reserved:
+        if not self.reserved:
             return []
         namespace = self.namespace
         changed = [
             name
-            for name, value in self._reserved.items()
+            for name, value in self.reserved.items()
             if namespace.get(name, _MISSING) is not value
         ]
         for name in changed:
-            namespace[name] = self._reserved[name]
+            namespace[name] = self.reserved[name]
         return changed
 
     # -- modules
@@ -261,10 +267,15 @@ class GuestNotebook:
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
         """Execute source code as a module, and bind the names in its ``__all__`` as reserved names.
+        A module that was installed under the same name is replaced, with the names that it added.
 
         ``host_names``: variables for the module's namespace, in addition to this notebook and the
-        namespace of the cells. ``code``: the module, if the host has compiled it.
+        namespace of the cells. ``code``: the module, if it has been compiled already.
         """
+        for old in self._added.pop(module, ()):
+            self.namespace.pop(old, None)
+            self.reserved.pop(old, None)
+        before = set(self.namespace)
         installed = types.ModuleType(module if self._owns_process else f"{module}@{id(self)}")
         installed.__dict__.update(host_names, namespace=self.namespace, notebook=self)
         name = f"<{module}>"
@@ -276,6 +287,7 @@ class GuestNotebook:
         self.modules[module] = installed
         for public in installed.__dict__.get("__all__", ()):
             self.bind(public, getattr(installed, public), True)
+        self._added[module] = self.namespace.keys() - before
 
     @property
     def has_hooks(self) -> bool:

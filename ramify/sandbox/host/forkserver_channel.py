@@ -49,6 +49,8 @@ class ForkServerChannel:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._exits: dict[int, Callable[[int], None]] = {}
         self._room = asyncio.Semaphore(32)
+        self.modules: dict[str, str] = {}
+        """Modules that the server's next sessions have from their start: name -> source."""
         self.ready: asyncio.Future[Any] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(sock, self._readable)
@@ -93,6 +95,13 @@ class ForkServerChannel:
                 return answer
             finally:
                 self._replies.pop(id, None)
+
+    async def install(self, module: str, source: str) -> None:
+        """Install a module in all sessions that are forked from now on. If that fails, nothing is
+        different: each session installs it for itself, and reports what is wrong with it."""
+        with contextlib.suppress(SandboxError):
+            await self.ask({"op": "install", "module": module, "source": source})
+            self.modules = {**self.modules, module: source}
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a message that gets no reply. Messages are small and few, so the socket's buffer

@@ -74,6 +74,7 @@ class GuestSessionProxy:
         "_state",
         "_wire",
         "caps",
+        "modules",
         "pid",
         "tree",
     )
@@ -84,6 +85,8 @@ class GuestSessionProxy:
         self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
         """Process id, as reported by the guest."""
+        self.modules: dict[str, str] = {}
+        """Modules that the session has had from its start: name -> source, until ``install``."""
         self._limits = limits
         self._hooks = hooks
         self.tree: set[GuestSessionProxy] = {self}
@@ -215,6 +218,9 @@ class GuestSessionProxy:
             raise HostCallError(error.kind, str(error)) from None
 
     async def install(self, module: str, source: str) -> None:
+        self._check_free()
+        if self.modules.pop(module, None) == source:
+            return
         encoder = ValueEncoder()
         if getattr(self._wire.transport, "has_same_python", False):
             encoder.blobs += filter(None, [compiled_module(source, f"<{module}>")])

@@ -231,6 +231,8 @@ class JailSandbox(ProcessSandbox):
         self._budget = JailMemoryWatcher(spec.all_memory_bytes, self._ask_folders)
         self._ready: deque[GuestSessionProxy] = deque()
         self._filling: asyncio.Task[None] | None = None
+        self._modules: dict[str, str] = {}
+        """Modules that sessions probably install: name -> source."""
         self._is_used_again = False
         """True after the first session: from the second on, sessions are kept ready."""
         self.caps = SandboxCapabilities(
@@ -305,6 +307,9 @@ class JailSandbox(ProcessSandbox):
 
     # -- sessions kept ready
 
+    def expect_module(self, module: str, source: str) -> None:
+        self._modules.setdefault(module, source)
+
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
@@ -332,6 +337,10 @@ class JailSandbox(ProcessSandbox):
         try:
             await asyncio.sleep(_LATER_S)
             with contextlib.suppress(RamifyError):  # the next ``open`` reports the error
+                channel = await self.base()
+                for module, source in self._modules.items():
+                    if channel.modules.get(module) != source:
+                        await channel.install(module, source)
                 while len(self._ready) < self.spec.pool:
                     self._ready.append(await self.fork(await self.base(), "", early=True))
         finally:

@@ -197,6 +197,7 @@ class ProcessSandbox:
     ) -> ForkServerChannel:
         host_end, template_end = socket.socketpair()
         channel = ForkServerChannel(host_end)
+        channel.modules = base.modules
         with template_end:
             assert context.fd is not None
             _, fds = await base.ask(
@@ -243,6 +244,7 @@ class ProcessSandbox:
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
         files = SessionSharedMemory.make(self.buffers.shared_buffers)
+        modules = channel.modules
         try:
             with session_end:
                 reply, fds = await channel.ask(
@@ -261,6 +263,7 @@ class ProcessSandbox:
             limits_of(self.spec),
             SessionLifecycleHooks(self.closed, self.opened),
         )
+        session.modules = dict(modules)
         self.sessions.add(session)
         try:
             if not early:  # otherwise when it is taken

@@ -13,9 +13,11 @@ host's end is ``host/forkserver_channel.py``. Standard library only.
     host:    config, then
              open{id,early} + [wire, spool, buffers]   template{id,files} + [control, context]
              map{id,places} + [file, …]                (to a template, before it is ready)
+             install{id,module,source}                 (for the sessions that are forked later)
              signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then
-             opened{id,pid} + [pidfd]  mapped{id}  failed{id,message}  exited{pid,status}
+             opened{id,pid} + [pidfd]  mapped{id}  installed{id}  failed{id,message}
+             exited{pid,status}
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -108,6 +111,7 @@ _IDLE_MS = 20
 """Time without a request after which ``to_import`` is continued."""
 _USUAL_FDS = [MAX_FILES, MAX_FILES + 1, MAX_FILES + 2]
 """Descriptors of a session: wire, spool, shared buffers."""
+_NO_MODULES: dict[str, tuple[str, types.CodeType]] = {}
 _TEMPLATE = None
 BRANCH = False
 """Marks a process that a session forked: the server prepared nothing for it."""
@@ -162,6 +166,8 @@ class ForkServer:
         with its request."""
         self._guest: guest.Guest | None = None
         """The guest of the next session whose descriptors have the usual numbers."""
+        self._modules: dict[str, tuple[str, types.CodeType]] = {}
+        """Modules that every guest has from its start: name -> source and compiled code."""
         self.children: dict[int, Any] = {}
         """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
         self.to_import: list[str] = []
@@ -220,6 +226,8 @@ class ForkServer:
             self._open(header, fds)
         elif op == "template":
             self._template(header, fds)
+        elif op == "install":
+            self._install(header)
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
@@ -251,6 +259,24 @@ class ForkServer:
         self.after_fork_in_server(prepared)
         self.children[pid] = prepared
         self._opened(header["id"], pid, fds)
+
+    def _install(self, header: dict[str, Any]) -> None:
+        """Install a module for all sessions that are forked from now on. Its code is run here, and
+        then lies on pages that sessions share."""
+        name, source = header["module"], header["source"]
+        before = self._modules
+        try:
+            code = notebook.compiled(source, f"<{name}>")
+            self._modules = {**before, name: (source, code)}
+            _rehearse(16, self._modules)
+            self._guest = self._make_guest(_USUAL_FDS)
+        except BaseException as error:  # noqa: BLE001  (a session that installs it says why)
+            self._modules = before
+            self._refuse(header["id"], [], notebook.text_of(error))
+            return
+        gc.collect()
+        gc.freeze()
+        self.control.send({"op": "installed", "id": header["id"]})
 
     # -- setting up a session; the jail overrides this
 
@@ -361,7 +387,7 @@ class ForkServer:
 
     def _make_guest(self, fds: list[int]) -> guest.Guest:
         wire, spool, *buffers = fds
-        return guest.Guest(
+        made = guest.Guest(
             wire,
             wire,
             output.FileOutputSpool(spool),
@@ -373,6 +399,9 @@ class ForkServer:
             else None,
             apart=self.apart,
         )
+        for name, (source, code) in self._modules.items():
+            made.install(name, source, code)
+        return made
 
     # -- endings
 
@@ -464,9 +493,9 @@ def _warm_up() -> None:
     _rehearse(16)
 
 
-def _rehearse(cells: int) -> None:
+def _rehearse(cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES) -> None:
     """Run some trivial cells in a guest, the code that serves a session, so that later sessions
-    start faster."""
+    start faster. ``modules``: the source and code of modules that the guest has."""
     if not hasattr(os, "memfd_create"):
         return
     host, guest_end = socket.socketpair()
@@ -479,14 +508,17 @@ def _rehearse(cells: int) -> None:
                 )
             )
         host.shutdown(socket.SHUT_WR)
-        guest.Guest(
+        rehearsing = guest.Guest(
             wire,
             wire,
             output.FileOutputSpool(spool),
             max_output_bytes=1000,
             owns_process=False,
             can_fork=True,
-        ).serve()
+        )
+        for name, (source, code) in modules.items():
+            rehearsing.install(name, source, code)
+        rehearsing.serve()
     os.close(spool)
 
 
