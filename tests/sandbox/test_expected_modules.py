@@ -58,7 +58,7 @@ async def ran_in(session: GuestSessionProxy) -> Any:
 @pytest.mark.parametrize("tier", ["A", "B", "C"])
 @pytest.mark.parametrize("chars", [0, 10, 2_000_000])
 def test_expected_module_is_run_once_for_all_sessions(tier: str, chars: int) -> None:
-    """Also for sessions with a large context, which are forked from a process of their own."""
+    """Also for sessions with a large context, which are forked from a separate process."""
 
     async def test(sandbox: JailSandbox) -> None:
         expect_module(sandbox, "m", MODULE)
