@@ -53,7 +53,7 @@ _log = ComponentLogger("cli")
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
 """Metrics that are drawn as curves, if the run reports them."""
-IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal")
+IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal", "failed_rollouts")
 """Metrics of a step's line, beside all that are called ``reward``; metrics.jsonl has the others."""
 
 
@@ -140,7 +140,8 @@ def line(measured: StepMetrics) -> str:
     shown = {
         name: value
         for name, value in measured.values.items()
-        if name in IN_LINES or ("/" in name and (is_evaluation or name.endswith("/reward")))
+        if (name in IN_LINES and (value or name != "failed_rollouts"))
+        or ("/" in name and (is_evaluation or name.endswith("/reward")))
     }
     return f"{measured.at_s:8.1f} s  {measured.stage} {measured.step}  " + "  ".join(
         f"{name} {value:.4g}" for name, value in shown.items()

@@ -157,7 +157,11 @@ async def attempt(
         if failure is None and not is_scored:
             trajectory.awaits_score = True
         elif failure is None:
-            await _score(task, item, trajectory, grace_s, every_line=search is not None)
+            try:
+                await _score(task, item, trajectory, grace_s, every_line=search is not None)
+            except RamifyError as error:
+                _note_score_error(trajectory, task, item, error)
+                raise
             if rlm.store is not None:
                 await asyncio.to_thread(
                     rlm.store.append,
@@ -210,8 +214,17 @@ async def score_attempts(
         failed = [problem for _ in own if (problem := next(problems)) is not None]
         if failed:
             each.trajectory.errors.append(str(failed[0]))
+            _note_score_error(each.trajectory, task, each.item, failed[0])
         else:
             _merge_lines(each.trajectory, own)
+
+
+def _note_score_error(trajectory: Trajectory, task: Task, item: Item, error: RamifyError) -> None:
+    """Store in the trajectory why it could not be scored."""
+    text = str(error)
+    for named in (f"task '{task.name}', item {item.id}: ", f"task '{task.name}': "):
+        text = text.removeprefix(named)
+    trajectory.score_error = text
 
 
 class _Line(NamedTuple):

@@ -52,7 +52,9 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Share of rollouts cut by a limit, if far fewer were cut at first; the same for replies that
     are cut from the first step on, for children that are cut or fail, and for cells that raise."""
     failed: float | None = 0.5
-    """Share of rollouts that failed for reasons other than the policy."""
+    """Share of rollouts that failed for reasons other than the policy, and share of answers for
+    which the task's score failed. If so many answers have no score, and nothing is learned from the
+    others, the run ends with an error (see ``guard.then``)."""
     reward: float | None = 0.25
     """Share of its peak that the mean training reward of two steps may lose. The same share applies
     to the best validation reward. A fall within five standard errors, or within the confidence
@@ -176,10 +178,31 @@ def _finding(
     return add
 
 
+@_finding("failing_score", "score_errors", "scored_answers", limit="failed")
+def _failing_score(values: Values, history: StageStepHistory, limit: float) -> str:
+    failed, scored = values["score_errors"], values["scored_answers"]
+    if not is_mostly_unscored(failed, scored, limit):
+        return ""
+    return (
+        f"the task's score failed for {failed:.0f} of {failed + scored:.0f} rollouts with an "
+        "answer, and nothing is learned from them: a score must return a number for every answer, "
+        "such as 0 for one that it cannot read"
+    )
+
+
+def is_mostly_unscored(failed: float, scored: float, limit: float | None) -> bool:
+    """Return True if the score failed for at least the share ``limit`` of answers. ``failed`` and
+    ``scored`` are numbers of rollouts."""
+    return limit is not None and failed > 0 and failed >= limit * (failed + scored)
+
+
 @_finding("failed_rollouts", "failed_share", limit="failed")
 def _failed(values: Values, history: StageStepHistory, limit: float) -> str:
     share = values["failed_share"]
-    if share < limit:
+    is_score = is_mostly_unscored(
+        values.get("score_errors", 0.0), values.get("scored_answers", 0.0), limit
+    )
+    if share < limit or is_score:
         return ""
     return (
         f"{share:.0%} of rollouts failed for reasons other than the policy: read their errors in "

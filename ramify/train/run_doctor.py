@@ -3,6 +3,7 @@ to change, and stops the run or rolls it back if necessary.
 
     step        ── findings ──> report, and stop, roll back or only warn (``guard.then``)
     step        ── limits ────> the same for max_kl and min_entropy, which the user sets
+    step        ── a score that fails for most answers, while nothing is learned ──> an error
     evaluation  ── patience ──> stop        no validation gain of min_delta for N evaluations
 
 A finding (a detected fault) is logged, and becomes a diagnosis in the step's line of
@@ -36,11 +37,15 @@ from ramify.train.findings import (
     StageStepHistory,
     ValidationScore,
     findings,
+    is_mostly_unscored,
     of_evaluation,
 )
 from ramify.train.metrics import Diagnosis
 
 Action = Literal["stop", "rollback", "warn"]
+_MOST_IDLE = 3
+"""Consecutive steps without signal after which a score that fails for most answers ends the run. If
+the stage has learned nothing yet, one such step is enough."""
 _AFTER_DIVERGENCE = 5
 """Steps after a divergence in which its consequences are not reported."""
 
@@ -66,7 +71,8 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What follows from a finding, and from a violation of ``max_kl`` or ``min_entropy``. ``stop``
     ends the stage. ``rollback`` continues from the best checkpoint with a smaller learning rate if
     that may help, and stops otherwise. ``warn`` only reports. None: limits stop the stage, since
-    you have set them, and findings are reported."""
+    you have set them, and findings are reported. Unless it is ``warn``, the run ends with an error
+    if the task's score fails for most answers and nothing is learned."""
     rollback_lr: float = 0.5
     """Factor by which each rollback multiplies the learning rate."""
     max_rollbacks: int = 3
@@ -106,6 +112,14 @@ class GuardState(msgspec.Struct, kw_only=True):
     """Map the name of a metric to its values in the last steps."""
     peak: tuple[float, float] | None = None
     """Highest mean reward of a step, and its standard error."""
+    has_learned: bool = False
+    """Whether some step of the stage had something to learn from."""
+    num_idle: int = 0
+    """Number of consecutive steps, up to the last one, that had nothing to learn from."""
+    num_unscored: float = 0.0
+    """Number of rollouts in those steps for which the task's score failed."""
+    num_scored: float = 0.0
+    """Number of rollouts with an answer in those steps that have a reward."""
     since_divergence: int | None = None
     """Steps since the last divergence; None if there was none."""
     best_score: ValidationScore | None = None
@@ -127,6 +141,8 @@ class TrainingGuardVerdict(msgspec.Struct):
     """Why the stage ends; empty if it continues."""
     rollback: str = ""
     """Reason to go back to the best checkpoint; empty if the stage does not go back."""
+    is_failure: bool = False
+    """True if the stage stops because of an error, and the run with it."""
 
     @property
     def action(self) -> Action:
@@ -240,7 +256,39 @@ def _after_step(
         verdict.stop = next(iter(violated.values()))
     verdict.found += new
     _act(guard, memory, verdict)
+    _check_scores(guard, memory, values, verdict)
     return verdict
+
+
+def _check_scores(
+    guard: TrainingGuard,
+    memory: GuardState,
+    values: Mapping[str, float],
+    verdict: TrainingGuardVerdict,
+) -> None:
+    """End the run if the score fails for most answers and nothing is learned, since further steps
+    would not change that."""
+    if not values.get("no_signal"):
+        memory.has_learned = True
+        memory.num_idle, memory.num_unscored, memory.num_scored = 0, 0.0, 0.0
+        return
+    memory.num_idle += 1
+    memory.num_unscored += values.get("score_errors", 0.0)
+    memory.num_scored += values.get("scored_answers", 0.0)
+    is_clear = memory.num_idle >= _MOST_IDLE or not memory.has_learned
+    if (
+        guard.then != "warn"
+        and is_clear
+        and memory.num_unscored > 1
+        and is_mostly_unscored(memory.num_unscored, memory.num_scored, guard.alarms.failed)
+    ):
+        verdict.is_failure = True
+        failed, num = memory.num_unscored, memory.num_unscored + memory.num_scored
+        steps = "the first step" if memory.num_idle == 1 else f"{memory.num_idle} steps in a row"
+        verdict.stop = (
+            f"nothing was learned from {steps}, and the task's score failed for {failed:.0f} of "
+            f"{num:.0f} answers"
+        )
 
 
 def _note_divergence(memory: GuardState, verdict: TrainingGuardVerdict) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger
 from ramify.time_account import TimeAccount
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
@@ -32,6 +33,7 @@ from ramify.train.config import Schedule
 from ramify.train.data.sft_data import write
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
 from ramify.train.metrics import (
+    FILE,
     GROUPS,
     METRICS,
     CpuMeter,
@@ -325,6 +327,20 @@ class TrainingRunRecorder:
         path = self.out / "policy.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
         _log.info("policy_kept", str(kept), shown=True, step=state.step)
+        self._note_score_errors()
+
+    def _note_score_errors(self) -> None:
+        """Log how many rollouts of the whole run could not be scored, if there were any."""
+        rows = [row.values for row in read_metrics(self.out) if "score_errors" in row.values]
+        failed = sum(row["score_errors"] for row in rows)
+        if failed:
+            num = sum(row.get("num_rollouts", 0.0) for row in rows)
+            text = (
+                f"{failed:,.0f} of {num:,.0f} rollouts of this run could not be scored, so nothing "
+                f"was learned from them: score_errors in {FILE} counts them by step, and "
+                f"{RUN_LOG} has the errors"
+            )
+            _log.warning("score_errors", text, shown=True, failed=failed, rollouts=num)
 
     def save(self, parts: Mapping[str, Write]) -> None:
         """Write a checkpoint with the run's state and the given parts."""

@@ -46,6 +46,7 @@ from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, first_items
 from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
+from ramify.train.score_failures import ScoreFailures, failures_of
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.sequence import TokenSequence
@@ -53,7 +54,8 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """Raised if all rollouts of a training step failed, so that further steps would not help."""
+    """Raised if so many rollouts failed that further steps would not help: all rollouts of a step,
+    or most of those with an answer in steps from which nothing was learned."""
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -367,7 +369,7 @@ class RlStage:
         """Return the training data of step ``step``, made from the groups of rollouts in
         ``taken``."""
         groups = [group for _, group in taken.groups]
-        _check_any_came_back(groups, step, taken.notes)
+        _check_any_came_back(groups, taken.notes)
         data, learnt = self.learned_from(groups, reader)
         for name, stage in self.others.items():
             data.others[name], also = stage.learned_from(groups)
@@ -392,7 +394,9 @@ class RlStage:
         data.accounts += taken.given_up
         if self._pool is not None:
             self._pool.note(data.accounts)
-        data.notes = [*taken.notes, *data.notes]
+        unscored = ScoreFailures.of(groups)
+        data.metrics |= unscored.metrics()
+        data.notes = [*taken.notes, *([str(unscored)] if unscored.num else []), *data.notes]
         return data
 
     def learned_from(
@@ -502,19 +506,13 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
     return frozenset(needed | (loss.reads & {"staleness"}))
 
 
-def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
+def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
     """Raise RolloutsFailed if all rollouts of a training step failed. ``notes`` say which rollouts
     were given up; the message quotes the first note if no rollout has an error."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
-        errors = [
-            *(trajectory.errors[-1] for trajectory in trajectories if trajectory.errors),
-            *notes,
-            "no error was recorded",
-        ]
-        raise RolloutsFailed(
-            f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}"
-        )
+        errors = failures_of(trajectories) or next(iter(notes), "no error was recorded")
+        raise RolloutsFailed(f"all {len(trajectories)} rollouts failed: {errors}")
 
 
 def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:

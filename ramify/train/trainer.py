@@ -41,6 +41,7 @@ from ramify.train.run_doctor import (
     before_steps,
 )
 from ramify.train.run_record import TrainingRunRecorder
+from ramify.train.score_failures import ScoreFailures
 from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
 from ramify.train.watchdog import StallError, StoppedBySignal
 
@@ -213,9 +214,10 @@ class Trainer:
                 try:
                     work = await self._watch.bounded(what, source.work(step), can_stop=True)
                 except RolloutsFailed as error:
-                    note = Diagnosis(name="failed_rollouts", text=str(error), action="stop")
+                    text = f"{self._where(stage)}: {error}"
+                    note = Diagnosis(name="failed_rollouts", text=text, action="stop")
                     self.record.write(stage.name, {"failed_share": 1.0}, [note])
-                    raise
+                    raise RolloutsFailed(text + self._repair) from error
                 work.metrics["work_s"] = time.monotonic() - started
                 work.metrics.update(self.record.cpu_metrics(stage.samples))
                 yield work
@@ -242,6 +244,9 @@ class Trainer:
             diagnoses = [] if verdict is None else verdict.diagnoses
             record.write(stage.name, values, diagnoses, is_step=True)
             record.write_rollouts(work.groups, work.accounts)
+        if verdict is not None and verdict.is_failure:
+            unscored = ScoreFailures.of(work.groups)
+            raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair}")
         with working("credit"):
             self._learners.check_ids(stage, work)
         if self._rollback:
@@ -256,6 +261,13 @@ class Trainer:
         skipped."""
         self.state.next_item, self.state.pending = source.state()
         self.record.write_rollouts([], source.take_skipped())
+
+    @property
+    def _repair(self) -> str:
+        """What to do after rollouts failed, as the end of an error message."""
+        if self.record.checkpoints.latest() is None:
+            return ""
+        return f"; repair that, and continue with: ramify train --resume {self.record.out}"
 
     def _where(self, stage: TrainingStage) -> str:
         return f"step {self.state.step + 1} ({stage.name})"
@@ -297,7 +309,7 @@ class Trainer:
         step = self.state.step
         for name, text, *_ in verdict.found:
             _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
-        if verdict.stop:
+        if verdict.stop and not verdict.is_failure:
             text = f"{where}: the stage ends here: {verdict.stop}"
             _log.warning("stage_stopped", text, shown=True, step=step)
             self.state.stopped = verdict.stop

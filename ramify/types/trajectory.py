@@ -315,6 +315,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     """One sentence on why the run ended; empty for ``FINAL`` and in older journals."""
     awaits_score: bool = False
     """Whether it has no rewards yet because its task scores the rollouts of a step together."""
+    score_error: str = ""
+    """Why its task could not score it, without the names of task and item; empty if it has rewards,
+    or if it failed before it was scored. The whole message is in ``errors``."""
 
     @property
     def root(self) -> Call:

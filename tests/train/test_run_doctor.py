@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.tasks.base import SimpleTask, generated
+from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
@@ -24,6 +25,8 @@ from ramify.train.run_doctor import (
     after_step,
     before_steps,
 )
+from ramify.train.score_failures import counted
+from ramify.types.trajectory import Trajectory
 from tests.shown import train
 from tests.train.small import _make, small
 
@@ -107,6 +110,8 @@ SIGNS: list[tuple[dict[str, float], str, str]] = [
     ({"mismatch_kl": 0.2}, "sampler_mismatch", "mismatch_kl"),
     ({"staleness_max": 3.0}, "stale_engine", ""),
     ({"failed_share": 0.6}, "failed_rollouts", "failed"),
+    ({"score_errors": 6.0, "scored_answers": 2.0}, "failing_score", "failed"),
+    ({"failed_share": 0.6, "score_errors": 6.0, "scored_answers": 0.0}, "failing_score", "failed"),
     ({"advantage_reward_corr": -0.9}, "wrong_sign", ""),
     ({"reward_length_corr": 0.99}, "length_hacking", "length_corr"),
     ({"reward": 0.2}, "falling_reward", "reward"),
@@ -313,8 +318,81 @@ def test_run_goes_back_to_its_best_checkpoint_with_a_smaller_rate(tmp_path: Path
 
 
 def test_run_whose_rollouts_all_fail_names_it(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="rollouts of step 0 failed"):
+    with pytest.raises(TrainError, match=r"^step \d+ \(rl\): all 6 rollouts failed: 6 times: "):
         train(run_of("tests.train.small:failing"), tmp_path)
     ((_, note),) = diagnoses(tmp_path)
     assert (note.name, note.action) == ("failed_rollouts", "stop")
     assert "the grader is down" in note.text
+
+
+UNSCORED = {"no_signal": 1.0, "score_errors": 2.0, "scored_answers": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "fails"),
+    [
+        ([UNSCORED], [True]),
+        ([UNSCORED | {"scored_answers": 3.0}], [False]),
+        ([{}, UNSCORED, UNSCORED, UNSCORED], [False, False, False, True]),
+        ([{}, UNSCORED, UNSCORED, {}, UNSCORED], [False] * 5),
+        # Single errors add up over the steps that taught nothing.
+        (
+            [UNSCORED | {"score_errors": 1.0, "scored_answers": 0.0}, {"no_signal": 1.0}] * 2,
+            [False, False, True, True],
+        ),
+    ],
+)
+def test_score_that_fails_for_most_answers_ends_a_run_that_learns_nothing(
+    given: list[dict[str, float]], fails: list[bool]
+) -> None:
+    assert [each.is_failure for each in steps(TrainingGuard(), *given)] == fails
+    assert not any(each.is_failure for each in steps(TrainingGuard(then="warn"), *given))
+    off = TrainingGuard(alarms=CollapseAlarms(failed=None))
+    assert not any(each.is_failure for each in steps(off, *given))
+
+
+def _raises_for_most(item: Item, trajectory: Trajectory) -> float:
+    if trajectory.id.endswith("rollout=0"):
+        return 0.5
+    return {"a": 1.0}["b"]
+
+
+raising = SimpleTask(
+    "raising", generated("raising", _make), TrajectoryRewardFunction(_raises_for_most)
+)
+WHY = r"its score raised KeyError: 'b', at \S+test_run_doctor\.py:\d+ \(_raises_for_most\)"
+
+
+def test_run_whose_score_mostly_raises_says_so_at_its_first_step_and_fails(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(
+        TrainError,
+        match=rf"^step \d+ \(rl\): nothing was learned from the first step, and the task's score "
+        rf"failed for 4 of 4 answers: 4 of 6 rollouts could not be scored: 4 times: {WHY}; repair "
+        rf"that, and continue with: ramify train --resume {tmp_path}$",
+    ):
+        train(run_of("tests.train.test_run_doctor:raising"), tmp_path, say=said.append)
+    assert any(re.search(rf"4 of 6 rollouts could not be scored: 4 times: {WHY}$", s) for s in said)
+    assert [(note.name, note.action) for _, note in diagnoses(tmp_path)] == [
+        ("failing_score", "stop")
+    ]
+    (row,) = [row.values for row in read_metrics(tmp_path) if row.stage == "rl"]
+    assert (row["score_errors"], row["failed_rollouts"], row["num_rollouts"]) == (4, 4, 6)
+
+
+def test_run_counts_scores_that_fail_and_names_them_at_its_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = run_of("tests.train.test_run_doctor:raising", steps=2, guard=TrainingGuard(then="warn"))
+    train(run, tmp_path, say=said.append)
+    assert said[-1].startswith("8 of 12 rollouts of this run could not be scored")
+
+
+def test_errors_are_counted_by_kind() -> None:
+    errors = [
+        "task 't', item t/train/1: its score raised ValueError: no number in 'a', at r.py:4 (f)",
+        "task 't', item t/train/2: its score raised ValueError: no number in 'b', at r.py:4 (f)",
+        "the grader is down",
+        *(f"cause {letter}" for letter in "xyz"),
+    ]
+    assert counted(errors[:3]) == f"2 times: {errors[0]}; once: the grader is down"
+    assert counted(errors).endswith("; once: cause x; 2 other errors")

@@ -369,12 +369,13 @@ def _usable(group: Group) -> Group:
 
 def _notes(groups: Sequence[Group]) -> list[str]:
     """Return messages that say which rollouts were left out and why. The first few rollouts are
-    named, and the others are only counted."""
+    named, and the others are only counted. Rollouts that the task could not score are reported by
+    the stage (``score_failures.py``)."""
     notes = [
         f"{trajectory.id} is left out of its group: it {why}"
         for group in groups
         for trajectory in group.trajectories
-        if (why := why_unscored(trajectory))
+        if not trajectory.score_error and (why := why_unscored(trajectory))
     ]
     more = len(notes) - _MOST_NAMED
     return (
