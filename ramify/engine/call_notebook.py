@@ -26,6 +26,7 @@ import functools
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from ramify.engine.live_run import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Answer, CellResult, Session
+from ramify.sandbox.host.module_compiler import compile_in_advance
 from ramify.time_account import under_way
 from ramify.types.trajectory import Cell
 
@@ -231,16 +233,15 @@ class Notebook:
 
     async def _opened(self) -> Session:
         run, call = self.run, self.call
+        tools = run.tools_at(call.depth)
+        prelude = _prelude(run.setup.scaffold_at(call.depth).max_output_chars)
+        sources = {"prelude": prelude, **tools.sources()}
+        compile_in_advance(sources)  # the first session's sandbox is still being started
         session = await run.open_session(call)
         try:
-            most = run.setup.scaffold_at(call.depth).max_output_chars
-            prelude = _prelude(most)
-            run.expect_module("prelude", prelude)
-            await session.install("prelude", prelude)
-            tools = run.tools_at(call.depth)
             if run.recording is None:
                 tools.prepare()
-            for module, source in tools.sources().items():
+            for module, source in sources.items():
                 await session.install(module, source)
             for name, value in tools.values.items():
                 await session.set(name, value, reserved=True)
@@ -268,9 +269,7 @@ class Notebook:
 
 @functools.cache
 def _prelude(max_output_chars: int) -> str:
-    from importlib import resources
-
-    source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
+    source = Path(__file__).with_name("prelude.py").read_text("utf-8")
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
 
 

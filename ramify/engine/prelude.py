@@ -9,7 +9,6 @@ Standard library only. Before this source is executed, the guest provides ``call
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import enum
 import sys
 import types
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import dataclasses
     from collections.abc import Callable
 
     call_host: Callable[..., Any]
@@ -217,6 +217,8 @@ def _carried(value: Any) -> Any:
 
 
 def _as_data(value: Any) -> Any:
+    import dataclasses  # takes milliseconds, and few sessions need it
+
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -393,6 +395,8 @@ def schema_of(kind: Any) -> Any:
         return kind
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
+    import dataclasses
+
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return {"enum": list(args)}
@@ -415,6 +419,8 @@ def schema_of(kind: Any) -> Any:
 
 
 def _object_schema(kind: type) -> dict[str, Any]:
+    import dataclasses
+
     hints = typing.get_type_hints(
         kind, vars(sys.modules.get(kind.__module__, types.ModuleType("none"))) | namespace
     )
@@ -434,4 +440,6 @@ def _object_schema(kind: type) -> dict[str, Any]:
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
+    import dataclasses
+
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -115,7 +115,7 @@ class SessionPlans:
 
 @functools.cache
 def _module_source() -> str:
-    return resources.files("ramify.plans").joinpath("session_module.py").read_text("utf-8")
+    return Path(__file__).with_name("session_module.py").read_text("utf-8")
 
 
 class PlanFunctionCall:

@@ -25,6 +25,7 @@ import inspect
 import itertools
 import mmap
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,7 @@ from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
 from ramify.sandbox.guest.values import CodecError, FileDigest, ValueDecoder, ValueEncoder
 from ramify.sandbox.guest.values import ProtocolError as ProtocolError
+from ramify.sandbox.host.forkserver_process import start_early
 from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
@@ -552,13 +554,14 @@ class Sandbox(Protocol):
         ...
 
 
+_JAIL = "ramify.sandbox.providers.jail"
 SANDBOXES = Registry(
     "sandbox",
     "ramify.sandboxes",
     {
         "docker": "ramify.sandbox.providers.docker",
         "inprocess": "ramify.sandbox.providers.inprocess",
-        "jail": "ramify.sandbox.providers.jail",
+        "jail": _JAIL,
         "process": "ramify.sandbox.providers.process",
     },
 )
@@ -570,6 +573,8 @@ def launch(spec: SandboxSpec) -> None:
     supports that, while the caller does other work. Errors are ignored here, because
     ``open_sandbox`` reports them."""
     with contextlib.suppress(RamifyError, OSError):
+        if spec.provider == "jail" and _JAIL not in sys.modules:
+            start_early()  # its process then starts while the jail's modules are imported here
         launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
         if launch_provider is not None:
             launch_provider(provider_spec(spec))

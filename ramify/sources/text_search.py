@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -444,4 +444,4 @@ class TextChunkingTool:
 
 @functools.cache
 def _chunks_source() -> str:
-    return resources.files("ramify.sources").joinpath("text_chunks.py").read_text("utf-8")
+    return Path(__file__).with_name("text_chunks.py").read_text("utf-8")

@@ -30,8 +30,6 @@ reading copies, so data cannot change after it was checked.
 from __future__ import annotations
 
 import binascii
-import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -57,10 +55,10 @@ MAX_BLOBS = 20_000
 """Maximum number of long strings and bytes values in one frame."""
 MAX_FRAME_OUTPUT = 1 << 20
 """Maximum number of bytes of a cell's output in one frame."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, even one without an end; matching takes linear time."""
-_WHOLE_STRINGS = re.compile(rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.DOTALL)
-"""As many strings as there are up to a limit, and what is between them."""
+_STRING = rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)'
+"""Pattern of a JSON string, even one without an end; matching takes linear time."""
+_WHOLE_STRINGS = rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+'
+"""Pattern of as many strings as there are up to a limit, and what is between them."""
 _PIECE_BYTES = 1 << 18
 _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
@@ -96,13 +94,15 @@ def check_header(text: bytes) -> None:
 def _bare(text: bytes) -> bytes:
     """Return JSON text with its strings removed. The text is processed in pieces, so that other
     threads can run in between."""
+    string = re.compile(_STRING, re.DOTALL)
+    whole_strings = re.compile(_WHOLE_STRINGS, re.DOTALL)
     parts, at = [], 0
     while at < len(text):
-        end = _WHOLE_STRINGS.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]
+        end = whole_strings.match(text, at, at + _PIECE_BYTES).end()  # type: ignore[union-attr]
         if end == at:  # a long string begins here
-            end = _STRING.match(text, at).end()  # type: ignore[union-attr]
+            end = string.match(text, at).end()  # type: ignore[union-attr]
         else:
-            parts.append(_STRING.sub(b"", text[at:end]))
+            parts.append(string.sub(b"", text[at:end]))
         at = end
     return b"".join(parts)
 
@@ -522,9 +522,7 @@ class HostGuestSharedMemory:
         read."""
         if self._is_used and self.is_free:
             self._is_used = False
-            _libc.fallocate(
-                self.fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(2 * HALF_BYTES)
-            )
+            _punch(self.fd, 2 * HALF_BYTES)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -560,6 +558,9 @@ def make_file() -> int:
     return fd
 
 
-_libc: Any = None
-with contextlib.suppress(OSError, TypeError):
-    _libc = ctypes.CDLL(None)
+def _punch(fd: int, num_bytes: int) -> None:
+    """Give the memory of a memory file back to the system, which then reads as zeros."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.fallocate(fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(num_bytes))

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import enum
-import functools
-import marshal
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -418,19 +416,6 @@ class SessionLimits(NamedTuple):
 
 def limits_of(spec: SandboxSpec) -> SessionLimits:
     return SessionLimits(spec.cell_s, spec.grace_s, spec.max_output_bytes)
-
-
-def marshalled(source: str, name: str) -> bytes:
-    """Compile a module for sessions that run the same version of Python. Returns empty bytes if it
-    cannot be compiled; the session that installs it then reports the error."""
-    try:
-        return marshal.dumps(compile(source, name, "exec", 0, True))
-    except (SyntaxError, ValueError):
-        return b""
-
-
-compiled_module = functools.lru_cache(64)(marshalled)
-"""Compiles a module once for all sessions."""
 
 
 class SessionStatus(enum.Enum):

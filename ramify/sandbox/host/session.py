@@ -23,13 +23,13 @@ from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.host import session_wire
+from ramify.sandbox.host.module_compiler import compiled_module
 from ramify.sandbox.host.running_cell import (
     CellAlarm,
     GuestRefused,
     RunningCell,
     SessionLimits,
     SessionStatus,
-    compiled_module,
     result_of,
 )
 from ramify.sandbox.host.session_wire import GuestFrameConnection
@@ -223,7 +223,7 @@ class GuestSessionProxy:
             return
         encoder = ValueEncoder()
         if getattr(self._wire.transport, "has_same_python", False):
-            encoder.blobs += filter(None, [compiled_module(source, f"<{module}>")])
+            encoder.blobs += filter(None, [compiled_module(module, source)])
         try:
             await self._ask({"op": "install", "module": module, "source": source}, encoder)
         except GuestRefused as error:

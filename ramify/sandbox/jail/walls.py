@@ -25,7 +25,6 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -271,12 +270,9 @@ def scratch_in(shown: list[str]) -> str:
 def readable_paths(config: dict[str, Any]) -> list[str]:
     """Return the real paths that Python and the requested packages need, without those that are
     inside another one."""
-    candidates = [
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        os.path.join(sys.base_prefix, "lib"),
-    ]
-    candidates += [path for path in sys.path if path.startswith("/")] + config["shown"]
+    # The search path of a process without ``site`` is the standard library.
+    candidates = [path for path in sys.path if path.startswith("/")]
+    candidates += [os.path.join(sys.base_prefix, "lib"), *config["shown"]]
     candidates += _SYSTEM
     paths = sorted({os.path.realpath(path) for path in candidates if path and os.path.exists(path)})
     return [path for path in paths if not any(path.startswith(other + "/") for other in paths)]

@@ -20,7 +20,6 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -156,6 +155,8 @@ class InMemoryStdlibImporter:
 def _store_library() -> None:
     """Make the rest of the standard library available to sessions that cannot read files: import
     its compiled modules now, and keep the source of the others in memory."""
+    import sysconfig
+
     places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
     folders = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
     for folder in folders:
