@@ -22,7 +22,7 @@ from ramify.engine.prompt_preview import PromptPreview as PromptPreview
 from ramify.engine.question import RunOptions as RunOptions
 from ramify.engine.resources import DepthOptions as DepthOptions
 from ramify.engine.rlm import RLM as RLM
-from ramify.engine.run_handle import Result as Result
+from ramify.engine.run_result import Result as Result
 from ramify.engine.scaffold import Scaffold as Scaffold
 from ramify.engine.typed import Citation as Citation
 from ramify.errors import ConfigError as ConfigError

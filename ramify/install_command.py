@@ -11,10 +11,7 @@ package belongs to which extra is defined in ``pyproject.toml``.
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-from urllib.parse import unquote, urlsplit
 
 
 def install_command(*extras: str) -> str:
@@ -31,6 +28,10 @@ def install_command(*extras: str) -> str:
 def command_for(record: str | None, extras: tuple[str, ...]) -> str:
     """Return the ``pip install`` command for an installation. ``record`` is the text of its
     ``direct_url.json``, or None if there is no such file."""
+    import json
+    import shlex
+    from urllib.parse import unquote, urlsplit
+
     named = f"[{','.join(extras)}]"
     origin = json.loads(record) if record else {}
     url = urlsplit(origin.get("url", ""))

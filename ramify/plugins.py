@@ -24,11 +24,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import importlib.util
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import traceback
@@ -418,6 +415,8 @@ def load_file(path: Path) -> ModuleType:
 
 @functools.lru_cache(maxsize=64)
 def _run_file(path: Path, _changed_ns: int) -> ModuleType:
+    import importlib.util
+
     name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -481,6 +480,8 @@ def _module_name(path: Path) -> str:
 def load_object(location: str, what: str) -> Any:
     """Return the module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError
     if it cannot be loaded; ``what`` is the beginning of the error message."""
+    import pkgutil  # many programs load nothing by a name of their own
+
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")

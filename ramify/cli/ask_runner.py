@@ -29,9 +29,10 @@ from ramify.cli.terminal_text import StderrMessageWriter, error_line, one_line, 
 from ramify.engine.question import RunOptions
 from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, RunHandle, why_unanswered
+from ramify.engine.run_handle import RunHandle
+from ramify.engine.run_result import Result, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
-from ramify.types.call_tree import ending
+from ramify.types.ending import ending
 from ramify.types.event import AnyEvent, mode_of
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory

@@ -45,7 +45,7 @@ from ramify.cli.terminal_text import (
 )
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.printable import clean
-from ramify.types.call_tree import ending
+from ramify.types.ending import ending
 from ramify.types.event import mode_of
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 

@@ -20,12 +20,11 @@ from ramify.engine.branch_search import recorded_search
 from ramify.engine.limits import Limits
 from ramify.engine.question import Question, RunOptions, question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, require_store
-from ramify.engine.run_handle import Result, as_text
+from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
-from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import (
     RunEnded,
     RunStarted,
@@ -35,6 +34,7 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.store.base import RunStore
+    from ramify.store.recorded_replies import RecordedRunIndex
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "mode", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""

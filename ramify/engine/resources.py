@@ -20,7 +20,6 @@ import msgspec
 from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model_config import Model, bare_name, check_aliases
 from ramify.clients.providers import load_clients
-from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.branch_search import BranchSearch, search_of
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
@@ -34,6 +33,7 @@ from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
 
 if TYPE_CHECKING:
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.store.base import RunBlobs, RunStore
 
@@ -182,7 +182,14 @@ def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ..
     return tuple(models)
 
 
-MakePool = Callable[[int], RateLimitedClientPool]
+MakePool = Callable[[int], "RateLimitedClientPool"]
+
+
+def open_pool(max_in_flight: int) -> RateLimitedClientPool:
+    """Open a connection pool, given the maximum number of requests in flight."""
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
+
+    return RateLimitedClientPool(max_in_flight)
 
 
 class LoopResources:
@@ -241,7 +248,7 @@ class RefCountedLoopResources:
     and closes them when the last user has finished."""
 
     def __init__(
-        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = RateLimitedClientPool
+        self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
     ) -> None:
         """Remember how to create the resources. ``make_pool`` creates the connection pool of an
         event loop, given the maximum number of requests in flight."""
@@ -456,6 +463,14 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
     every = [model for group in models for model in group if isinstance(model, Model)]
     distinct = [model for index, model in enumerate(every) if model not in every[:index]]
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
+
+
+def check_store(store: object) -> None:
+    """Raise ConfigError if ``store`` is not a store of runs."""
+    from ramify.store.base import RunStore
+
+    if not isinstance(store, RunStore):
+        raise ConfigError(f"store is a {type(store).__name__}: give a ramify.Store(…)")
 
 
 def require_store(store: RunStore | None, what: str) -> RunStore:

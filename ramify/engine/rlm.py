@@ -23,19 +23,15 @@ import functools
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
 from ramify.clients.base import Client, Sampling
-from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine import event_loop_thread, rerun
 from ramify.engine.branch_search import search_of
-from ramify.engine.calls_outside_runs import DirectCalls
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.model_requests import check_prices
-from ramify.engine.prompt_preview import PromptPreview, preview
 from ramify.engine.prompt_text import examples_of
 from ramify.engine.question import (
     ModelSpec,
@@ -50,22 +46,30 @@ from ramify.engine.resources import (
     RefCountedLoopResources,
     RlmSetup,
     as_models,
+    check_store,
     new_id,
     reply_cache,
     require_store,
 )
-from ramify.engine.run_fork import ForkCostEstimate, ForkOptions, fork_point
-from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
+from ramify.engine.run_result import Result, blocked_as_suspended, checked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
-from ramify.engine.user_conversation import UserConversation
-from ramify.engine.ways_to_answer import UserConversationState, way_to_answer
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
-from ramify.store.base import RunStore
-from ramify.store.recorded_replies import RecordedRunIndex
-from ramify.types.event import AnyEvent
+
+# What only a run needs is imported when the first one starts: half of this module's import time
+# otherwise, and the first session is started meanwhile.
+if TYPE_CHECKING:
+    from ramify.clients.rate_limited_requests import RateLimitedClientPool
+    from ramify.engine.calls_outside_runs import DirectCalls
+    from ramify.engine.prompt_preview import PromptPreview
+    from ramify.engine.run_fork import ForkCostEstimate, ForkOptions
+    from ramify.engine.run_handle import RunHandle
+    from ramify.engine.user_conversation import UserConversation
+    from ramify.store.base import RunStore
+    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
 
@@ -105,12 +109,11 @@ class RLM:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits(**card_of(model).limits)
         given_spec = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
-        for name, value, kind, wanted in (
-            ("sandbox", given_spec, SandboxSpec, "SandboxSpec"),
-            ("store", store, RunStore, "Store"),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")
+        if not isinstance(given_spec, SandboxSpec):
+            found = type(given_spec).__name__
+            raise ConfigError(f"sandbox is a {found}: give a ramify.SandboxSpec(…)")
+        if store is not None:
+            check_store(store)
         if not isinstance(branches, int):
             raise ConfigError(f"branches is a {type(branches).__name__}: give a number")
         if branches < 1 or (branches > 1 and options.search is not None):
@@ -192,6 +195,9 @@ class RLM:
         """Provide plain model calls outside of any run, for work that asks many small questions.
         ``shared`` limits the calls, tokens and dollars of all questions together; the limits of
         this RLM apply to each question."""
+        from ramify.engine.calls_outside_runs import DirectCalls
+        from ramify.engine.model_requests import check_prices
+
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
@@ -265,6 +271,8 @@ class RLM:
 
         The result of the handle is data: a failed model does not raise, unlike in ``completion``.
         """
+        from ramify.engine.run_handle import RunHandle
+
         options = self._options.updated(options, changes)
         parsed = question(prompt, query, options.answer_type, options.cite)
         resolved = parsed.asked_with(options)
@@ -295,6 +303,8 @@ class RLM:
         """Return the first request that ``completion`` would send, without sending it: that of the
         root call, or of a child call at ``depth``. No API key is needed and nothing is stored, but
         a session may be started. Raises the same ConfigError as ``completion``."""
+        from ramify.engine.prompt_preview import preview
+
         options = self._options.updated(options, changes)
         prompt = await read_prompt(prompt)
         parsed = question(prompt, query, options.answer_type, options.cite)
@@ -317,6 +327,8 @@ class RLM:
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """Return True if ``start`` would answer with one plain model call, without a session. No
         model is called to find out."""
+        from ramify.engine.ways_to_answer import way_to_answer
+
         resolved = question(prompt, query, None, False)
         async with self._shared.use() as resources:
             models = await self._setup.connect(resources)
@@ -331,6 +343,8 @@ class RLM:
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
         c.aask(…)``. The options given here are the defaults for its questions.
         """
+        from ramify.engine.user_conversation import UserConversation
+
         chosen = self._options.updated(options, changes)
         return UserConversation(
             self._setup, self._shared, self.store, prompt, chosen, resume=self.resume
@@ -446,6 +460,8 @@ class RLM:
         last few messages. The new run's ``metadata["forked"]`` names its origin. Raises ConfigError
         if there is no such turn, and ReplayDiverged if the settings differ from the recorded ones.
         """
+        from ramify.engine.run_fork import fork_point
+
         store = require_store(self.store, "fork")
         point = fork_point(store.events(run), turn, changes)
         recording, started = point.recording, point.recording.started
@@ -469,6 +485,8 @@ class RLM:
         """Estimate what a fork may cost, without sending anything. The arguments are those of
         ``start_fork``. Raises ConfigError if the turn does not exist, or if the edited prompt
         exceeds the model's window or the budget."""
+        from ramify.engine.run_fork import fork_point
+
         point = fork_point(require_store(self.store, "fork").events(run), turn, changes)
         chosen = rerun.options_of(self._options, options, changes)
         setup = self._setup.for_run(chosen)
@@ -512,6 +530,8 @@ class RLM:
         return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedRunIndex:
+        from ramify.store.recorded_replies import RecordedRunIndex
+
         return RecordedRunIndex(require_store(self.store, what).events(run), strict=strict)
 
     def _rerun(
@@ -524,6 +544,9 @@ class RLM:
     ) -> RunHandle:
         """Start to repeat all questions of a recorded run, and return the handle of the last
         one."""
+        from ramify.engine.run_handle import RunHandle
+        from ramify.engine.ways_to_answer import UserConversationState
+
         *before, started = recording.questions
         given = {*setup.tools.functions, *setup.tools.values}
         tools = rerun.tools_of_sources(started, given) if prompt is None else {}

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,8 +33,9 @@ from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_answer import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RefCountedLoopResources, RlmSetup
+from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tools
-from ramify.engine.typed import Citation, CitedAnswer
+from ramify.engine.typed import CitedAnswer
 from ramify.engine.ways_to_answer import (
     UserConversationState,
     WayToAnswer,
@@ -52,14 +51,12 @@ from ramify.errors import (
     ReplayDiverged,
     SandboxError,
     StoreError,
-    Suspended,
 )
 from ramify.logging import ComponentLogger, in_run, take_collected
 from ramify.sandbox.base import SharedContext, stays_in_files
-from ramify.types.call_tree import ending
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_cache_lookup import ReusableReplies
@@ -68,67 +65,8 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("sources")
 _engine_log = ComponentLogger("engine")
-_SHOWN_CHARS = 60
-"""Characters of an answer in the ``repr`` of its result."""
 _CLOSE_S = 5.0
 """Maximum time to close the journal of a run whose event loop is blocked."""
-
-
-class Result(msgspec.Struct, frozen=True):
-    """The result of a question: the answer, the reason why the run stopped, its cost and the record
-    of all calls."""
-
-    response: str
-    """The answer as text; empty if there is none."""
-    answer: Any
-    """The answer as a value of the requested type; None if there is none."""
-    stop: Stop
-    usage: Usage
-    """Usage of the whole tree."""
-    cost: float | None
-    """Dollars for the whole tree; None if no model has a price."""
-    trajectory: Trajectory
-    citations: tuple[Citation, ...] = ()
-    error: str | None = None
-    failure: BaseException | None = None
-    """Exception that ended the run, if any."""
-    partial: str = ""
-    """Words of the last message of a run that ended without an answer: often a plan."""
-
-    @property
-    def run_id(self) -> str:
-        """The id of the run. If the run is stored, ``RLM.resume`` and ``ramify show`` accept it."""
-        return self.trajectory.id
-
-    @property
-    def reason(self) -> str:
-        """One sentence that explains why the run ended, with the numbers of the limit that it
-        reached; empty after a final answer."""
-        return self.trajectory.reason
-
-    def __repr__(self) -> str:
-        shown = self.response if self.answer is not None else self.partial or self.error or ""
-        text = " ".join(shown[:_SHOWN_CHARS].split())
-        text += "…" * (len(shown) > _SHOWN_CHARS)
-        label = "" if self.answer is not None else "no answer: "
-        return f"Result({label}{text!r}, {', '.join(self._figures())})"
-
-    def _figures(self) -> list[str]:
-        usage, bound = self.usage, "<=" if self.usage.unknown_calls else ""
-        cost = [] if self.cost is None else [f"cost={bound}${self.cost:.4g}"]
-        counts = [f"calls={usage.calls:,}", f"tokens={bound}{usage.total_tokens:,}"]
-        return [f"stop={self.stop}", *counts, *cost, f"run={self.run_id}"]
-
-    def _repr_html_(self) -> str:
-        """Return the result as HTML, for display in a Jupyter notebook."""
-        import html
-
-        shown = self.response if self.answer is not None else self.partial
-        why = why_unanswered(self) if self.answer is None else self.error or self.reason
-        lines = [f"<pre style='white-space: pre-wrap'>{html.escape(shown)}</pre>"] * bool(shown)
-        lines += [f"<p><b>{html.escape(why)}</b></p>"] * bool(why)
-        lines.append(f"<small>{html.escape(' · '.join(self._figures()))}</small>")
-        return f"<div>{''.join(lines)}</div>"
 
 
 class RunHandle:
@@ -456,60 +394,3 @@ class RunHandle:
             outcome.failure,
             outcome.partial,
         )
-
-
-def as_text(answer: Any) -> str:
-    """Return an answer as text: a string unchanged, any other value as JSON, and None as an empty
-    string."""
-    if answer is None:
-        return ""
-    if isinstance(answer, str):
-        return answer
-    plain = jsonable(answer)
-    try:
-        return msgspec.json.encode(plain).decode()
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
-        return json.dumps(plain, separators=(",", ":"))
-
-
-def why_unanswered(result: Result) -> str:
-    """Return one sentence that explains why ``result`` has no answer."""
-    if result.error:
-        return result.error
-    if result.stop is Stop.FINAL:
-        return "no answer: the model gave None as its final answer"
-    return f"no answer: {ending(result.stop, result.trajectory.reason, 0)}"
-
-
-def checked(result: Result, resume: Callable[[str], Result]) -> Result:
-    """Return ``result``, unless the run is suspended or failed without an answer; in that case,
-    raise the corresponding error. A Suspended error calls ``resume`` to continue the run."""
-    if result.stop is Stop.SUSPENDED:
-        raise _suspended(result.run_id, result.error, resume) from result.failure
-    if result.stop is Stop.ERROR and result.answer is None:
-        raise (
-            result.failure
-            if isinstance(result.failure, RamifyError)
-            else RamifyError(result.error or "no answer")
-        )
-    return result
-
-
-@contextlib.contextmanager
-def blocked_as_suspended(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Provide a context manager that raises LoopBlocked as Suspended if the run is stored, so that
-    the caller can continue the run with ``resume``."""
-    try:
-        yield
-    except LoopBlocked as error:
-        if not error.run_id:
-            raise
-        raise _suspended(error.run_id, str(error), resume) from error
-
-
-def _suspended(run_id: str, error: str | None, resume: Callable[[str], Result]) -> Suspended:
-    return Suspended(
-        f"the run is suspended: {error}; continue it with resume({run_id!r})",
-        run_id,
-        functools.partial(resume, run_id),
-    )

@@ -19,7 +19,8 @@ from ramify.engine import event_loop_thread
 from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
-from ramify.engine.run_handle import Result, RunHandle, blocked_as_suspended, checked
+from ramify.engine.run_handle import RunHandle
+from ramify.engine.run_result import Result, blocked_as_suspended, checked
 from ramify.engine.ways_to_answer import UserConversationState
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory

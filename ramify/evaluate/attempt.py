@@ -32,7 +32,8 @@ from ramify.engine.event_loop_thread import in_thread
 from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, RunHandle, as_text
+from ramify.engine.run_handle import RunHandle
+from ramify.engine.run_result import Result, as_text
 from ramify.engine.strategies import Mode
 from ramify.errors import (
     ConfigError,

@@ -31,7 +31,7 @@ from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
 from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result
+from ramify.engine.run_result import Result
 from ramify.errors import RamifyError, UnknownRun, can_be_fixed
 from ramify.maps.map_journal import (
     DirectReplyLine,

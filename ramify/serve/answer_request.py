@@ -28,7 +28,8 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
-from ramify.engine.run_handle import Result, RunHandle
+from ramify.engine.run_handle import RunHandle
+from ramify.engine.run_result import Result
 from ramify.http_server.rejections import RequestRejected
 from ramify.progress import ArrivingText, watch_text
 from ramify.serve.caller_tools import AnswerOrToolCallType

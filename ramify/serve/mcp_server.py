@@ -27,7 +27,7 @@ from pydantic import Field
 from ramify import __version__
 from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import why_unanswered
+from ramify.engine.run_result import why_unanswered
 from ramify.errors import ConfigError, RamifyError
 from ramify.serve.answer_request import RunProgressWatcher
 from ramify.sources.base import LoadedContext

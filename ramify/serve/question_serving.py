@@ -24,7 +24,8 @@ from ramify.clients.base import Sampling
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
-from ramify.engine.run_handle import Result, RunHandle, why_unanswered
+from ramify.engine.run_handle import RunHandle
+from ramify.engine.run_result import Result, why_unanswered
 from ramify.engine.typed import answer_type
 from ramify.errors import (
     ConfigError,

@@ -33,7 +33,7 @@ from ramify.store.short_events import TrajectoryOutline
 from ramify.store.store import SETTLED_NS
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
-from ramify.types.call_tree import ending
+from ramify.types.ending import ending
 from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
 from ramify.viewer.run_lookup import LocatedRun, RunLocations, ViewedPlace, kind_of, newer, walk
 

@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.reviews import HumanRunReview
 from ramify.types.call_node import CallNode
-from ramify.types.call_tree import ending
+from ramify.types.ending import ending
 from ramify.types.event import mode_of
 from ramify.types.trajectory import ContextRef, cut
 from ramify.viewer.shown_sources import answer_and_citations

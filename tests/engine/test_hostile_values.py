@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ramify import RLM, Stop, Store
 from ramify.engine.branch_search import vote
-from ramify.engine.run_handle import as_text
+from ramify.engine.run_result import as_text
 from ramify.types.message import Message
 from tests.engine.helpers import client, code, rlm
 from tests.sandbox.test_codec import values

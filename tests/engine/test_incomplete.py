@@ -13,7 +13,7 @@ import pytest
 
 from ramify import RLM, DepthOptions, Limits, RamifyError, Stop, Store
 from ramify.clients.base import Price
-from ramify.engine.run_handle import Result
+from ramify.engine.run_result import Result
 from ramify.errors import ReplyCut, ReplyFiltered
 from ramify.testing.scripted import ScriptedByteTokenizer, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer

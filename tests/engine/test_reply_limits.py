@@ -13,7 +13,7 @@ import pytest
 from ramify import RLM, DepthOptions, Limits, Model, Sampling, Scaffold, Stop, Store
 from ramify.clients.base import Price, Request
 from ramify.engine.model_requests import prompt_hash
-from ramify.engine.run_handle import Result
+from ramify.engine.run_result import Result
 from ramify.errors import ReplyCut, ReplyFiltered
 from ramify.testing.scripted import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
