@@ -13,7 +13,6 @@ import argparse
 import enum
 import re
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from ramify.cli.terminal_text import write
@@ -203,6 +202,8 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def unknown_option(given: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
     name = given.partition("=")[0]
     known = sorted(known)
     # An option that was split, such as --token into --token-file, is nearer than a similar word.

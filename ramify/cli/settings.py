@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.user_folders import user_folder
 
 if TYPE_CHECKING:
     from ramify.clients.model_config import Model
@@ -78,9 +79,7 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
                 "RAMIFY_CONFIG"
             )
         return path
-    from platformdirs import user_config_path
-
-    return user_config_path("ramify") / "config.toml"
+    return user_folder("config") / "config.toml"
 
 
 def fill(

@@ -23,9 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -42,14 +39,14 @@ from ramify.format_quantities import seconds as seconds
 from ramify.format_quantities import ticking as ticking
 from ramify.logging import ComponentLogger, current_console
 from ramify.printable import SanitizingTerminalStream, clean, clean_line, escaped
-from ramify.types.call_node import CallNode
-from ramify.types.call_tree import CallTree
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
     from rich.text import Text
+
+    from ramify.types.call_node import CallNode
 
 Line: TypeAlias = "str | Text"
 """A line to print. Only the spans of a ``Text`` are printed in color."""
@@ -159,6 +156,10 @@ def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
         for line in lines:
             sys.stdout.write_cleaned_line(printed(line) + "\n")
         return
+    import shlex
+    import shutil
+    import subprocess
+
     text = "".join(printed(line) + "\n" for line in lines)
     command = shlex.split(os.environ.get("PAGER", "less -R"))
     fits = text.count("\n") <= shutil.get_terminal_size().lines
@@ -240,6 +241,8 @@ def paint(meaning: str, text: str) -> Text:
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
     """Yield the lines of a run's tree of calls, in which each call is shown with its answer, and
     outliers are marked."""
+    from ramify.types.call_tree import CallTree
+
     tree = CallTree()
     tree.load_trajectory(trajectory)
     below: dict[str, list[CallNode]] = {}

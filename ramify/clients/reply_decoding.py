@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.untrusted_data_process import HelperError, in_helper
 from ramify.clients.base import ReplySizeLimit
 from ramify.errors import MalformedResponse, ServerFailed
 from ramify.http_client.compression import too_long
@@ -91,6 +90,8 @@ async def decode_reply(
         raise too_long(bound.bytes)
     if not is_large(body):
         return _reply(_decode_in_place(format, body, model, bound, seconds))
+    from ramify.actors.untrusted_data_process import HelperError, in_helper
+
     task = _encode(_Task(format.__name__, model, bound, seconds))
     try:
         answer = await in_helper(f"{__name__}:{decode_in_helper.__name__}", task, body)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.actors.untrusted_data_process import HelperError, in_helper
 from ramify.engine.action import ParsedAction, prose_of
 from ramify.engine.scaffold import Scaffold
 from ramify.types.message import Message, sendable
@@ -43,6 +42,8 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
     the result has an empty action that states the error."""
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
+    from ramify.actors.untrusted_data_process import HelperError, in_helper
+
     try:
         reading = _encode(_Reading(scaffold, message, is_cut))
     except UnicodeEncodeError:

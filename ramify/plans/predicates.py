@@ -89,7 +89,7 @@ class Relevance(
     """Words to search; empty for those of the question."""
 
     def __post_init__(self) -> None:
-        from ramify.sources.search_index_process import MAX_HITS
+        from ramify.sources.search_units import MAX_HITS
 
         check_fields(self, "relevance")
         if not 1 <= self.top <= MAX_HITS:

@@ -16,46 +16,23 @@ URL may read, so name one with few rights. Tables in files are handled by ``tabl
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.errors import SourceError
 from ramify.install_command import install_command
-from ramify.secrets import remember
 from ramify.sources.base import SourceCollector, UnreadableSource
+from ramify.sources.database_urls import PASSWORD_VARIABLES, DatabaseAddress, parse_address
 from ramify.sources.query_process import QUERY_S, QueryProcesses, RowsWithinLimits, answered, plain
 
-SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 CONNECT_S = 10.0
 _MAX_TABLES = 200
 _NUM_SAMPLES = 3
 _MAX_SHOWN = 80
-
-
-class DatabaseAddress(msgspec.Struct, frozen=True):
-    """The address of a database on a server, parsed from a URL."""
-
-    kind: str
-    """``postgresql`` or ``mysql``."""
-    host: str
-    port: int
-    user: str
-    password: str
-    database: str
-    options: dict[str, str] = {}
-    """Options of the URL by name, such as ``sslmode``: ``require``."""
-
-    @property
-    def shown(self) -> str:
-        """The URL of the database without password and options, for messages."""
-        return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
 
 class DatabaseQueryRequest(msgspec.Struct, frozen=True):
@@ -70,24 +47,6 @@ class DatabaseQueryRequest(msgspec.Struct, frozen=True):
 _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 
 
-def is_database_url(name: str) -> bool:
-    return name.startswith(SCHEMES)
-
-
-def without_password(name: str) -> str:
-    """Return the name of a source in a form that may be recorded. The password and all unsupported
-    options are removed from the URL of a database server.
-    """
-    if not is_database_url(name):
-        return name
-    scheme, _, rest = name.partition("://")
-    login, at, place = rest.rpartition("@")
-    place, _, query = place.partition("?")
-    options = [(each, value) for each, value in parse_qsl(query) if _plain_option(each) in _OPTIONS]
-    kept = f"?{urlencode(options, safe='/')}" if options else ""
-    return f"{scheme}://{login.partition(':')[0]}{at}{place}{kept}"
-
-
 def read_server(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and give sessions a function
     that queries it. Raises UnreadableSource if the server cannot be read, and SourceError for an
@@ -98,7 +57,7 @@ def read_server(url: str, loading: SourceCollector) -> None:
         text, num_tables = _described(address)
     except (ValueError, PermissionError, TimeoutError) as error:
         reason = str(error).removeprefix("sql: ")
-        variable = _PASSWORD_VARIABLES[address.kind]
+        variable = PASSWORD_VARIABLES[address.kind]
         remedy = f"; set {variable} if it needs a password" if not address.password else ""
         raise UnreadableSource(
             "cannot be read", f"{reason}; check address and user{remedy or ' and password'}"
@@ -116,76 +75,6 @@ def read_server(url: str, loading: SourceCollector) -> None:
     head += "dialect, with %s for parameters.\n\n"
     loading.spend(len(text), name)
     loading.add(name, head + text, "server", len(text), f"{product}: {num_tables} tables")
-
-
-def parse_address(url: str) -> DatabaseAddress:
-    """Parse the URL of a database. If it has no password, the password is read from the
-    environment. Raises SourceError, whose message has no password, if the URL does not name a
-    database.
-    """
-    shown = without_password(url)
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise SourceError(f"{shown} is not an address: write postgresql://user@host/name") from None
-    kind = "postgresql" if parts.scheme.startswith("postgres") else "mysql"
-    database = unquote(parts.path.strip("/"))
-    if not database:
-        raise SourceError(f"{shown} names no database: write {parts.scheme}://user@host/name")
-    password = unquote(parts.password or "")
-    if password:
-        remember("the password of a database", password)
-    else:
-        password = os.environ.get(_PASSWORD_VARIABLES[kind], "")
-        if password:
-            remember(_PASSWORD_VARIABLES[kind], password)
-    return DatabaseAddress(
-        kind,
-        parts.hostname or "localhost",
-        port or (5432 if kind == "postgresql" else 3306),
-        unquote(parts.username or ""),
-        password,
-        database,
-        _options(kind, parts.query, shown),
-    )
-
-
-_PASSWORD_VARIABLES = {"postgresql": "PGPASSWORD", "mysql": "MYSQL_PWD"}
-_OPTIONS_OF = {
-    "postgresql": ("sslmode", "sslrootcert", "sslcert", "sslkey", "channel-binding"),
-    "mysql": ("ssl-mode", "ssl-ca", "ssl-cert", "ssl-key"),
-}
-"""Options of a URL that are obeyed: those of TLS. Others could undo the limits."""
-_OPTIONS = frozenset(name for names in _OPTIONS_OF.values() for name in names)
-_MYSQL_MODES = ("DISABLED", "PREFERRED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
-
-
-def _plain_option(name: str) -> str:
-    return name.lower().replace("_", "-")
-
-
-def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Return the TLS options in the URL of a database. Raises SourceError for an option that is not
-    supported."""
-    options = {_plain_option(name): value for name, value in parse_qsl(query)}
-    names = _OPTIONS_OF[kind]
-    for name in options:
-        if "passw" in name:
-            raise SourceError(
-                f"{shown} has an option {name!r}: give passwords in {_PASSWORD_VARIABLES[kind]}"
-            )
-        if name not in names:
-            raise SourceError(
-                f"{shown} has an option {name!r}, which is not obeyed here: remove it; those of "
-                f"TLS are ({', '.join(names)})"
-            )
-    if "ssl-key" in options and "ssl-cert" not in options:
-        raise SourceError(f"{shown} has an ssl-key without ssl-cert: give both")
-    mode = options.get("ssl-mode", "")
-    if mode and mode.upper() not in _MYSQL_MODES:
-        raise SourceError(f"{shown} has ssl-mode={mode}: write one of {', '.join(_MYSQL_MODES)}")
-    return options
 
 
 def query_server(

@@ -27,6 +27,7 @@ import msgspec
 
 from ramify.errors import SourceError
 from ramify.sources.url_recognition import RemoteHead
+from ramify.user_folders import user_folder
 
 MAX_CACHE_BYTES = 10 << 30
 _SPARED_S = 24 * 3600.0
@@ -142,9 +143,7 @@ def _default_root() -> Path:
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser() / "downloads"
-    from platformdirs import user_cache_path
-
-    return user_cache_path("ramify") / "downloads"
+    return user_folder("cache") / "downloads"
 
 
 def _used(folder: Path) -> float:

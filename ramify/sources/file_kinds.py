@@ -12,8 +12,8 @@ its start, or with many control characters, is binary. Line endings are preserve
 from __future__ import annotations
 
 import codecs
+import importlib
 import os
-import pkgutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +143,8 @@ def read_file(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
-    reader: Reader = pkgutil.resolve_name(READERS[kind])
+    module, _, name = READERS[kind].partition(":")
+    reader: Reader = getattr(importlib.import_module(module), name)
     reader(file, loading)
 
 

@@ -18,7 +18,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +34,7 @@ from ramify.sources.base import (
     UnreadableSource,
     listing,
 )
-from ramify.sources.database_servers import is_database_url, read_server, without_password
+from ramify.sources.database_urls import is_database_url, without_password
 from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 from ramify.sources.mapped_files import read_mapped
 from ramify.sources.url_recognition import is_remote, recorded_url, shown_url
@@ -97,12 +96,7 @@ def load(
         if remote:
             single = _read_remote(remote, not (expanded or servers), allow_private, loading)
         for url in servers:
-            try:
-                read_server(url, loading)
-            except UnreadableSource as error:
-                if is_alone:
-                    raise SourceError(f"{without_password(url)} {error}") from None
-                loading.report_problem(without_password(url), str(error))
+            _read_server(url, is_alone, loading)
     if not (expanded or remote):
         single = len(servers) == 1
     names = list(map(recorded_name, names))
@@ -114,6 +108,17 @@ def load(
     options = {"allow_private": allow_private or None, "max_bytes": max_bytes}
     origin = {"paths": paths} | {name: v for name, v in options.items() if v is not None}
     return msgspec.structs.replace(loaded, origin=origin)
+
+
+def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
+    from ramify.sources.database_servers import read_server
+
+    try:
+        read_server(url, loading)
+    except UnreadableSource as error:
+        if is_alone:
+            raise SourceError(f"{without_password(url)} {error}") from None
+        loading.report_problem(without_password(url), str(error))
 
 
 def recorded_name(name: str) -> str:
@@ -404,6 +409,8 @@ def _nearest(path: str) -> str:
             if not os.path.exists(folder)
             else f"{folder} cannot be listed"
         )
+    from difflib import get_close_matches
+
     close = get_close_matches(name, names, n=1)
     if close:
         return f"did you mean {os.path.join(named, close[0])}?"

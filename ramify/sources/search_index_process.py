@@ -40,7 +40,6 @@ from ramify.sources.search_units import Shape, searchable, units
 MAX_POSTINGS = 1 << 20
 MAX_WORDS = 64
 """Maximum number of different words of a query. Further words are ignored."""
-MAX_HITS = 100
 MAX_WORD_BYTES = 128
 """A longer run of letters and digits is not indexed."""
 _HEAP_BYTES = 256 << 20

@@ -30,6 +30,10 @@ from ramify.sandbox.base import MappedText
 Shape = Literal["lines", "passages"]
 Text = str | MappedText
 
+MAX_HITS = 100
+"""Maximum number of units that one search finds."""
+BLOCK_CHARS = 1 << 22
+"""Length of the blocks in which a text is read for an index."""
 MAX_CHARS = 1500
 """Maximum length of a unit. A longer line is cut, at a space if there is one near the limit."""
 LOOK_AHEAD = MAX_CHARS + 200
@@ -60,6 +64,13 @@ class TextSegmentation(msgspec.Struct, frozen=True):
 
     shape: Shape
     has_pages: bool
+
+
+def sendable(text: str) -> str:
+    """Replace lone surrogates in a text, since they cannot be encoded as UTF-8. The length of the
+    text does not change.
+    """
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def layout_of(text: Text) -> TextSegmentation:

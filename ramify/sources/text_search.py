@@ -5,68 +5,52 @@ them, and when a search index is built.
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
     TextSearchTool(query, k)  waits for the index, then answers from it
 
-Small contexts have neither function, as a model can read them or look through them at once. An
-index is built in a separate process (``search_index_process.py``) in a private temporary folder,
-once for equal contexts of this process, and is deleted when no context needs it any more. A build
-stops when nothing uses its context any more, as when a run ends early. The units of a search are
-defined in ``search_units.py``, and ``text_chunks.py`` divides texts into chunks.
+Small contexts have neither function, as a model can read them or look through them at once. The
+indexes of this process are in ``search_index.py``. The units of a search are defined in
+``search_units.py``, and ``text_chunks.py`` divides texts into chunks.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
-import hashlib
 import importlib.util
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
-from ramify.actors.answering_process import ask, start_python_process
-from ramify.actors.child_process import kill
-from ramify.actors.message_encoding import decode, encode
 from ramify.sandbox.base import MappedText
 from ramify.sources.base import MIN_SEARCHED_CHARS
-from ramify.sources.query_process import ProcessValueOrError
-from ramify.sources.search_index_process import MAX_HITS, IndexedTextBlock, SearchProcessRequest
-from ramify.sources.search_units import Text, TextSegmentation, layout_of, place_of, unit_at
+from ramify.sources.search_units import (
+    BLOCK_CHARS,
+    MAX_HITS,
+    Text,
+    TextSegmentation,
+    layout_of,
+    place_of,
+    sendable,
+    unit_at,
+)
 from ramify.sources.text_chunks import chunks
+
+if TYPE_CHECKING:
+    from ramify.sources.search_index import SearchIndexProcess
+    from ramify.sources.search_index_process import IndexedTextBlock
 
 MAX_CHARS = 8_000_000_000
 """A larger context has no ``search``: building its index would take half an hour."""
 WAIT_S = 60.0
 """Time that a search waits for the index."""
-BLOCK_S = 60.0
-"""Time limit for indexing the blocks of one request, and for finishing the index."""
-QUERY_S = 30.0
 DELAY_S = 0.5
 """Delay of an index that is not asked for yet. A model usually thinks for longer,
 and a run that is over by then has no use for an index, which takes both cores for a second per 20
 MB."""
 MAX_QUERY_CHARS = 10_000
-_BLOCK_CHARS = 1 << 22
 _COUNTED_CHARS = 1 << 17
 """Characters between two places whose line is remembered."""
-_BYTES_PER_CHAR = 3
-"""Limit on the size of an index, for each character of the context."""
-_SPARE_BYTES = 256 << 20
-"""Part of the disk that an index leaves free, and the size that every index may have."""
-_STALE_S = 2 * 86400
-_PREFIX = "ramify-search-"
-_KEPT = 2
-"""Indexes that are kept for the next context with the same texts."""
 
 SEARCH = (
     "Find the k lines or passages of the run's data that match the words of `query` best (BM25: "
@@ -217,7 +201,9 @@ class TextSearchTool:
             # If the index's process has ended, it is built again.
             built = self._built
             if built is None or (built.done() and _has_ended(built)):
-                built = self._built = _in_thread(_UsedSearch(self).get_or_build_index)
+                built = self._built = _in_thread(
+                    functools.partial(_build_index, weakref.ref(self), self.is_asked)
+                )
             return built
 
     def places(self) -> list[tuple[int, int]]:
@@ -227,7 +213,7 @@ class TextSearchTool:
         return [
             (number, at)
             for number, text in enumerate(self._texts.values())
-            for at in range(0, len(text), _BLOCK_CHARS)
+            for at in range(0, len(text), BLOCK_CHARS)
         ]
 
     def fingerprint(self, number: int, at: int) -> bytes:
@@ -238,143 +224,31 @@ class TextSearchTool:
         head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
         if isinstance(text, MappedText) and text.file.digest:
             return head + (b"" if at else text.file.digest.encode())
-        return head + text[at : at + _BLOCK_CHARS].encode("utf-8", "replace")
+        return head + text[at : at + BLOCK_CHARS].encode("utf-8", "replace")
 
     def block(self, number: int, at: int) -> IndexedTextBlock:
         """Return the block of a text that begins at the given position."""
+        from ramify.sources.search_index_process import IndexedTextBlock
+
         name = self._names[number]
         text, shape = self._texts[name], self._layout(name).shape
-        block = _sendable(text[at : at + _BLOCK_CHARS])
+        block = sendable(text[at : at + BLOCK_CHARS])
         return IndexedTextBlock(
             block, self._starts[number] + at, shape, at + len(block) == len(text)
         )
 
 
-class _UsedSearch:
-    """Reads the texts of a ``TextSearchTool`` without keeping that object alive. Building an index
-    takes a minute for a gigabyte, and must not keep the context of a run that has ended in memory.
-    """
-
-    def __init__(self, search: TextSearchTool) -> None:
-        self._search = weakref.ref(search)
-        self._is_asked = search.is_asked
-        self._places = search.places()
-        self._num_chars = search.num_chars
-
-    def get_or_build_index(self) -> SearchIndexProcess:
-        """Return the search index of the context, which is built if it does not exist. Raises
-        ValueError if it cannot be built or the context is no longer used.
-        """
-        self._is_asked.wait(DELAY_S)
-        digest = hashlib.sha256()
-        for number, at in self._places:
-            digest.update(self._used().fingerprint(number, at))
-        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
-
-    def _requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index. Each request but the last contains at
-        least ``_BLOCK_CHARS`` characters.
-        """
-        blocks: list[IndexedTextBlock] = []
-        num_chars = 0
-        for number, at in self._places:
-            blocks.append(self._used().block(number, at))
-            num_chars += len(blocks[-1].text)
-            if num_chars >= _BLOCK_CHARS:
-                yield SearchProcessRequest("add", tuple(blocks))
-                blocks, num_chars = [], 0
-        yield SearchProcessRequest("add", tuple(blocks))
-
-    def _used(self) -> TextSearchTool:
-        search = self._search()
-        if search is None:
-            raise ValueError("nothing uses its context any more")
-        return search
-
-
-class SearchIndexProcess:
-    """A process that holds a search index. When this object is deleted, the process ends and its
-    folder is deleted.
-    """
-
-    def __init__(
-        self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
-    ) -> None:
-        """Start a process and build an index in it, which takes a minute for a gigabyte. Raises
-        ValueError if the index cannot be built.
-        """
-        _remove_stale()
-        most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
-        free = shutil.disk_usage(tempfile.gettempdir()).free
-        if free < num_chars // 2 + _SPARE_BYTES:
-            raise ValueError(
-                f"the disk of {tempfile.gettempdir()} has {free / 1e6:,.0f} MB left, too few for "
-                "the index"
-            )
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self._process = start_python_process(
-            "ramify.sources.search_index_process:serve", is_bare=True
-        )
-        self._lock = threading.Lock()
-        self._close = weakref.finalize(self, _remove, self._process, folder)
-        self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
-        # Small enough for the pipe: the process knows its folder even if this one is killed now.
-        try:
-            self._answer(SearchProcessRequest("open"), BLOCK_S)
-            for request in requests():
-                self._answer(request, BLOCK_S)
-            self._answer(SearchProcessRequest("commit"), BLOCK_S * 5)
-        except BaseException:
-            self._close()
-            raise
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        """Return the scores and positions of the units that match the query best."""
-        found: list[tuple[float, int]] = self._answer(
-            SearchProcessRequest("ask", query=_sendable(query), k=k), QUERY_S
-        )
-        return found
-
-    def _answer(self, request: SearchProcessRequest, limit_s: float) -> Any:
-        whole = msgspec.structs.replace(request, **self._place)
-        with self._lock:
-            try:
-                (data,) = ask(self._process, [encode(whole)], limit_s)
-            except TimeoutError:
-                self._close()
-                raise ValueError(f"it was stopped after {limit_s:g} s") from None
-            except (EOFError, OSError):
-                self._close()
-                raise ValueError("its process ended, perhaps for lack of memory") from None
-        answer: ProcessValueOrError = decode(data, ProcessValueOrError)
-        if answer.kind:
-            raise ValueError(answer.text)
-        return answer.value
-
-
-_sharing = threading.Lock()
-_indexes: weakref.WeakValueDictionary[str, SearchIndexProcess] = weakref.WeakValueDictionary()
-"""Digest of a context -> its index, as long as something uses it."""
-_kept: deque[SearchIndexProcess] = deque(maxlen=_KEPT)
-
-
-def get_or_build_index(
-    digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
+def _build_index(
+    search: weakref.ref[TextSearchTool], is_asked: threading.Event
 ) -> SearchIndexProcess:
-    """Return the search index of the context with this hash, which is built if it does not exist.
-    Only one index is built at a time, because that uses two cores. Raises ValueError if it cannot
-    be built.
+    """Return the index of a tool's context, after a delay if nothing was asked yet. Few runs come
+    so far, so what starts the index is imported only then. Raises ValueError if the index cannot be
+    built or the context is no longer used.
     """
-    with _sharing:
-        found = _indexes.get(digest)
-        if found is None or found.has_ended:
-            found = _indexes[digest] = SearchIndexProcess(num_chars, requests)
-            _kept.append(found)
-        return found
+    is_asked.wait(DELAY_S)
+    from ramify.sources.search_index import ContextBlocks
+
+    return ContextBlocks(search).get_or_build_index()
 
 
 def _has_ended(built: Future[SearchIndexProcess]) -> bool:
@@ -396,30 +270,6 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_exception(error)
     finally:
         del future, call  # the error refers to this frame, which must not refer to the error
-
-
-def _sendable(text: str) -> str:
-    """Replace lone surrogates in a text, since they cannot be encoded as UTF-8. The length of the
-    text does not change.
-    """
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
-    kill(process)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale() -> None:
-    """Delete the folders of index processes that were killed together with their host."""
-    for entry in os.scandir(tempfile.gettempdir()):
-        with contextlib.suppress(OSError):
-            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (
-                os.getuid()
-            ):
-                age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-                if age > _STALE_S:
-                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 # --- chunks

@@ -6,7 +6,7 @@
 
 A login, and the value of a parameter that is named like a key, are never shown or recorded. Such
 values are also redacted from logs and journals, wherever they occur. Databases on servers are
-handled by ``database_servers.py``, and fetching by ``remote_files.py``.
+handled by ``database_urls.py``, and fetching by ``remote_files.py``.
 """
 
 from __future__ import annotations

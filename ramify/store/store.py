@@ -50,20 +50,17 @@ from ramify.store.journal import (
     writer_file,
 )
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.prune import PruneResult, StorePruner
-from ramify.store.repair import (
-    JournalCheckResult,
-    JournalRepairResult,
-    check_journal,
-    repair_journal,
-)
 from ramify.store.reviews import HumanRunReview, listed_reviews
 from ramify.store.stored_run import is_run_id
 from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent
+from ramify.user_folders import user_folder
 
 if TYPE_CHECKING:
     import sqlite3
+
+    from ramify.store.prune import PruneResult, StorePruner
+    from ramify.store.repair import JournalCheckResult, JournalRepairResult
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS runs "
@@ -251,6 +248,8 @@ class Store(RunStore):
         """Verify the checksums of a run's journal and its stored contexts, and return the result.
         This also works while the run is being written.
         """
+        from ramify.store.repair import check_journal
+
         return check_journal(self.path(run), self.blobs)
 
     def repair(self, run: str | Path) -> JournalRepairResult:
@@ -258,6 +257,8 @@ class Store(RunStore):
         there. The damaged file is kept beside it. Raises StoreError if nothing can be kept, and
         RunInUse while the run is being written.
         """
+        from ramify.store.repair import repair_journal
+
         return repair_journal(self.path(run), self._flusher.fsync)
 
     def check_free(self, run: str | Path) -> None:
@@ -371,6 +372,8 @@ class Store(RunStore):
         return removed
 
     def _pruner(self) -> StorePruner:
+        from ramify.store.prune import StorePruner
+
         return StorePruner(self.root, self._runs, self.blobs, self._size)
 
     def size(self, id: str | None = None) -> int:
@@ -409,9 +412,7 @@ def default_root() -> Path:
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser()
-    from platformdirs import user_data_path
-
-    return user_data_path("ramify")
+    return user_folder("data")
 
 
 def _when(entry: os.DirEntry[str]) -> str:

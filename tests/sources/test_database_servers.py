@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.database_servers import parse_address, without_password
+from ramify.sources.database_urls import parse_address, without_password
 from ramify.sources.load_sources import load
 from tests.cli.helpers import Shell, code, kill_at_second_request
 from tests.clients.helpers import self_signed

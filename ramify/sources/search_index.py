@@ -1,0 +1,192 @@
+"""The search indexes of this process: each belongs to the texts of one context, and is in a
+separate process (``search_index_process.py``) with a private temporary folder.
+
+    get_or_build_index(digest, …) ──> SearchIndexProcess ──> ask(query, k)
+                                      the same one for equal contexts; it ends when none needs it
+
+A build stops when nothing uses its context any more, as when a run ends early. When an index is
+built is decided in ``text_search.py``, which imports this module only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.actors.answering_process import ask, start_python_process
+from ramify.actors.child_process import kill
+from ramify.actors.message_encoding import decode, encode
+from ramify.sources.query_process import ProcessValueOrError
+from ramify.sources.search_index_process import IndexedTextBlock, SearchProcessRequest
+from ramify.sources.search_units import BLOCK_CHARS, sendable
+
+if TYPE_CHECKING:
+    from ramify.sources.text_search import TextSearchTool
+
+BLOCK_S = 60.0
+"""Time limit for indexing the blocks of one request, and for finishing the index."""
+QUERY_S = 30.0
+_BYTES_PER_CHAR = 3
+"""Limit on the size of an index, for each character of the context."""
+_SPARE_BYTES = 256 << 20
+"""Part of the disk that an index leaves free, and the size that every index may have."""
+_STALE_S = 2 * 86400
+_PREFIX = "ramify-search-"
+_KEPT = 2
+"""Indexes that are kept for the next context with the same texts."""
+
+
+class ContextBlocks:
+    """Reads the texts of a ``TextSearchTool`` in blocks, without keeping that object alive.
+    Building an index takes a minute for a gigabyte, and must not keep the context of a run that has
+    ended in memory.
+    """
+
+    def __init__(self, search: weakref.ref[TextSearchTool]) -> None:
+        """Raises ValueError if nothing uses the context any more."""
+        self._search = search
+        self._places = self._used().places()
+        self._num_chars = self._used().num_chars
+
+    def get_or_build_index(self) -> SearchIndexProcess:
+        """Return the search index of the context, which is built if it does not exist. Raises
+        ValueError if it cannot be built or the context is no longer used.
+        """
+        digest = hashlib.sha256()
+        for number, at in self._places:
+            digest.update(self._used().fingerprint(number, at))
+        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
+
+    def _requests(self) -> Iterator[SearchProcessRequest]:
+        """Yield requests that add all texts to the index. Each request but the last contains at
+        least ``BLOCK_CHARS`` characters.
+        """
+        blocks: list[IndexedTextBlock] = []
+        num_chars = 0
+        for number, at in self._places:
+            blocks.append(self._used().block(number, at))
+            num_chars += len(blocks[-1].text)
+            if num_chars >= BLOCK_CHARS:
+                yield SearchProcessRequest("add", tuple(blocks))
+                blocks, num_chars = [], 0
+        yield SearchProcessRequest("add", tuple(blocks))
+
+    def _used(self) -> TextSearchTool:
+        search = self._search()
+        if search is None:
+            raise ValueError("nothing uses its context any more")
+        return search
+
+
+class SearchIndexProcess:
+    """A process that holds a search index. When this object is deleted, the process ends and its
+    folder is deleted.
+    """
+
+    def __init__(
+        self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
+    ) -> None:
+        """Start a process and build an index in it, which takes a minute for a gigabyte. Raises
+        ValueError if the index cannot be built.
+        """
+        _remove_stale()
+        most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < num_chars // 2 + _SPARE_BYTES:
+            raise ValueError(
+                f"the disk of {tempfile.gettempdir()} has {free / 1e6:,.0f} MB left, too few for "
+                "the index"
+            )
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        self._process = start_python_process(
+            "ramify.sources.search_index_process:serve", is_bare=True
+        )
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, _remove, self._process, folder)
+        self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
+        # Small enough for the pipe: the process knows its folder even if this one is killed now.
+        try:
+            self._answer(SearchProcessRequest("open"), BLOCK_S)
+            for request in requests():
+                self._answer(request, BLOCK_S)
+            self._answer(SearchProcessRequest("commit"), BLOCK_S * 5)
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, query: str, k: int) -> list[tuple[float, int]]:
+        """Return the scores and positions of the units that match the query best."""
+        found: list[tuple[float, int]] = self._answer(
+            SearchProcessRequest("ask", query=sendable(query), k=k), QUERY_S
+        )
+        return found
+
+    def _answer(self, request: SearchProcessRequest, limit_s: float) -> Any:
+        whole = msgspec.structs.replace(request, **self._place)
+        with self._lock:
+            try:
+                (data,) = ask(self._process, [encode(whole)], limit_s)
+            except TimeoutError:
+                self._close()
+                raise ValueError(f"it was stopped after {limit_s:g} s") from None
+            except (EOFError, OSError):
+                self._close()
+                raise ValueError("its process ended, perhaps for lack of memory") from None
+        answer: ProcessValueOrError = decode(data, ProcessValueOrError)
+        if answer.kind:
+            raise ValueError(answer.text)
+        return answer.value
+
+
+_sharing = threading.Lock()
+_indexes: weakref.WeakValueDictionary[str, SearchIndexProcess] = weakref.WeakValueDictionary()
+"""Digest of a context -> its index, as long as something uses it."""
+_kept: deque[SearchIndexProcess] = deque(maxlen=_KEPT)
+
+
+def get_or_build_index(
+    digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
+) -> SearchIndexProcess:
+    """Return the search index of the context with this hash, which is built if it does not exist.
+    Only one index is built at a time, because that uses two cores. Raises ValueError if it cannot
+    be built.
+    """
+    with _sharing:
+        found = _indexes.get(digest)
+        if found is None or found.has_ended:
+            found = _indexes[digest] = SearchIndexProcess(num_chars, requests)
+            _kept.append(found)
+        return found
+
+
+def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
+    kill(process)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale() -> None:
+    """Delete the folders of index processes that were killed together with their host."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (
+                os.getuid()
+            ):
+                age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                if age > _STALE_S:
+                    shutil.rmtree(entry.path, ignore_errors=True)

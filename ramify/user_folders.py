@@ -1,0 +1,33 @@
+"""The folders in which this user's configuration, data and caches are, as each platform names them.
+
+On Linux they follow the XDG base directory specification. That rule is so short that it is here:
+the library ``platformdirs``, which knows the other platforms, takes as long to import as a short
+question needs to read its settings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+_XDG = {
+    "config": ("XDG_CONFIG_HOME", "~/.config"),
+    "data": ("XDG_DATA_HOME", "~/.local/share"),
+    "cache": ("XDG_CACHE_HOME", "~/.cache"),
+}
+"""Kind of folder -> variable that names it, and the folder without that variable."""
+
+
+def user_folder(kind: Literal["config", "data", "cache"]) -> Path:
+    """Return this user's folder for files of one kind, which need not exist."""
+    if sys.platform != "linux":
+        import platformdirs
+
+        path: Path = getattr(platformdirs, f"user_{kind}_path")("ramify")
+        return path
+    variable, default = _XDG[kind]
+    given = os.environ.get(variable, "")
+    # The specification says that a relative path is to be ignored.
+    return Path(given if os.path.isabs(given) else os.path.expanduser(default), "ramify")
