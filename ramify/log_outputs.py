@@ -53,8 +53,6 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
     """Parse a setting of log levels such as ``engine=debug,info``. Returns the level for each part
     of the package that has its own logger (``""`` for all others), and an error message for each
     item that is wrong."""
-    from difflib import get_close_matches
-
     levels: dict[str, int] = {}
     problems = []
     for part in filter(None, (part.strip() for part in setting.split(","))):
@@ -65,6 +63,8 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
             levels["" if room == "ramify" else room] = level
             continue
         given, known = (name, LEVELS) if level is None else (room, ROOMS)
+        from difflib import get_close_matches
+
         close = get_close_matches(given.strip().lower(), known, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(known)}"
         shown = without_secrets(part if len(part) <= 60 else part[:59] + "…")

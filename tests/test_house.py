@@ -43,6 +43,7 @@ FLOORS = [
         "install_command",
         "time_account",
         "deprecated_public_names",
+        "user_folders",
     },
     {"http_client"},
     {"actors", "clients", "sandbox", "models", "inference", "store", "sources", "tasks"},

@@ -152,6 +152,19 @@ def test_importing_a_namespace_loads_nothing_else() -> None:
         assert loaded_by(f"import {package}") - light == {package}
 
 
+def test_an_rlm_loads_nothing_that_only_its_runs_need() -> None:
+    loaded = loaded_by("import ramify; ramify.RLM")
+    assert "ramify.engine.rlm" in loaded
+    assert not loaded & {
+        "ctypes",
+        "httptools",
+        "pkgutil",
+        "ramify.engine.run_handle",
+        "ramify.http_client.http_transport",
+        "ramify.store.base",
+    }
+
+
 def test_a_missing_package_is_named_with_its_extra() -> None:
     """The error for a name whose module needs a missing package says which extra to install."""
     script = "import sys; sys.modules['torch'] = None; from ramify import inference; inference.LocalClient"

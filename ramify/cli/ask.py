@@ -444,7 +444,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     mostly releases Python's lock.
     """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
-    from ramify.sandbox.base import launch
+    from ramify.sandbox.launch import launch
 
     if spec is not None:
         launch(spec)

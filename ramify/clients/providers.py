@@ -266,13 +266,13 @@ def split_name(name: str) -> tuple[str, str]:
 
     ``my_clients.py:connect:m`` becomes ``("my_clients.py:connect", "m")``, and the name of a
     packaged policy becomes ``("local", name)``. Raises ConfigError for any other form."""
-    from difflib import get_close_matches
-
     if name in packaged_policies():
         return IN_PROCESS, name
     provider, colon, model = name.partition(":")
     first, slash, rest = name.partition("/")
     if colon and slash and not provider.endswith(".py") and "/" in provider:  # openai/gpt-5@http:…
+        from difflib import get_close_matches
+
         alike = get_close_matches(first, CLIENTS, n=1)
         hint = f"; did you mean '{alike[0]}:{rest}'?" if alike else ""
         raise ConfigError(f"model '{name}' has no provider: write provider:model{hint}")
@@ -280,6 +280,8 @@ def split_name(name: str) -> tuple[str, str]:
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
+        from difflib import get_close_matches
+
         packaged = packaged_policies()
         alike = get_close_matches(name, [*packaged, *CLIENTS], n=1, cutoff=0.8)
         model = "" if alike and alike[0] in packaged else ":MODEL"

@@ -37,7 +37,7 @@ from ramify.engine.live_run import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Answer, CellResult, Session
-from ramify.sandbox.host.module_compiler import compile_in_advance
+from ramify.sandbox.host.module_compiler import compile_in_advance, file_source
 from ramify.time_account import under_way
 from ramify.types.trajectory import Cell
 
@@ -269,7 +269,9 @@ class Notebook:
 
 @functools.cache
 def _prelude(max_output_chars: int) -> str:
-    source = Path(__file__).with_name("prelude.py").read_text("utf-8")
+    source = file_source(Path(__file__).with_name("prelude.py"))
+    if f'"max_output_chars": {max_output_chars:_},' in source:  # as the file has it
+        return source
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
 
 

@@ -30,7 +30,8 @@ from ramify.engine.strategies import record_of, session_plans
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
-from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, warning_of
+from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox, warning_of
+from ramify.sandbox.launch import launch
 
 if TYPE_CHECKING:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
@@ -463,14 +464,6 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
     every = [model for group in models for model in group if isinstance(model, Model)]
     distinct = [model for index, model in enumerate(every) if model not in every[:index]]
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
-
-
-def check_store(store: object) -> None:
-    """Raise ConfigError if ``store`` is not a store of runs."""
-    from ramify.store.base import RunStore
-
-    if not isinstance(store, RunStore):
-        raise ConfigError(f"store is a {type(store).__name__}: give a ramify.Store(…)")
 
 
 def require_store(store: RunStore | None, what: str) -> RunStore:

@@ -46,7 +46,6 @@ from ramify.engine.resources import (
     RefCountedLoopResources,
     RlmSetup,
     as_models,
-    check_store,
     new_id,
     reply_cache,
     require_store,
@@ -109,11 +108,11 @@ class RLM:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits(**card_of(model).limits)
         given_spec = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
-        if not isinstance(given_spec, SandboxSpec):
-            found = type(given_spec).__name__
-            raise ConfigError(f"sandbox is a {found}: give a ramify.SandboxSpec(…)")
+        _check_type("sandbox", given_spec, SandboxSpec, "SandboxSpec")
         if store is not None:
-            check_store(store)
+            from ramify.store.base import RunStore
+
+            _check_type("store", store, RunStore, "Store")
         if not isinstance(branches, int):
             raise ConfigError(f"branches is a {type(branches).__name__}: give a number")
         if branches < 1 or (branches > 1 and options.search is not None):
@@ -622,3 +621,10 @@ class RLM:
                     ResourceWarning,
                     stacklevel=2,
                 )
+
+
+def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
+    """Raise ConfigError, which names the class ``ramify.WANTED``, if an argument of ``RLM`` has
+    another type."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")

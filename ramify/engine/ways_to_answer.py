@@ -29,7 +29,6 @@ from ramify.engine.answer_mode_choice import (
 from ramify.engine.branch import BranchedCall
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_recorder import EventRecorder
-from ramify.engine.external_conversations import RunModelClient
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
@@ -169,6 +168,8 @@ async def _answer_by_conversations(
 ) -> CallOutcome:
     """Run the task's own code, which holds its conversations with the models itself, and return its
     result as the outcome. An exception in that code becomes a failed outcome."""
+    from ramify.engine.external_conversations import RunModelClient
+
     assert question.conduct is not None
     conversations = RunModelClient(run, resources, question.text)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")

@@ -45,6 +45,7 @@ from ramify.plans.value_types import (
     pair_of,
 )
 from ramify.sandbox.base import MappedText
+from ramify.sandbox.host.module_compiler import file_source
 
 _STEPS: dict[str, Callable[..., Plan]] = {
     "split": c.split,
@@ -115,7 +116,7 @@ class SessionPlans:
 
 @functools.cache
 def _module_source() -> str:
-    return Path(__file__).with_name("session_module.py").read_text("utf-8")
+    return file_source(Path(__file__).with_name("session_module.py"))
 
 
 class PlanFunctionCall:

@@ -25,7 +25,6 @@ import inspect
 import itertools
 import mmap
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,7 +34,7 @@ from ramify.errors import ConfigError, RamifyError, SandboxError, StrictKeywords
 from ramify.plugins import Registry, explained
 from ramify.sandbox.file_reference import ReferencedFile, check_unchanged, count_text
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
-from ramify.sandbox.guest.frames import is_aligned, pack_value, write_all
+from ramify.sandbox.guest.frames import encoded_in_pieces, is_aligned, pack_value, write_all
 from ramify.sandbox.guest.frames import unpack_value as unpack_value
 from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
 from ramify.sandbox.guest.mapped_text import MappedText as MappedText
@@ -44,7 +43,6 @@ from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
 from ramify.sandbox.guest.values import CodecError, FileDigest, ValueDecoder, ValueEncoder
 from ramify.sandbox.guest.values import ProtocolError as ProtocolError
-from ramify.sandbox.host.forkserver_process import start_early
 from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
@@ -52,6 +50,8 @@ _ALL_SEALS = 0x1 | 0x2 | 0x4 | 0x8
 """Seals of a memory file: no more seals, no shrinking, growing or writing."""
 LARGE_BYTES = 1 << 20
 """From this size on, sessions over a context are forked from a process that has decoded it once."""
+_WRITTEN_BYTES = 1 << 20
+"""Bytes of a context that are written at once."""
 MAX_UNMAPPED_BYTES = 1 << 30
 """Largest files whose texts become part of a context if a sandbox cannot map them."""
 
@@ -76,7 +76,7 @@ class SharedContext:
     def __init__(self, value: Any) -> None:
         files: dict[str, ReferencedFile] = {}
         try:
-            parts, chars = pack_value(value, files)
+            parts, chars = pack_value(value, files, defers=True)
         except CodecError as error:
             raise SandboxError(str(error)) from None
         self._hold(value, parts, chars, files)
@@ -97,12 +97,12 @@ class SharedContext:
         """Length of the encoded form in bytes."""
         self._digest: str | None = None
         self._fd = -1
-        self._data: bytes | mmap.mmap
+        self._data: bytes | bytearray | mmap.mmap
         if self.nbytes < LARGE_BYTES and not files:
-            self._data = b"".join(parts)
+            self._data = _joined(parts, self.nbytes)
         else:
             self._fd = anonymous_file("ramify-context")
-            write_all(self._fd, list(parts))
+            _write_parts(self._fd, parts)
             _seal(self._fd)
             # Linux before 6.7 maps a sealed file only like this.
             self._data = mmap.mmap(
@@ -133,7 +133,7 @@ class SharedContext:
 
     def buffer(self) -> memoryview:
         """Return a read-only view of the encoded form."""
-        return memoryview(self._data)
+        return memoryview(self._data).toreadonly()
 
     @classmethod
     def decode(
@@ -193,6 +193,30 @@ class SharedContext:
             return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
             raise SandboxError(f"a recorded value cannot be read: {error}") from None
+
+
+def _joined(parts: list[Any], num_bytes: int) -> bytes | bytearray:
+    """Return the parts of an encoded value as one buffer. Texts are encoded piece by piece, since a
+    second copy of all would be in memory otherwise."""
+    if len(parts) == 1 and isinstance(parts[0], bytes):
+        return parts[0]
+    data, at = bytearray(num_bytes), 0
+    for piece in encoded_in_pieces(parts):
+        data[at : at + len(piece)] = piece
+        at += len(piece)
+    return data
+
+
+def _write_parts(fd: int, parts: list[Any]) -> None:
+    """Write the parts of an encoded value to a file."""
+    pieces, num_bytes = [], 0
+    for piece in encoded_in_pieces(parts):
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _WRITTEN_BYTES:
+            write_all(fd, pieces)
+            pieces, num_bytes = [], 0
+    write_all(fd, pieces)
 
 
 def mapped_text(
@@ -554,30 +578,17 @@ class Sandbox(Protocol):
         ...
 
 
-_JAIL = "ramify.sandbox.providers.jail"
 SANDBOXES = Registry(
     "sandbox",
     "ramify.sandboxes",
     {
         "docker": "ramify.sandbox.providers.docker",
         "inprocess": "ramify.sandbox.providers.inprocess",
-        "jail": _JAIL,
+        "jail": "ramify.sandbox.providers.jail",
         "process": "ramify.sandbox.providers.process",
     },
 )
 """Provider -> a function ``open_provider(spec) -> Sandbox``, or the module that defines it."""
-
-
-def launch(spec: SandboxSpec) -> None:
-    """Start in the background what the next sandbox with this configuration needs, if its provider
-    supports that, while the caller does other work. Errors are ignored here, because
-    ``open_sandbox`` reports them."""
-    with contextlib.suppress(RamifyError, OSError):
-        if spec.provider == "jail" and _JAIL not in sys.modules:
-            start_early()  # its process then starts while the jail's modules are imported here
-        launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
-        if launch_provider is not None:
-            launch_provider(provider_spec(spec))
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:

@@ -200,14 +200,14 @@ def read_regular(
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise UnreadableSource("is a pipe, a socket or a device")
+        head = os.pread(fd, 16, 0)
+        if head == b"SQLite format 3\0" or head.startswith((b"PAR1", b"ARROW1\0\0", b"FEA1")):
+            return head
+        if head[8:12] == b"DUCK":
+            return head
+        loading.spend(status.st_size, name)
         with open(fd, "rb", buffering=0, closefd=False) as file:
-            head = file.read(16)
-            if head == b"SQLite format 3\0" or head.startswith((b"PAR1", b"ARROW1\0\0", b"FEA1")):
-                return head
-            if head[8:12] == b"DUCK":
-                return head
-            loading.spend(status.st_size, name)
-            return head + file.read()
+            return file.read()
     finally:
         os.close(fd)
 

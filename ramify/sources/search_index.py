@@ -4,14 +4,13 @@ separate process (``search_index_process.py``) with a private temporary folder.
     get_or_build_index(digest, …) ──> SearchIndexProcess ──> ask(query, k)
                                       the same one for equal contexts; it ends when none needs it
 
-A build stops when nothing uses its context any more, as when a run ends early. When an index is
-built is decided in ``text_search.py``, which imports this module only then.
+When an index is built, and from which texts, is decided in ``text_search.py``, which imports this
+module only then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -29,11 +28,8 @@ from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import kill
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.query_process import ProcessValueOrError
-from ramify.sources.search_index_process import IndexedTextBlock, SearchProcessRequest
-from ramify.sources.search_units import BLOCK_CHARS, sendable
-
-if TYPE_CHECKING:
-    from ramify.sources.text_search import TextSearchTool
+from ramify.sources.search_index_process import SearchProcessRequest
+from ramify.sources.search_units import sendable
 
 BLOCK_S = 60.0
 """Time limit for indexing the blocks of one request, and for finishing the index."""
@@ -46,48 +42,6 @@ _STALE_S = 2 * 86400
 _PREFIX = "ramify-search-"
 _KEPT = 2
 """Indexes that are kept for the next context with the same texts."""
-
-
-class ContextBlocks:
-    """Reads the texts of a ``TextSearchTool`` in blocks, without keeping that object alive.
-    Building an index takes a minute for a gigabyte, and must not keep the context of a run that has
-    ended in memory.
-    """
-
-    def __init__(self, search: weakref.ref[TextSearchTool]) -> None:
-        """Raises ValueError if nothing uses the context any more."""
-        self._search = search
-        self._places = self._used().places()
-        self._num_chars = self._used().num_chars
-
-    def get_or_build_index(self) -> SearchIndexProcess:
-        """Return the search index of the context, which is built if it does not exist. Raises
-        ValueError if it cannot be built or the context is no longer used.
-        """
-        digest = hashlib.sha256()
-        for number, at in self._places:
-            digest.update(self._used().fingerprint(number, at))
-        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
-
-    def _requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index. Each request but the last contains at
-        least ``BLOCK_CHARS`` characters.
-        """
-        blocks: list[IndexedTextBlock] = []
-        num_chars = 0
-        for number, at in self._places:
-            blocks.append(self._used().block(number, at))
-            num_chars += len(blocks[-1].text)
-            if num_chars >= BLOCK_CHARS:
-                yield SearchProcessRequest("add", tuple(blocks))
-                blocks, num_chars = [], 0
-        yield SearchProcessRequest("add", tuple(blocks))
-
-    def _used(self) -> TextSearchTool:
-        search = self._search()
-        if search is None:
-            raise ValueError("nothing uses its context any more")
-        return search
 
 
 class SearchIndexProcess:

@@ -5,8 +5,9 @@ them, and when a search index is built.
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
     TextSearchTool(query, k)  waits for the index, then answers from it
 
-Small contexts have neither function, as a model can read them or look through them at once. The
-indexes of this process are in ``search_index.py``. The units of a search are defined in
+Small contexts have neither function, as a model can read them or look through them at once. A build
+stops when nothing uses its context any more, as when a run ends early. The indexes of this process
+are in ``search_index.py``. The units of a search are defined in
 ``search_units.py``, and ``text_chunks.py`` divides texts into chunks.
 """
 
@@ -17,7 +18,7 @@ import functools
 import importlib.util
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +39,7 @@ from ramify.sources.text_chunks import chunks
 
 if TYPE_CHECKING:
     from ramify.sources.search_index import SearchIndexProcess
-    from ramify.sources.search_index_process import IndexedTextBlock
+    from ramify.sources.search_index_process import IndexedTextBlock, SearchProcessRequest
 
 MAX_CHARS = 8_000_000_000
 """A larger context has no ``search``: building its index would take half an hour."""
@@ -201,9 +202,7 @@ class TextSearchTool:
             # If the index's process has ended, it is built again.
             built = self._built
             if built is None or (built.done() and _has_ended(built)):
-                built = self._built = _in_thread(
-                    functools.partial(_build_index, weakref.ref(self), self.is_asked)
-                )
+                built = self._built = _in_thread(_UsedSearch(self).get_or_build_index)
             return built
 
     def places(self) -> list[tuple[int, int]]:
@@ -238,17 +237,53 @@ class TextSearchTool:
         )
 
 
-def _build_index(
-    search: weakref.ref[TextSearchTool], is_asked: threading.Event
-) -> SearchIndexProcess:
-    """Return the index of a tool's context, after a delay if nothing was asked yet. Few runs come
-    so far, so what starts the index is imported only then. Raises ValueError if the index cannot be
-    built or the context is no longer used.
+class _UsedSearch:
+    """Reads the texts of a ``TextSearchTool`` without keeping that object alive. Building an index
+    takes a minute for a gigabyte, and must not keep the context of a run that has ended in memory.
     """
-    is_asked.wait(DELAY_S)
-    from ramify.sources.search_index import ContextBlocks
 
-    return ContextBlocks(search).get_or_build_index()
+    def __init__(self, search: TextSearchTool) -> None:
+        self._search = weakref.ref(search)
+        self._is_asked = search.is_asked
+        self._places = search.places()
+        self._num_chars = search.num_chars
+
+    def get_or_build_index(self) -> SearchIndexProcess:
+        """Return the search index of the context, which is built if it does not exist. Raises
+        ValueError if it cannot be built or the context is no longer used.
+        """
+        self._is_asked.wait(DELAY_S)
+        # Few runs come so far, so this is imported only now.
+        import hashlib
+
+        from ramify.sources.search_index import get_or_build_index
+
+        digest = hashlib.sha256()
+        for number, at in self._places:
+            digest.update(self._used().fingerprint(number, at))
+        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
+
+    def _requests(self) -> Iterator[SearchProcessRequest]:
+        """Yield requests that add all texts to the index. Each request but the last contains at
+        least ``BLOCK_CHARS`` characters.
+        """
+        from ramify.sources.search_index_process import SearchProcessRequest
+
+        blocks: list[IndexedTextBlock] = []
+        num_chars = 0
+        for number, at in self._places:
+            blocks.append(self._used().block(number, at))
+            num_chars += len(blocks[-1].text)
+            if num_chars >= BLOCK_CHARS:
+                yield SearchProcessRequest("add", tuple(blocks))
+                blocks, num_chars = [], 0
+        yield SearchProcessRequest("add", tuple(blocks))
+
+    def _used(self) -> TextSearchTool:
+        search = self._search()
+        if search is None:
+            raise ValueError("nothing uses its context any more")
+        return search
 
 
 def _has_ended(built: Future[SearchIndexProcess]) -> bool:

@@ -155,3 +155,11 @@ def test_a_run_is_repeated_with_the_functions_that_it_had():
             LoadedContext(LOG, [SourceItem("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
         )
         assert asked.replay(result.run_id).answer == len(LOG)
+
+
+def test_a_session_does_not_see_where_its_functions_are_installed(loaded: LoadedContext):
+    files = "{each.__code__.co_filename for each in (llm_query, SHOW_VARS, chunks)}"
+    model = ScriptedClient([code(f"FINAL(sorted({files}))")])
+    with rlm(model) as asked:
+        result = asked.completion(loaded, "What failed?")
+    assert result.answer == ["<chunks>", "<prelude>"]

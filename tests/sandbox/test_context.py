@@ -8,16 +8,30 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SharedContext
+from ramify.sandbox.guest.frames import pack_value
 
 
 @pytest.mark.parametrize(
-    "value", ["short", "é\ud800" * 800_000, {"a": (1, {2})}, ["x" * 10] * 200_000, 5, None, b"x"]
+    "value",
+    [
+        "short",
+        "é\ud800" * 800_000,
+        "ascii" * 100_000,
+        "ascii" * 300_000,
+        {"a": (1, {2}), "b": "x" * 300_000, "c": ["é" * 200_000, b"\xff" * 300_000]},
+        ["x" * 10] * 200_000,
+        ["x" * 5_000] * 2_000,
+        5,
+        None,
+        b"x",
+    ],
 )
 def test_context_round_trips_through_its_bytes(value: Any) -> None:
     context = SharedContext(value)
     data = bytes(context.buffer())
     assert context.digest == hashlib.sha256(data).hexdigest()
     assert context.nbytes == len(data)
+    assert data == b"".join(pack_value(value)[0])
     again = SharedContext.decode(data)
     assert (again.value, again.digest, again.chars, again.kind) == (
         value,

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import JailSpec, launch
+from ramify.sandbox.base import JailSpec
+from ramify.sandbox.launch import launch
 from ramify.sandbox.providers.jail import NEWEST, JailSandbox
 from ramify.sandbox.providers.probed_tier import ProbedTier, forget_tier, keep_tier, kept_tier
 

@@ -36,7 +36,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncoder, ValueLimitError
@@ -334,14 +334,18 @@ def _write_vector(fd: int, parts: list[Buffer]) -> None:
             parts[0] = memoryview(parts[0])[count:]
 
 
-def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Buffer], int]:
+def pack_value(
+    value: Any, files: dict[str, Any] | None = None, *, defers: bool = False
+) -> tuple[list[Any], int]:
     """Encode a single value to bytes. Returns a list of buffers to write one after the other, and
     the number of characters in all strings of the value. The format is ``u32 header length | header
     | blobs``.
 
     ``files`` collects the data of texts that stay in their files, by the digest of the file.
+    ``defers``: leave long ASCII texts in the list as they are, which saves a copy of them;
+    ``encoded_in_pieces`` encodes them.
     """
-    encoder = ValueEncoder(files=files)
+    encoder = ValueEncoder(files=files, defers=defers)
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
         header["tags"] = True
@@ -353,7 +357,7 @@ def pack_value(value: Any, files: dict[str, Any] | None = None) -> tuple[list[Bu
     header["aligned"] = True
     text = to_json(header).encode()
     text += b" " * (-(U32.size + len(text)) % ALIGNMENT)
-    parts: list[Buffer] = [U32.pack(len(text)), text]
+    parts: list[Any] = [U32.pack(len(text)), text]
     for blob in encoder.blobs:
         parts.append(blob)
         if rest := -len(blob) % ALIGNMENT:
@@ -534,6 +538,11 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
     if len(blobs) > _MAX_PARTS:
         yield b"".join(blob.encode() if isinstance(blob, str) else blob for blob in blobs)
         return
+    yield from encoded_in_pieces(blobs)
+
+
+def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
+    """Yield each buffer as it is, and each ASCII text as buffers of bounded length."""
     for blob in blobs:
         if isinstance(blob, str):
             yield from (blob[at : at + _PIECE].encode() for at in range(0, len(blob), _PIECE))

@@ -22,7 +22,6 @@ import importlib.util
 import os
 import site
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 
@@ -92,6 +91,8 @@ def _spec(name: str) -> ModuleSpec:
 def _is_installed(folder: str) -> bool:
     """Return True if a folder is one into which packages are installed, such as site-packages, and
     not also the root of a project."""
+    import sysconfig  # most sandboxes have no packages
+
     install_folders = [
         *site.getsitepackages(),
         site.getusersitepackages(),

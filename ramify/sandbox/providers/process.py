@@ -16,11 +16,9 @@ import asyncio
 import atexit
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Coroutine, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -309,7 +307,7 @@ class ProcessSandbox:
         if self.buffers.endings:
             await asyncio.wait(self.buffers.endings)
         for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            _delete(folder)
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
         for attempt in range(250):  # it ends in a few milliseconds
@@ -352,11 +350,22 @@ def _discard() -> None:
     """End the fork servers that were launched in advance and never used."""
     for server in _launched.values():
         server.discard()
-        shutil.rmtree(server.folder, ignore_errors=True)
+        _delete(server.folder)
     _launched.clear()
 
 
+def _delete(folder: str) -> None:
+    """Delete the folder of a fork server's sessions. Does nothing for an empty path: the fork
+    server of a jail has no folder."""
+    if folder:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
+    import tempfile
+
     return start_server(
         {
             "paths": paths,

@@ -1,0 +1,26 @@
+"""Start what the next sandbox needs before it is opened, so that its first session is ready sooner.
+
+The fork server of a jail starts while the modules of the jail are still being imported here. What a
+provider starts is decided by its own function ``launch``, if it has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from ramify.errors import RamifyError
+from ramify.sandbox.base import SANDBOXES, SandboxSpec, provider_spec
+from ramify.sandbox.host.forkserver_process import start_early
+
+
+def launch(spec: SandboxSpec) -> None:
+    """Start in the background what the next sandbox with this configuration needs, if its provider
+    supports that, while the caller does other work. Errors are ignored here, because
+    ``open_sandbox`` reports them."""
+    with contextlib.suppress(RamifyError, OSError):
+        if spec.provider == "jail" and "ramify.sandbox.providers.jail" not in sys.modules:
+            start_early()
+        launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
+        if launch_provider is not None:
+            launch_provider(provider_spec(spec))
