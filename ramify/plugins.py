@@ -480,7 +480,7 @@ def _module_name(path: Path) -> str:
 def load_object(location: str, what: str) -> Any:
     """Return the module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError
     if it cannot be loaded; ``what`` is the beginning of the error message."""
-    import pkgutil  # many programs load nothing by a name of their own
+    import pkgutil  # many programs never need it
 
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
