@@ -531,8 +531,6 @@ FIGURES: dict[str, Callable[[Bench], Figures]] = {
 
 
 REASONS = {
-    "cell, to minimal": "the guest takes 15 µs against 12, the host 14 and two turns of the event "
-    "loop against one blocking call",
     "first, to minimal": "the host wakes up for the process, for its listener, for its hello and for "
     "the cell, and the guest copies 90 pages in its first cell",
     "first, to bubblewrap": "the minimal loop, which builds the same walls and nothing else, already "

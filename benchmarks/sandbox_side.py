@@ -18,8 +18,9 @@ from statistics import median
 from typing import Any
 
 from ramify.sandbox import base
-from ramify.sandbox.base import JailSpec, open_sandbox
+from ramify.sandbox.base import open_sandbox
 
+JailSpec: Any = getattr(base, "JailSpec", base.SandboxSpec)
 SharedContext: Any = getattr(base, "SharedContext", None)
 if SharedContext is None:  # an earlier version
     SharedContext = importlib.import_module("ramify.sandbox.context").SharedContext

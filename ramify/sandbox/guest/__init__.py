@@ -28,5 +28,6 @@ The protocol; ``frames.py`` defines the layout:
 
 ``"blobs"`` in a header lists the lengths of the raw parts that follow it, or, with ``"shelved":
 true``, of those in the shared memory buffers (``HostGuestSharedMemory``); ``"got"`` counts how
-often these were read. ``"tags": true`` means that ``value`` is not plain JSON.
+often these were read. ``"tags": true`` means that ``value`` is not plain JSON. With ``"soon":
+true``, the host serves no other session and its next frame may follow at once (``busy_wait.py``).
 """

@@ -12,6 +12,7 @@ it executes it at once, whatever other frames are awaited.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .busy_wait import BusyWait
 from .frames import (
     PREFIX,
     VERSION,
@@ -108,7 +110,18 @@ class GuestChannel:
     """The guest's connection to the host: a descriptor for reading, one for writing, and the shared
     memory buffers if host and guest have them."""
 
-    __slots__ = ("_poll", "_reader", "is_open", "pid", "sending", "shared_buffers", "write_fd")
+    __slots__ = (
+        "_busy_wait",
+        "_has_data",
+        "_is_soon",
+        "_poll",
+        "_reader",
+        "is_open",
+        "pid",
+        "sending",
+        "shared_buffers",
+        "write_fd",
+    )
 
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
@@ -119,6 +132,10 @@ class GuestChannel:
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
+        self._has_data = functools.partial(self._poll.poll, 0)
+        self._busy_wait = BusyWait()
+        self._is_soon = False
+        """True if the host's next frame may follow soon after the last one."""
         self.write_fd = write_fd
         self.shared_buffers = shared_buffers
         self.sending = threading.Lock()
@@ -209,7 +226,7 @@ class GuestChannel:
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
             return None
-        self._poll.poll()
+        self.poll()
         chunk = _read(reader.fd, _CHUNK)
         end = len(chunk)
         if end < _PREFIX_BYTES or PREFIX.unpack_from(chunk) != (end - 4, VERSION, end - 9):
@@ -233,6 +250,7 @@ class GuestChannel:
         """Decode a frame's JSON header and locate its binary parts, which are in the shared memory
         buffers or in the frame itself from offset ``end``."""
         header: dict[str, Any] = _raw_decode(text)[0]
+        self._is_soon = "soon" in header
         blobs: list[memoryview] = []
         if "blobs" in header:
             blobs = (
@@ -267,7 +285,8 @@ class GuestChannel:
 
     def poll(self) -> None:
         """Wait until there is data to read."""
-        self._poll.poll()
+        if not (self._is_soon and self._busy_wait.until(self._has_data)):
+            self._poll.poll()
 
     def fill(self) -> None:
         """Read more data from the host with one system call. Raises EOFError at the end of the

@@ -129,7 +129,7 @@ class ProcessTransport:
     ) -> None:
         self.caps = caps
         self._sock, self._files, self.channel, self._pid, self.pidfd = process
-        self.stream = SocketStream(self._sock, buffers.stream)
+        self.stream = SocketStream(self._sock, buffers)
         self.write, self.pause, self.resume = (
             self.stream.write,
             self.stream.pause,
@@ -147,6 +147,12 @@ class ProcessTransport:
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
         self.stream.start_reading(received, lost)
+
+    def is_lone(self) -> bool:
+        return self.stream.is_lone()
+
+    def read_at_once(self) -> None:
+        self.stream.read_at_once()
 
     async def prepare_branch(self) -> None:
         """Do nothing: without a jail, a session can fork at once."""

@@ -178,6 +178,8 @@ class CellCalls:
             self.wire.send({"op": "ret", "id": id, "value": data}, encoder)
         if self.bug is not None:
             self._on_bug()
+        else:
+            self.wire.read_at_once()
 
     def _refuse(self, id: int, error: HostCallError) -> None:
         encoder = ValueEncoder()

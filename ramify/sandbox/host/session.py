@@ -160,6 +160,7 @@ class GuestSessionProxy:
             self._alarm.watch(cell)
             if request is not None:
                 self._wire.send(request)
+                self._wire.read_at_once()
             try:
                 end = await cell.until_done()
             except asyncio.CancelledError:

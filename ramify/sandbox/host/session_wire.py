@@ -320,8 +320,10 @@ class GuestFrameConnection:
         "_failed",
         "_held_frames",
         "_holds",
+        "_is_lone",
         "_received",
         "last_id",
+        "read_at_once",
         "seed",
         "transport",
         "upto",
@@ -329,6 +331,10 @@ class GuestFrameConnection:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self._is_lone: Callable[[], bool | None] = getattr(transport, "is_lone", ignored)
+        self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", ignored)
+        """Handles the guest's next frame if it arrives within microseconds and the transport
+        supports this. Call it last, after a request or an answer."""
         self.last_id = 0
         self.seed: str | None = None
         """Seed that the next request carries: a separate frame would wake the guest twice."""
@@ -453,6 +459,8 @@ class GuestFrameConnection:
             return
         if self.seed is not None:
             header["seed"], self.seed = self.seed, None
+        if self._is_lone():
+            header["soon"] = True
         shared_buffers = self.transport.shared_buffers
         if shared_buffers is not None and (
             header["op"] not in ("ret", "err", "fork") or header["id"] == shared_buffers.owed

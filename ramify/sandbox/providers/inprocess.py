@@ -31,7 +31,7 @@ from ramify.sandbox.guest.output import InProcessOutputSpool
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SCRATCH_BYTES, SocketStream
+from ramify.sandbox.host.transport import SharedReadState, SocketStream
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this process, with access to everything in it, and "
@@ -49,7 +49,7 @@ class InprocessSandbox:
         self.caps = SandboxCapabilities(interrupt=True)
         self._spec = spec
         self._sessions: set[GuestSessionProxy] = set()
-        self._scratch = bytearray(SCRATCH_BYTES)
+        self._buffers = SharedReadState()
         self._is_closed = False
         locate(spec.packages)
 
@@ -60,7 +60,7 @@ class InprocessSandbox:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
+        transport = ThreadTransport(self.caps, self._buffers, self._spec.max_output_bytes)
         session = GuestSessionProxy(
             transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
@@ -83,11 +83,11 @@ class ThreadTransport:
     has_same_python = True
 
     def __init__(
-        self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int
+        self, caps: SandboxCapabilities, buffers: SharedReadState, max_output_bytes: int
     ) -> None:
         self.caps = caps
         self._sock, guest_end = socket.socketpair()
-        self._stream = SocketStream(self._sock, scratch)
+        self._stream = SocketStream(self._sock, buffers)
         self.start_reading = self._stream.start_reading
         self.write = self._stream.write
         self.pause = self._stream.pause

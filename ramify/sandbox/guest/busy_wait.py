@@ -1,0 +1,43 @@
+"""Wait for data for some microseconds without sleeping, at either end of a session's connection.
+
+To put a process to sleep and wake it up takes longer than a short cell or a quick answer. So both
+ends look again and again at first. This pays only while no other session has work for the
+processor, which the host knows: it says so in its frames (``"soon"``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+BUSY_S = 50e-6
+"""Longest time without sleeping, in seconds."""
+_MOST_SKIPS = 63
+_clock = time.perf_counter
+"""Saved before any cell has run."""
+
+
+class BusyWait:
+    """A bounded wait that learns: after each time that was too short, it is left out more often,
+    and less often again after times that were long enough."""
+
+    __slots__ = ("_missed", "_skips")
+
+    def __init__(self) -> None:
+        self._missed = self._skips = 0
+        """How often the wait is left out: after the next miss, about half as often, and from now
+        on."""
+
+    def until(self, has_arrived: Callable[[], object]) -> bool:
+        """Call a function until it returns something true, at least once and for at most
+        ``BUSY_S`` seconds. Returns False if it did not."""
+        if self._skips:
+            self._skips -= 1
+            return bool(has_arrived())
+        end = _clock() + BUSY_S
+        while not has_arrived():
+            if _clock() > end:
+                self._skips = self._missed = min(2 * self._missed + 1, _MOST_SKIPS)
+                return False
+        self._missed = max(self._missed - 1, 0)
+        return True
