@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ramify.errors import ConfigError
+from ramify.models.onednn_products import linear
 
 _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
@@ -346,6 +347,9 @@ class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Skip PyTorch's initialization, since every caller fills in the weights. On the meta
         device, initialization would also import torch's compiler, which takes 1.5 s."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class _Embedding(nn.Embedding):

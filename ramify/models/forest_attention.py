@@ -28,12 +28,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Many
-from itertools import chain
-from typing import Any, NamedTuple, Protocol, cast
+from itertools import chain, zip_longest
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from ramify.models import onednn_products
 from ramify.models.attention_kernels import (
     AttentionBlockKernel,
     CpuFlashKernel,
@@ -43,9 +44,12 @@ from ramify.models.attention_kernels import (
     VarlenAttentionKernel,
     VarlenRanges,
 )
+from ramify.models.onednn_attention import TiledAttention
 from ramify.types.sequence import Segment
 
-Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel
+TILED: Literal["tiled"] = "tiled"
+"""Name of the kernel that computes a whole forest (``onednn_attention.py``)."""
+Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel | Literal["tiled"]
 
 
 class DescendantAttentionBlock(NamedTuple):
@@ -72,6 +76,16 @@ class ForestAttentionPlan(NamedTuple):
     skipped: list[int]
     """Number of tokens without queries before each causal block, and after the last one; empty if
     all tokens have queries."""
+
+    @property
+    def causal(self) -> list[tuple[int, int]]:
+        """The tokens [start, end) of each causal block."""
+        blocks, end = [], 0
+        for skipped, length in zip_longest(self.skipped, self.own, fillvalue=0):
+            start = end + skipped
+            end = start + length
+            blocks.append((start, end))
+        return blocks[: len(self.own)]
 
     @classmethod
     def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
@@ -153,7 +167,8 @@ class ForestAttention:
 
 def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
     if device == "cpu":
-        return CpuFlashKernel()
+        is_tiled = dtype == torch.float32 and onednn_products.is_faster()
+        return TILED if is_tiled else CpuFlashKernel()
     if device == "cuda" and CudaFlashKernel.takes(dtype, head_size):
         return CudaFlashKernel()
     return PlainAttentionKernel()
@@ -183,11 +198,13 @@ def _walk(
     if isinstance(kernel, (CudaFlashKernel, PlainVarlenKernel)):
         # All rows: further calls for cut segments would cost more than one layer's queries.
         return _Levels(ForestAttentionPlan.of(segments), kernel, device)
-    return _Blocks(
-        ForestAttentionPlan.of(segments, None if rows_N is None else rows_N.tolist()),
-        kernel,
-        rows_N,
-    )
+    rows = None if rows_N is None else rows_N.tolist()
+    plan = ForestAttentionPlan.of(segments, rows)
+    if kernel == TILED:
+        return TiledAttention(
+            plan.causal, [(each.keys, each.queries) for each in plan.below], rows_N
+        )
+    return _Blocks(plan, kernel, rows_N)
 
 
 class _Attend(torch.autograd.Function):

@@ -32,12 +32,14 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
 from ramify.models.batch_invariant_forward import BLOCK, FixedShapeTrunk, in_blocks
 from ramify.models.dense import CausalAttentionFunction, DenseModel
 from ramify.models.forest_attention import ForestAttention, LayerOutputRows
+from ramify.models.onednn_products import is_faster, rounded_rows
 from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
 
@@ -109,12 +111,34 @@ class DenseTrunk:
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
         needed = LayerOutputRows(self._model.shape.num_layers - 1, rows_N)
-        return self._model.hidden(
-            ids_T, positions_T, ForestAttention(segments, needed=needed), rows_N
-        )
+        ids_T, positions_T, segments = with_rounded_rows(ids_T, positions_T, segments)
+        padding = rows_N[-1:].expand(_missing_rows(rows_N))
+        attend = ForestAttention(segments, needed=needed)
+        h_ND = self._model.hidden(ids_T, positions_T, attend, torch.cat([rows_N, padding]))
+        return h_ND[: len(rows_N)]
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        return self._model.logits(h_ND)
+        missing = _missing_rows(h_ND)
+        return self._model.logits(F.pad(h_ND, (0, 0, 0, missing)) if missing else h_ND)[: len(h_ND)]
+
+
+def with_rounded_rows(
+    ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]
+) -> tuple[Tensor, Tensor, Many[Segment]]:
+    """Append a segment of unused tokens to a batch, so that its number of rows is one for which
+    products are fast (``onednn_products``). Where that makes no difference, nothing is appended."""
+    missing, num = _missing_rows(ids_T), len(ids_T)
+    if not missing:
+        return ids_T, positions_T, segments
+    unused = Segment(num, num + missing, -1)
+    return F.pad(ids_T, (0, missing)), F.pad(positions_T, (0, missing)), [*segments, unused]
+
+
+def _missing_rows(x_N: Tensor) -> int:
+    """Return how many rows to add to a tensor, so that oneDNN's products are fast."""
+    if x_N.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_faster():
+        return 0
+    return rounded_rows(len(x_N)) - len(x_N)
 
 
 class TransformersTrunk:

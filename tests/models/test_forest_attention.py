@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ramify.models import onednn_products
 from ramify.models.attention_kernels import CpuFlashKernel, PlainAttentionKernel, PlainVarlenKernel
 from ramify.models.forest_attention import (
+    TILED,
     DescendantAttentionBlock,
     ForestAttention,
     ForestAttentionPlan,
@@ -20,6 +22,10 @@ from ramify.models.forest_attention import (
 from ramify.types.sequence import Segment
 
 KERNELS = [CpuFlashKernel(), PlainAttentionKernel(), PlainVarlenKernel()]
+KERNELS += [TILED] if onednn_products.is_available() else []
+needs_onednn = pytest.mark.skipif(
+    not onednn_products.is_available(), reason="this build of PyTorch has no oneDNN"
+)
 TREES = {
     "a row": [Segment(0, 7, -1)],
     "rows of one length": [Segment(0, 5, -1), Segment(5, 10, -1), Segment(10, 15, -1)],
@@ -96,6 +102,39 @@ def check(
 @pytest.mark.parametrize("tree", TREES)
 def test_each_token_attends_to_its_path(tree: str, kernel: object):
     check(TREES[tree], kernel, torch.float32, 2e-5)
+
+
+LARGE = [
+    Segment(0, 900, -1), Segment(900, 1310, 0), Segment(1310, 1313, 1), Segment(1313, 1700, 0),
+    Segment(1700, 1765, 3), Segment(1765, 1765, 3), Segment(1765, 1960, 3),
+]  # fmt: skip
+
+
+@needs_onednn
+@pytest.mark.parametrize("largest", [1.0, 6.0, 60.0])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("every", [None, 7])
+def test_tiles_of_a_large_forest_match_flash_attention_in_fp64(
+    largest: float, heads: tuple[int, int], every: int | None
+):
+    """At 60, some scores are above all before them by more than the range of fp32."""
+    rng = torch.Generator().manual_seed(0)
+    num = LARGE[-1].end
+    rows = torch.arange(0 if every is None else 950, num, every or 1)
+    exact = [
+        (largest**0.5 * torch.randn(num, h, 32, generator=rng, dtype=torch.double)).requires_grad_()
+        for h in (heads[0], heads[1], heads[1])
+    ]
+    given_grad = torch.randn(len(rows), heads[0], 32, generator=rng, dtype=torch.double)
+    found = []
+    for kernel, dtype in ((TILED, torch.float32), (CpuFlashKernel(), torch.double)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in exact]
+        needed = None if every is None else LayerOutputRows(0, rows)
+        o = ForestAttention(LARGE, kernel, needed)(0, *inputs, 0.3)[rows]
+        found.append([o, *torch.autograd.grad(o, inputs, given_grad.to(dtype))])
+    for tiled, wanted in zip(*found, strict=True):
+        difference = (tiled.double() - wanted).abs().max() / wanted.abs().max()
+        assert difference < 2e-6 * max(largest, 1)
 
 
 def test_attention_is_exact_in_fp64():

@@ -1,0 +1,383 @@
+"""Attention over a packed forest by oneDNN's matrix products, on CPUs where these are faster than
+PyTorch's flash attention (``onednn_products.py``).
+
+The plan of ``forest_attention.py`` consists of causal blocks and of blocks without a mask. Long
+causal blocks are halved, which leaves more work without a mask. Large blocks are then divided into
+tiles of about 512 by 512 scores, which fit into a core's cache, and each step of a tile is one
+operation; small blocks are left to flash attention:
+
+    start       o = v,  L = q·k                   each token attends to itself
+    extend      P = exp2(q' k'^T)                 q' = [q, -L],  k' = [k, 1]
+                o = (o + P v) / (1 + sum P),  L += log2(1 + sum P)
+    gradients   P^T = exp2(k q^T - L)             the bias of a product
+                dS^T = (v do^T - D) P^T           D = sum_d(do o); one product
+                dv += P^T do,  dk += dS^T q,  dq^T += k^T dS^T
+
+A tile on the diagonal has a mask, which is added to its scores. Scores are relative to L, the
+log-sum-exp (base 2) of what a query attends to already. If a score is above it by so much that fp32
+overflows, flash attention computes the block instead.
+
+Tensors begin with the key heads, so that the rows of a tile are contiguous: query heads that share
+a key head are rows of the same tile. The sizes of tiles are rounded, because oneDNN compiles a
+kernel for each size; rows after a tile's last one are other tokens', and their weights are zero.
+
+Legend: T tokens, K key-value heads, g query heads per key head, d head size, e = d + 1; n queries
+and m keys of a block, N = n g rows of a tile of queries, M rows of a tile of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ramify.models.attention_kernels import CpuFlashKernel
+from ramify.models.onednn_products import product, scaled_product
+
+_LONGEST_CAUSAL = 384
+"""Tokens of a causal block that is not halved."""
+_TILE = 512
+"""Maximum rows of a tile; of queries, twice as many if there are few keys."""
+_QUERY_STEP, _KEY_STEP = 128, 64
+"""Numbers of which the rows of a tile are multiples."""
+_LEAST_SCORES = 1 << 15
+"""Scores of a block, for each key head, from which its products are worth starting."""
+_LEAST_ROWS, _LEAST_KEYS = 96, 48
+_LARGEST_SUM = 1e30
+_LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
+
+Span = tuple[int, int]
+"""Rows [start, end)."""
+
+
+class BlockOfTokens(NamedTuple):
+    """A range of queries that attend to a range of keys."""
+
+    keys: Span
+    queries: Span
+    is_causal: bool
+    """True if both ranges are the same, and a query attends to the keys up to its own."""
+
+
+class TiledAttention:
+    """Computes all blocks of one forest in fp32. The ways in and out are those of ``_Walk`` in
+    ``forest_attention.py``."""
+
+    def __init__(
+        self, causal: Many[Span], below: Many[tuple[Span, Span]], rows_N: Tensor | None
+    ) -> None:
+        """Prepare for ``causal`` blocks of tokens, and for pairs of keys and queries ``below``
+        them. If ``rows_N`` is given, queries of the latter are indices into it, and only these
+        rows of the output are needed."""
+        self._own = [block for span in causal for block in _halved(span)]
+        self._below = [BlockOfTokens(keys, queries, False) for keys, queries in below]
+        self._rows_N = rows_N
+
+    def forward(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
+        q_KTge = _room(kv_heads, num, groups, size + 1, like=q_THd)
+        q_KTgd = q_KTge[:, :num, :, :size]
+        torch.mul(_by_key_head(q_THd, kv_heads), scale * _LOG2_E, out=q_KTgd)
+        k_KTe = _room(kv_heads, num, size + 1, like=k_TKd)
+        k_KTe[:, :num, :size] = k_TKd.transpose(0, 1)
+        k_KTe[:, :, size] = 1
+        v_KTd = _room(kv_heads, num, size, like=v_TKd)
+        v_KTd[:, :num] = v_TKd.transpose(0, 1)
+        own_scores = torch.linalg.vecdot(q_KTgd, k_KTe[:, :num, None, :size])
+        torch.neg(own_scores, out=q_KTge[:, :num, :, size])
+        o_KTgd = v_KTd[:, :num, None].expand(-1, -1, groups, -1).contiguous()
+        for block in self._own:
+            _extend(o_KTgd, q_KTge, k_KTe, v_KTd, block)
+        rows = self._rows_N
+        if rows is None:
+            o_needed, q_needed = o_KTgd, q_KTge
+        else:
+            o_needed = o_KTgd.index_select(1, rows)
+            q_needed = _room(kv_heads, len(rows), groups, size + 1, like=q_THd)
+            q_needed[:, : len(rows)] = q_KTge.index_select(1, rows)
+        for block in self._below:
+            _extend(o_needed, q_needed, k_KTe, v_KTd, block)
+        if rows is not None:
+            o_KTgd.index_copy_(1, rows, o_needed)
+            q_KTge.index_copy_(1, rows, q_needed[:, : len(rows)])
+        return o_KTgd.transpose(0, 1).flatten(1, 2), q_KTge[:, :num, :, size].contiguous(), []
+
+    def backward(
+        self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_THd, k_TKd, v_TKd, o_THd, minus_lse_KTg = saved
+        (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
+        q_KTgd, do_KTgd = (_room(kv_heads, num, groups, size, like=q_THd) for _ in range(2))
+        torch.mul(_by_key_head(q_THd, kv_heads), scale * _LOG2_E, out=q_KTgd[:, :num])
+        do_KTgd[:, :num] = _by_key_head(do_THd, kv_heads)
+        k_KTd, v_KTd = (_room(kv_heads, num, size, like=k_TKd) for _ in range(2))
+        k_KTd[:, :num] = k_TKd.transpose(0, 1)
+        torch.mul(v_TKd.transpose(0, 1), _LN_2, out=v_KTd[:, :num])
+        bias_KTg, delta_KTg = (_room(kv_heads, num, groups, like=q_THd) for _ in range(2))
+        bias_KTg[:, :num] = minus_lse_KTg
+        delta_TH = torch.linalg.vecdot(do_THd, o_THd)
+        delta_KTg[:, :num] = _by_key_head(delta_TH, kv_heads) * -_LN_2
+        o_KTgd = _by_key_head(o_THd, kv_heads)
+        tensors = _Backward(do_KTgd, q_KTgd, k_KTd, v_KTd, bias_KTg, delta_KTg, o_KTgd)
+        gradients = _Gradients(*(torch.zeros_like(x[:, :num]) for x in (q_KTgd, k_KTd, v_KTd)))
+        for block in self._own:
+            _add_gradients(gradients, tensors, block)
+        rows = self._rows_N
+        if rows is None:
+            needed, needed_gradients = tensors, gradients
+        else:
+            needed = _Backward(
+                _rows(do_KTgd, rows),
+                _rows(q_KTgd, rows),
+                k_KTd,
+                v_KTd,
+                _rows(bias_KTg, rows),
+                _rows(delta_KTg, rows),
+                o_KTgd.index_select(1, rows),
+            )
+            dq = gradients.q.index_select(1, rows)
+            needed_gradients = gradients._replace(q=dq)
+        for block in self._below:
+            _add_gradients(needed_gradients, needed, block)
+        if rows is not None:
+            gradients.q.index_copy_(1, rows, needed_gradients.q)
+        dq_THd = (gradients.q.transpose(0, 1) * (scale * _LOG2_E)).flatten(1, 2)
+        return dq_THd, gradients.k.transpose(0, 1), gradients.v.transpose(0, 1)
+
+
+class _Backward(NamedTuple):
+    """What the gradients of a block are computed from."""
+
+    do: Tensor
+    """[K, T, g, d], as are queries and outputs."""
+    q: Tensor
+    """Times the scale and log2(e)."""
+    k: Tensor
+    """[K, T, d]"""
+    v: Tensor
+    """Times ln(2), so that gradients are those of the scaled queries."""
+    minus_lse: Tensor
+    """[K, T, g], base 2."""
+    minus_delta: Tensor
+    """[K, T, g]: sum of the output times its gradient, times -ln(2)."""
+    o: Tensor
+
+
+class _Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def _by_key_head(x_TH: Tensor, kv_heads: int) -> Tensor:
+    """Return a view [K, T, g, …] of a tensor [T, H, …]."""
+    return x_TH.view(len(x_TH), kv_heads, -1, *x_TH.shape[2:]).transpose(0, 1)
+
+
+def _room(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
+    """Allocate [K, T + room, …]. A tile may read the rows after the last token, which are zeros."""
+    room = like.new_empty(heads, num + _QUERY_STEP, *sizes)
+    room[:, num:] = 0
+    return room
+
+
+def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
+    found = _room(x.shape[0], len(rows_N), *x.shape[2:], like=x)
+    found[:, : len(rows_N)] = x.index_select(1, rows_N)
+    return found
+
+
+def _halved(span: Span) -> Iterator[BlockOfTokens]:
+    """Divide a causal block into small causal blocks and blocks without a mask."""
+    start, end = span
+    if end - start <= _LONGEST_CAUSAL:
+        yield BlockOfTokens(span, span, True)
+        return
+    middle = start + _rounded((end - start) // 2, _KEY_STEP)
+    yield from _halved((start, middle))
+    yield from _halved((middle, end))
+    yield BlockOfTokens((start, middle), (middle, end), False)
+
+
+def _takes(block: BlockOfTokens, groups: int) -> bool:
+    """Return True if a block is large enough for tiles."""
+    rows, keys = (block.queries[1] - block.queries[0]) * groups, block.keys[1] - block.keys[0]
+    return rows >= _LEAST_ROWS and keys >= _LEAST_KEYS and rows * keys >= _LEAST_SCORES
+
+
+def _tiles(num: int, most: int, step: int) -> list[tuple[int, int, int]]:
+    """Divide ``num`` rows into ranges of about equal size and at most ``most``. Returns each
+    range's start and end, and its number of rows rounded up."""
+    size = _rounded(-(-num // -(-num // most)), step)
+    return [
+        (start, min(start + size, num), _rounded(min(size, num - start), step))
+        for start in range(0, num, size)
+    ]
+
+
+def _rounded(num: int, step: int) -> int:
+    return -(-num // step) * step
+
+
+@functools.lru_cache(maxsize=2)
+def _mask(groups: int, diagonal: int) -> Tensor:
+    """Return what to add to the scores of a causal block [N, m]: minus infinity for the keys after
+    a query, and with ``diagonal`` = -1 also for its own."""
+    num = _LONGEST_CAUSAL
+    seen = torch.ones(num, num, dtype=torch.bool).tril(diagonal).repeat_interleave(groups, 0)
+    return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+
+
+# --- forward
+
+
+def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
+    """Let the queries of a block attend to its keys: merge the result into their output ``o`` [K,
+    T, g, d] and into the last column of ``q`` [K, T, g, e], in place. A causal block in tiles adds
+    the keys before each token to the token's own, which are in ``o`` already; one that is left to
+    flash attention replaces what is there."""
+    (start, end), (first, last) = block.queries, block.keys
+    groups, size = q.shape[2], v.shape[2]
+    if not _takes(block, groups):
+        _extend_by_flash(o, q, k, v, block)
+        return
+    key_tiles = _tiles(last - first, _TILE, _KEY_STEP)
+    most = 2 * _TILE if last - first <= _TILE // 2 else _TILE
+    for head in range(len(k)):
+        q_h, o_h = q[head].flatten(0, 1), o[head].flatten(0, 1)
+        keys = [
+            _KeyTile(k[head, first + m0 :][:m_rows], v[head, first + m0 :][:m_rows], m0, m1)
+            for m0, m1, m_rows in key_tiles
+        ]
+        for n0, n1, n_rows in _tiles((end - start) * groups, most, _QUERY_STEP):
+            begin, num = start * groups + n0, n1 - n0
+            q_Ne = q_h[begin : begin + n_rows]
+            mask_Nm = _mask(groups, -1)[n0:n1] if block.is_causal else None
+            more, sums = _attend(q_Ne, keys, mask_Nm)
+            o_at, minus_lse = o_h[begin : begin + num], q_h[begin : begin + num, size:]
+            if float(sums[:num].max()) < _LARGEST_SUM:  # not if it is NaN either
+                total = sums[:num].add_(1)
+                o_at.add_(more[:num]).div_(total)
+                minus_lse.sub_(total.log2_())
+                continue
+            highest = torch.zeros(n_rows, 1)
+            for tile in keys:
+                scores_Nm = _scores(q_Ne, tile, mask_Nm)[:, : tile.end - tile.start]
+                highest = torch.maximum(highest, scores_Nm.amax(1, keepdim=True))
+            q_Ne = torch.cat([q_Ne[:, :size], q_Ne[:, size:] - highest], 1)
+            more, sums = _attend(q_Ne, keys, mask_Nm)
+            before = (-highest[:num]).exp2_()
+            total = sums[:num] + before
+            o_at.mul_(before).add_(more[:num]).div_(total)
+            minus_lse.sub_(total.log2_() + highest[:num])
+
+
+class _KeyTile(NamedTuple):
+    k_Me: Tensor
+    v_Md: Tensor
+    start: int
+    """First key, counted from the first of the block."""
+    end: int
+    """After the last key; the rows after it belong to other tokens."""
+
+
+def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums [N, d] of values with weights exp2(score), and of the weights [N, 1]."""
+    more = sums = None
+    for tile in keys:
+        p_NM, num = _scores(q_Ne, tile, mask_Nm).exp2_(), tile.end - tile.start
+        if num < p_NM.shape[1]:
+            p_NM[:, num:] = 0
+        tile_more, tile_sums = product(p_NM, tile.v_Md.t()), p_NM.sum(1, keepdim=True)
+        more = tile_more if more is None else more.add_(tile_more)
+        sums = tile_sums if sums is None else sums.add_(tile_sums)
+    assert more is not None
+    assert sums is not None
+    return more, sums
+
+
+def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
+    """Return the scores [N, M] of queries and keys in base 2, relative to the queries' log-sum-exp.
+    Those of rows after the last query and key mean nothing."""
+    scores_NM = product(q_Ne, tile.k_Me)
+    if mask_Nm is not None:
+        scores_NM[: len(mask_Nm), : tile.end - tile.start] += mask_Nm[:, tile.start : tile.end]
+    return scores_NM
+
+
+def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
+    (start, end), (first, last) = block.queries, block.keys
+    size, groups = v.shape[2], q.shape[2]
+    q_Kgnd = q[:, start:end, :, :size].transpose(1, 2)
+    k_Kgmd, v_Kgmd = (x[:, None, first:last, :size].expand(-1, groups, -1, -1) for x in (k, v))
+    more, lse = CpuFlashKernel().forward(q_Kgnd, k_Kgmd, v_Kgmd, block.is_causal, _LN_2)
+    minus_lse, o_at = q[:, start:end, :, size], o[:, start:end]
+    more, lse_Kng = more.transpose(1, 2), lse.transpose(1, 2) * _LOG2_E
+    if block.is_causal:
+        o_at.copy_(more)
+        minus_lse.copy_(-lse_Kng)
+        return
+    share = torch.sigmoid((lse_Kng + minus_lse) * _LN_2)
+    o_at.lerp_(more, share[..., None])
+    minus_lse.copy_(-torch.logaddexp2(lse_Kng, -minus_lse))
+
+
+# --- backward
+
+
+def _add_gradients(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
+    (start, end), (first, last) = block.queries, block.keys
+    groups = x.q.shape[2]
+    if not _takes(block, groups):
+        _add_gradients_by_flash(to, x, block)
+        return
+    key_tiles = _tiles(last - first, _TILE, _KEY_STEP)
+    most = 2 * _TILE if last - first <= _TILE // 2 else _TILE
+    for head in range(len(x.k)):
+        do_h, q_h, dq_h = (each[head].flatten(0, 1) for each in (x.do, x.q, to.q))
+        lse_h, delta_h = x.minus_lse[head].flatten(), x.minus_delta[head].flatten()
+        k_h, v_h = x.k[head], x.v[head]
+        k_tiles = [k_h[first + m0 : first + m0 + m_rows] for m0, _, m_rows in key_tiles]
+        k_dM = [tile.t().contiguous() for tile in k_tiles]
+        for n0, n1, n_rows in _tiles((end - start) * groups, most, _QUERY_STEP):
+            begin, num = start * groups + n0, n1 - n0
+            at = slice(begin, begin + n_rows)
+            q_Nd, do_Nd = q_h[at], do_h[at]
+            dq_dN = None
+            for index, (m0, m1, m_rows) in enumerate(key_tiles):
+                p_MN = product(k_tiles[index], q_Nd, lse_h[at])
+                if block.is_causal:
+                    p_MN[: m1 - m0, :num] += _mask(groups, 0)[n0:n1, m0:m1].t()
+                p_MN.exp2_()
+                if m1 - m0 < m_rows:
+                    p_MN[m1 - m0 :] = 0
+                if num < n_rows:
+                    p_MN[:, num:] = 0
+                v_Md = v_h[first + m0 : first + m0 + m_rows]
+                ds_MN = scaled_product(v_Md, do_Nd, delta_h[at], p_MN)
+                to_keys = slice(first + m0, first + m1)
+                to.v[head, to_keys] += product(p_MN, do_Nd.t())[: m1 - m0]
+                to.k[head, to_keys] += product(ds_MN, q_Nd.t())[: m1 - m0]
+                tile_dq = product(k_dM[index], ds_MN.t())
+                dq_dN = tile_dq if dq_dN is None else dq_dN.add_(tile_dq)
+            assert dq_dN is not None
+            dq_h[begin : begin + num] += dq_dN.t()[:num]
+
+
+def _add_gradients_by_flash(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
+    (start, end), (first, last) = block.queries, block.keys
+    groups = x.q.shape[2]
+    do, q, o = (each[:, start:end].transpose(1, 2) for each in (x.do, x.q, x.o))
+    k, v = (each[:, None, first:last].expand(-1, groups, -1, -1) for each in (x.k, x.v * _LOG2_E))
+    lse = (x.minus_lse[:, start:end] * -_LN_2).transpose(1, 2).contiguous()
+    dq, dk, dv = CpuFlashKernel().backward(do, q, k, v, o, lse, block.is_causal, _LN_2)
+    to.q[:, start:end] += dq.transpose(1, 2)
+    to.k[:, first:last] += dk.sum(1)
+    to.v[:, first:last] += dv.sum(1)
