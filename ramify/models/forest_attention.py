@@ -167,8 +167,9 @@ class ForestAttention:
 
 def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
     if device == "cpu":
-        is_tiled = dtype == torch.float32 and onednn_products.is_faster()
-        return TILED if is_tiled else CpuFlashKernel()
+        # Each product of a tile waits for all threads, and flash attention once for a whole block.
+        is_single = dtype == torch.float32 and torch.get_num_threads() == 1
+        return TILED if is_single and onednn_products.is_faster() else CpuFlashKernel()
     if device == "cuda" and CudaFlashKernel.takes(dtype, head_size):
         return CudaFlashKernel()
     return PlainAttentionKernel()
