@@ -1,9 +1,9 @@
 """Matrix products in fp32 by oneDNN, on CPUs where they are faster than PyTorch's usual ones.
 
 PyTorch multiplies fp32 matrices by MKL, which is written for Intel's CPUs. oneDNN, which PyTorch
-contains as well, uses all vector instructions of AMD's: 250 GFLOP/s instead of 115 on one core of an
-EPYC 9005, and 130 instead of 105 without its widest instructions. On other CPUs products are left to
-PyTorch (``is_faster``).
+contains as well, uses all vector instructions of AMD's: 250 GFLOP/s instead of 115 on one core of
+an EPYC 9005, and 130 instead of 105 without its widest instructions. On other CPUs products are
+left to PyTorch (``is_faster``).
 
 oneDNN compiles a kernel for each combination of sizes, which takes 0.2 to 0.4 ms, and keeps the
 last 1,024. So callers choose few different numbers of rows (``rounded_rows``), and other products
@@ -32,8 +32,8 @@ def is_available() -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Return True if oneDNN's products are faster on this CPU than PyTorch's usual ones, as on AMD's.
-    The answer is the same in every process, so that a resumed run computes the same numbers."""
+    """Return True if oneDNN's products are faster on this CPU than PyTorch's usual ones. The answer
+    is the same in every process, so that a resumed run computes the same numbers."""
     return is_available() and _vendor() == "AuthenticAMD"
 
 
