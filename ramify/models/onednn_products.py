@@ -1,4 +1,4 @@
-"""Matrix products in fp32 by oneDNN, on CPUs where they are faster than PyTorch's usual ones.
+"""Matrix products in fp32 by oneDNN, which is faster than PyTorch's usual library on some CPUs.
 
 PyTorch multiplies fp32 matrices by MKL, which is written for Intel's CPUs. oneDNN, which PyTorch
 contains as well, uses all vector instructions of AMD's: 250 GFLOP/s instead of 115 on one core of
