@@ -242,7 +242,7 @@ def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) ->
     """Let the queries of a block attend to its keys: merge the result into their output ``o`` [K,
     T, g, d] and into the last column of ``q`` [K, T, g, e], in place. A causal block in tiles adds
     the keys before each token to the token's own key, which ``o`` begins with; flash attention
-    computes a small causal block from nothing."""
+    computes a small causal block from scratch."""
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
     if not _takes(block, groups):
