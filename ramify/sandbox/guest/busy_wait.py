@@ -13,6 +13,8 @@ from collections.abc import Callable
 BUSY_S = 50e-6
 """Longest time without sleeping, in seconds."""
 _MOST_SKIPS = 63
+_FIRST_SKIPS = 7
+"""Most sessions run a few cells that take longer, so the wait is left out at first."""
 _clock = time.perf_counter
 """Saved before any cell has run."""
 
@@ -24,16 +26,16 @@ class BusyWait:
     __slots__ = ("_missed", "_skips")
 
     def __init__(self) -> None:
-        self._missed = self._skips = 0
+        self._missed = self._skips = _FIRST_SKIPS
         """How often the wait is left out: after the next miss, about half as often, and from now
         on."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
-        """Call a function until it returns something true, at least once and for at most
-        ``BUSY_S`` seconds. Returns False if it did not."""
+        """Call a function until it returns something true, but for at most ``BUSY_S`` seconds.
+        Returns False if it did not, or if the wait was left out."""
         if self._skips:
             self._skips -= 1
-            return bool(has_arrived())
+            return False
         end = _clock() + BUSY_S
         while not has_arrived():
             if _clock() > end:

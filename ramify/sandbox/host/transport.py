@@ -135,9 +135,10 @@ class SharedReadState:
     """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
     only valid until the next read, and the tasks that wait for killed processes to end."""
 
-    __slots__ = ("endings", "num_expected", "shared_buffers", "stream")
+    __slots__ = ("busy_wait", "endings", "num_expected", "shared_buffers", "stream")
 
     def __init__(self) -> None:
+        self.busy_wait = BusyWait()
         self.endings: set[asyncio.Task[None]] = set()
         self.num_expected = 0
         """Number of connections that were written to and have not answered yet."""
@@ -207,7 +208,6 @@ class SocketStream:
 
     __slots__ = (
         "_backlog",
-        "_busy_wait",
         "_in_a_row",
         "_is_expected",
         "_is_paused",
@@ -232,7 +232,6 @@ class SocketStream:
         self._is_expected = False
         """True from a ``write`` until data arrives."""
         self._in_a_row = 0
-        self._busy_wait = BusyWait()
         self._backlog: deque[memoryview] | None = None
         self._unsent = 0
         """Number of bytes in the backlog."""
@@ -261,7 +260,7 @@ class SocketStream:
             return
         if self._backlog is None and self._in_a_row < _MOST_AT_ONCE:
             self._in_a_row += 1
-            self._busy_wait.until(self._read)
+            self._shared.busy_wait.until(self._read)
 
     def _read(self) -> bool:
         """Read what has arrived, and return False if that is nothing."""
