@@ -237,6 +237,7 @@ class Notebook:
         prelude = _prelude(run.setup.scaffold_at(call.depth).max_output_chars)
         sources = {"prelude": prelude, **tools.sources()}
         compile_in_advance(sources)  # the first session's sandbox is still being started
+        run.expect_module("prelude", prelude)
         session = await run.open_session(call)
         try:
             if run.recording is None:

@@ -159,5 +159,18 @@ def test_runs_are_equal_whether_their_session_had_the_names_before() -> None:
     assert "mine 9 303 5 r" in next(iter(ends))[2][0]
 
 
+def test_engine_expects_its_names_in_each_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        JailSandbox, "expect_module", lambda _, module, source: expected.append((module, source))
+    )
+    client = ScriptedClient(["```repl\nFINAL(1)\n```"])
+    with RLM(client, scaffold=Scaffold(direct_chars=0)) as rlm:
+        assert rlm.completion("a context", "What is there?").response == "1"
+    [(module, source)] = expected
+    assert module == "prelude"
+    assert "def FINAL(" in source
+
+
 def cells_of(result: Any) -> list[Any]:
     return [cell for turn in result.trajectory.root.turns for cell in turn.cells]
