@@ -31,8 +31,8 @@ class BusyWait:
         on."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
-        """Call a function until it returns something true, but for at most ``BUSY_S`` seconds.
-        Returns False if it did not, or if the wait was left out."""
+        """Call a function again and again, for at most ``BUSY_S`` seconds, until it returns
+        something true. Returns False if it did not, or if the wait was left out."""
         if self._skips:
             self._skips -= 1
             return False
