@@ -37,12 +37,13 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.nearest_name import nearest_name
 from ramify.printable import clean, one_line
 
 
@@ -358,15 +359,13 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
     a, b"``. Upper and lower case are treated as equal."""
-    from difflib import get_close_matches
-
-    names: Sequence[str] = sorted(known)
-    if not names:
+    if not isinstance(known, set | frozenset):
+        known = list(known)
+    if not known:
         return "there are none"
-    by_folded = {each.casefold(): each for each in reversed(names)}
-    close = get_close_matches(name.casefold(), by_folded, n=1)
-    hint = f"did you mean '{by_folded[close[0]]}'? " if close else ""
-    return f"{hint}known: {', '.join(names)}"
+    close = nearest_name(name, known)
+    hint = f"did you mean '{close}'? " if close else ""
+    return f"{hint}known: {', '.join(sorted(known))}"
 
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.nearest_name import nearest_name
 from ramify.printable import escaped
 from ramify.secrets import without_secrets
 
@@ -63,10 +64,8 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
             levels["" if room == "ramify" else room] = level
             continue
         given, known = (name, LEVELS) if level is None else (room, ROOMS)
-        from difflib import get_close_matches
-
-        close = get_close_matches(given.strip().lower(), known, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(known)}"
+        close = nearest_name(given.strip(), known)
+        hint = f"did you mean '{close}'?" if close else f"known are {', '.join(known)}"
         shown = without_secrets(part if len(part) <= 60 else part[:59] + "…")
         problems.append(
             f"{VARIABLE}: {shown!r} is ignored; write LEVEL or ROOM=LEVEL, as in "

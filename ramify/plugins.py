@@ -40,6 +40,7 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.extras import ENTRY_POINTS
+from ramify.nearest_name import nearest_name
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -513,8 +514,6 @@ def load_object(location: str, what: str) -> Any:
 def _lacks(owner: ModuleType | type, name: str) -> str:
     """Return a sentence which says that a module or class lacks an attribute, and suggests the
     nearest name that it has."""
-    from difflib import get_close_matches
-
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
     short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"
@@ -524,8 +523,8 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
         for known, value in vars(owner).items()
         if not known.startswith("_") and not isinstance(value, ModuleType)
     ]
-    close = get_close_matches(name, own, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
+    close = nearest_name(name, own)
+    hint = f"; did you mean '{close}'?" if close else ""
     return f"{where} has no attribute '{name}'{hint}"
 
 

@@ -23,6 +23,7 @@ from ramify.cli.terminal_text import error_line, give_up_stdout, protect_termina
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
 from ramify.install_command import install_command
+from ramify.nearest_name import nearest_name
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
@@ -170,12 +171,8 @@ def _run(arguments: list[str]) -> int:
         if longer and options[:1] in (["--help"], ["-h"]):
             print("\n".join([f"usage: ramify {name} COMMAND …", "", *_listed(longer)]))
             return ExitCode.ANSWERED
-        from difflib import get_close_matches
-
-        close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
-        hint = (
-            f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
-        )
+        close = "' or '".join(longer) if longer else nearest_name(name, COMMANDS)
+        hint = f"did you mean '{close}'?" if close else f"to ask a question: ramify ask {name!r} …"
         raise UsageError(f"unknown command '{name[:40]}': {hint}")
     sys.stdout.flush()
     return code

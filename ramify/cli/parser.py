@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import enum
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from ramify.cli.settings import VALUE_FORMS
 from ramify.cli.terminal_text import write
 from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
 from ramify.logging import configure
+from ramify.nearest_name import nearest_name
 from ramify.types.trajectory import Stop
 
 
@@ -108,8 +110,21 @@ class CliOptionSpec(NamedTuple):
             )
         else:
             parser.add_argument(
-                *names, dest=self.name, type=self.kind, metavar=self.shown_as, help=self.help
+                *names, dest=self.name, type=self._value, metavar=self.shown_as, help=self.help
             )
+
+    def _value(self, text: str) -> Any:
+        """Convert the option's argument to its type."""
+        try:
+            return self.kind(text)
+        except ValueError:
+            raise UsageError(f"{self.long} {text!r:.80} is not {VALUE_FORMS[self.kind]}") from None
+
+    @property
+    def forms(self) -> list[str]:
+        """The long form, and the ``--no-`` form of a switch that has one."""
+        has_two = self.kind is bool and self.has_no
+        return [self.long, f"--no-{self.long[2:]}"] if has_two else [self.long]
 
     @property
     def shown_as(self) -> str:
@@ -136,8 +151,8 @@ class CliCommandSpec(NamedTuple):
 
     def call(self, arguments: list[str]) -> int:
         """Parse the arguments, run the command, and return its exit code. Raises UsageError."""
-        known = {"--verbose", *(option.long for option in self.options)}
-        values = vars(self.parser().read(arguments, known))
+        known = [form for option in self.options for form in option.forms]
+        values = vars(self.parser().read(arguments, [*known, "--verbose", "--help"]))
         words = values.pop("words")
         # Records go to stderr as a command's own messages do.
         configure(write, values.pop("verbosity"))
@@ -185,9 +200,10 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, instead of printing a message and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        raise UsageError(message.replace(": expected one argument", " needs a value"))
 
-    def read(self, arguments: list[str], known: Iterable[str]) -> argparse.Namespace:
+    def read(self, arguments: list[str], known: Sequence[str]) -> argparse.Namespace:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
         if unknown:
@@ -201,18 +217,17 @@ class _Format(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=WIDTH)
 
 
-def unknown_option(given: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
+def unknown_option(given: str, known: Sequence[str]) -> str:
+    """Describe an option that a command does not have, and suggest the nearest of ``known``, which
+    has the options that are used most first."""
     name = given.partition("=")[0]
-    known = sorted(known)
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
     close = [option for option in known if option.startswith(f"{name}-")]
     if not close:
         # So is the only one with a word in common: --key-file instead of --keys for --api-key.
         words = set(name.strip("-").split("-"))
         sharing = [option for option in known if words & set(option.strip("-").split("-"))]
-        close = sharing if len(sharing) == 1 else get_close_matches(name, known, n=1)
+        close = sharing if len(sharing) == 1 else [*filter(None, [nearest_name(name, known)])]
     return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
 
 

@@ -57,6 +57,12 @@ OTHER_VARIABLES = frozenset(
         *(name for keys in TABLES.values() for name in keys.values()),
     }
 )
+VALUE_FORMS: Mapping[Any, str] = {
+    float: "a number: write it as 2 or 0.5, without a unit",
+    int: "a whole number: write it as 10",
+    bool: "a switch: write true or false",
+}
+"""Type of a setting -> what its value must be, for the error about one that is not."""
 INTERNAL_VARIABLES = frozenset(
     {
         "RAMIFY_ENGINE_KEY",
@@ -262,8 +268,9 @@ def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:
     try:
         return msgspec.convert(value, kind, strict=not lax)
     except msgspec.ValidationError as error:
+        form = f": it is not {VALUE_FORMS[kind]}" if kind in VALUE_FORMS else ""
         raise ConfigError(
-            f"{where} = {value!r} is invalid: {str(error)[:1].lower()}{str(error)[1:]}"
+            f"{where} = {value!r} is invalid: {str(error)[:1].lower()}{str(error)[1:]}{form}"
         ) from None
 
 

@@ -35,6 +35,7 @@ from ramify.clients.base import Price
 from ramify.errors import ConfigError, nearest
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
+from ramify.nearest_name import nearest_name
 from ramify.plugins import Registry, is_reference
 from ramify.secrets import remember
 from ramify.trained_policy_settings import packaged_policies
@@ -269,27 +270,20 @@ def split_name(name: str) -> tuple[str, str]:
     if name in packaged_policies():
         return IN_PROCESS, name
     provider, colon, model = name.partition(":")
-    first, slash, rest = name.partition("/")
-    if colon and slash and not provider.endswith(".py") and "/" in provider:  # openai/gpt-5@http:…
-        from difflib import get_close_matches
-
-        alike = get_close_matches(first, CLIENTS, n=1)
-        hint = f"; did you mean '{alike[0]}:{rest}'?" if alike else ""
-        raise ConfigError(f"model '{name}' has no provider: write provider:model{hint}")
+    before, is_url, _ = name.partition("://")
+    if is_url and ":" not in before:  # gpt-5@http://…, openai/gpt-5@http://…
+        colon = ""
+    if "/" in provider and not provider.endswith(".py"):  # bedrock/claude-v2:0
+        colon = ""
     if colon and is_reference(provider):  # my_package.clients:connect:MODEL
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
-        from difflib import get_close_matches
-
-        packaged = packaged_policies()
-        alike = get_close_matches(name, [*packaged, *CLIENTS], n=1, cutoff=0.8)
-        model = "" if alike and alike[0] in packaged else ":MODEL"
-        hint = f"; did you mean '{alike[0]}{model}'?" if alike else ""
-        raise ConfigError(
-            f"model '{name}' has no provider: write provider:model, such as "
-            f"openai:{name or 'gpt-5'}{hint}"
-        )
+        intended = _with_provider(name)
+        # Names with a slash are those of the Hub, which servers of many models take.
+        example = f"openrouter:{name}" if "/" in name else f"openai:{name or 'gpt-5'}"
+        advice = f"did you mean '{intended}'?" if intended else f"such as {example}"
+        raise ConfigError(f"model '{name}' has no provider: write provider:model; {advice}")
     if not is_reference(provider) and provider not in CLIENTS:
         raise ConfigError(
             f"unknown provider '{provider}' in '{name}': {nearest(provider, CLIENTS)}"
@@ -297,6 +291,30 @@ def split_name(name: str) -> tuple[str, str]:
     if not model:
         raise ConfigError(f"'{name}' names no model: write {provider}:MODEL")
     return provider, model
+
+
+def _with_provider(name: str) -> str | None:
+    """Return the full name that ``name``, which has no provider, was probably meant to be, such as
+    ``openai:gpt-5-mini`` for ``openai/gpt-5-mini`` or ``gpt-5-mini``. None if there is none."""
+    if name.startswith(("http://", "https://")):
+        return f"openai:MODEL@{name}"
+    if os.path.isdir(name):
+        return f"{IN_PROCESS}:{name}"
+    first, slash, rest = name.partition("/")
+    if slash and "@" not in first and (provider := nearest_name(first, CLIENTS, cutoff=0.8)):
+        return f"{provider}:{rest}"
+    if policy := nearest_name(name, packaged_policies(), cutoff=0.7):
+        return policy
+    if provider := nearest_name(name, CLIENTS, cutoff=0.8):
+        return f"{provider}:MODEL"
+    model, at, url = name.partition("@")
+    by_model = {full.partition(":")[2]: full for full in reversed(PriceTable.load().entries)}
+    if close := nearest_name(model, by_model, cutoff=0.8):
+        return f"{by_model[close]}{at}{url}"
+    by_family = {known.partition("-")[0]: full for known, full in by_model.items()}
+    if full := by_family.get(model.partition("-")[0]):  # claude-3-haiku
+        return f"{full.partition(':')[0]}:{name}"
+    return f"openai:{name}" if at and is_http_url(url) else None
 
 
 def split_url(model: str) -> tuple[str, str | None]:

@@ -30,7 +30,8 @@ from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, StrictKeywordsMeta, nearest
-from ramify.sandbox.base import Session, SharedContext, Table
+from ramify.nearest_name import nearest_name
+from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
 from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.sources.convert_to_context import as_context, is_opened
 from ramify.types.event import Listener, ModeChosen
@@ -160,14 +161,20 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return advice for an error about an unknown option: the option to which ``name`` belongs as a
-    field, or else known options with similar names."""
-    for option, kind in (("limits", Limits), ("sampling", Sampling)):
-        if name in kind.__struct_fields__:
-            return f"give {option}=ramify.{kind.__name__}({name}=…)"
-    if name in _OF_A_MODEL:
-        return f"it belongs to a model: give model=ramify.Model('provider:model', {name}=…)"
-    return nearest(name, [*RunOptions.__struct_fields__, *more])
+    """Return advice for an error about an unknown option: the option with the nearest name, or the
+    option to which the nearest name belongs as a field."""
+    options = [*RunOptions.__struct_fields__, *more]
+    places = {
+        **{f: f"limits=ramify.Limits({f}=…)" for f in Limits.__struct_fields__},
+        **{f: f"sampling=ramify.Sampling({f}=…)" for f in Sampling.__struct_fields__},
+        **{f: f"sandbox=ramify.JailSpec({f}=…)" for f in JailSpec.__struct_fields__},
+        **{f: f"model=ramify.Model('provider:model', {f}=…)" for f in _OF_A_MODEL},
+    }
+    close = nearest_name(name, [*options, *places])
+    if close in options or close is None:
+        return nearest(name, options)
+    what = "" if close == name else f"did you mean '{close}'? "
+    return f"{what}{'it belongs to a model: ' * (close in _OF_A_MODEL)}give {places[close]}"
 
 
 def _check_kinds(options: RunOptions) -> None:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.nearest_name import nearest_name
 from ramify.progress import report_progress
 from ramify.sources.base import (
     MAX_FILE_S,
@@ -409,9 +410,7 @@ def _nearest(path: str) -> str:
             if not os.path.exists(folder)
             else f"{folder} cannot be listed"
         )
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, names, n=1)
+    close = nearest_name(name, sorted(names))
     if close:
-        return f"did you mean {os.path.join(named, close[0])}?"
+        return f"did you mean {os.path.join(named, close)}?"
     return f"check its name, or look into {folder if named else 'this folder'}"

@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
 
 from ramify.install_command import install_command
+from ramify.nearest_name import nearest_name
 from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import PictureFailed, rendered_page
@@ -71,7 +71,8 @@ class PdfPagePictures:
         if file is None and len(self._files) == 1:
             return next(iter(self._files))
         if file is None or file not in self._files:
-            near = get_close_matches(str(file), self._files, n=1) or list(self._files)[:6]
+            close = nearest_name(str(file), self._files)
+            near = list(self._files)[:6] if close is None else [close]
             raise ValueError(f"page_picture: name one of the PDFs, such as {', '.join(near)}")
         return file
 

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from ramify.errors import RunInUse, StoreError, UnknownRun
+from ramify.nearest_name import nearest_name
 from ramify.store.durable_files import Bytes
 from ramify.store.journal import NOTHING_KEPT, read_events
 from ramify.store.live_text import LiveReplyFileWriter
@@ -291,16 +292,14 @@ def id_of(name: str, ids: Sequence[str], place: object) -> str:
 
 
 def _not_found(name: str, ids: Sequence[str], matches: list[str], place: object) -> str:
-    from difflib import get_close_matches
-
     if matches:
         return (
             f"{len(matches)} runs begin with {name!r}, such as {matches[-1]}: give more of the id"
         )
     if not ids:
         return f"the store {place} has no runs"
-    close = get_close_matches(name, ids, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}? " if close else ""
+    close = nearest_name(name, ids, cutoff=0.4)
+    hint = f"did you mean {close}? " if close else ""
     return f"found no run {name!r} in {place}: {hint}the last one is {ids[0]}"
 
 

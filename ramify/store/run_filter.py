@@ -17,12 +17,12 @@ import time
 from calendar import monthrange
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
-from difflib import get_close_matches
 from functools import cmp_to_key
 from math import inf
 from typing import NamedTuple
 
 from ramify.errors import ConfigError
+from ramify.nearest_name import nearest_name
 from ramify.store.summary import RunSummary
 
 Number = Callable[[RunSummary], float | None]
@@ -245,7 +245,9 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _nearest(name: str) -> str:
-    return get_close_matches(name, FIELDS, n=1, cutoff=0)[0]
+    close = nearest_name(name, FIELDS, cutoff=0)
+    assert close is not None  # any field is alike enough
+    return close
 
 
 # --- times

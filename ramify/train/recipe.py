@@ -6,13 +6,13 @@ import re
 import traceback
 import typing
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError
+from ramify.nearest_name import nearest_name
 from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
@@ -46,8 +46,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         advice = "RAMIFY_DEBUG=1 shows where"
         if unknown and now_called:
             advice = f"{unknown[1]} is called {now_called} now"
-        elif unknown and (close := get_close_matches(unknown[1], _fields_of(Run), n=1)):
-            advice = f"did you mean '{close[0]}'?"
+        elif unknown and (close := nearest_name(unknown[1], _fields_of(Run))):
+            advice = f"did you mean '{close}'?"
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)

@@ -134,11 +134,27 @@ CASES = {
         2,
         r"unknown option --max-csot: did you mean --max-cost\?",
     ),
+    "swapped letters": (
+        ["q", "--modle", "m"],
+        2,
+        r"unknown option --modle: did you mean --model\?",
+    ),
+    "the other form of a switch": (
+        [*MODEL, "q", "--no-stroe"],
+        2,
+        r"unknown option --no-stroe: did you mean --no-store\?",
+    ),
     "not a number": (
         [*MODEL, "q", "--max-calls", "many"],
         2,
-        r"--max-calls: invalid int value: 'many'",
+        r"--max-calls 'many' is not a whole number: write it as 10",
     ),
+    "not a number of dollars": (
+        [*MODEL, "q", "--max-cost", "cheap"],
+        2,
+        r"--max-cost 'cheap' is not a number: write it as 2 or 0.5, without a unit",
+    ),
+    "no value": ([*MODEL, "q", "--max-cost"], 2, r"--max-cost needs a value"),
     "no question": ([*MODEL], 2, r"no question: ramify ask"),
     "resume with settings": (["--resume", "last", "--branches", "3"], 2, r"remove --branches"),
     "resume of nothing": (["--resume", "last"], 2, r"has no runs"),

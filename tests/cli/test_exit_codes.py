@@ -164,7 +164,7 @@ WRONG = {
         ([*M, "--meter", "openai:x"], "--meter names the model: remove --model"),
         (["--meter", "opnai:x"], "unknown provider 'opnai'"),
     ),
-    "mcp": (([*M, "--max-calls", "many"], "--max-calls: invalid int value"),),
+    "mcp": (([*M, "--max-calls", "many"], "--max-calls 'many' is not a whole number"),),
     "serve-policy": (
         ([], "give FOLDER"),
         (["tiny", "--slots", "0"], "--slots 0"),

@@ -67,7 +67,10 @@ def test_settings_tables_become_environment_variables(config: Path) -> None:
     [
         ("max-csot = 2", "unknown key 'max-csot': did you mean 'max-cost'?"),
         ("max_cost = 2", "unknown key 'max_cost': did you mean 'max-cost'?"),
-        ('max-cost = "two"', "max-cost = 'two' is invalid: expected `float`, got `str`"),
+        (
+            'max-cost = "two"',
+            "max-cost = 'two' is invalid: expected `float`, got `str`: it is not a number",
+        ),
         ("max-calls = true", "max-calls = True is invalid: expected `int`, got `bool`"),
         ("resume = 'last'", "unknown key 'resume'"),
         ("[prices]\nfile = 'x'", "unknown key 'file' in [prices]: did you mean"),

@@ -94,7 +94,25 @@ def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
 @pytest.mark.parametrize(
     ("name", "environ", "says"),
     [
-        ("gpt-5", {}, "model 'gpt-5' has no provider: write provider:model, such as openai:gpt-5"),
+        *(
+            (name, {}, f"model '{name}' has no provider: write provider:model; {advice}")
+            for name, advice in {
+                "gpt-5": "did you mean 'openai:gpt-5'?",
+                "gpt5-mini": "did you mean 'openai:gpt-5-mini'?",
+                "claude-instant": "did you mean 'anthropic:claude-instant'?",
+                "openai/gpt-5-mini": "did you mean 'openai:gpt-5-mini'?",
+                "antropic/claude-opus-5": "did you mean 'anthropic:claude-opus-5'?",
+                "openrouter/openai/gpt-5": "did you mean 'openrouter:openai/gpt-5'?",
+                "ollama/llama3.2": "did you mean 'ollama:llama3.2'?",
+                "openai/m@http://h/v1": "did you mean 'openai:m@http://h/v1'?",
+                "m@http://h/v1": "did you mean 'openai:m@http://h/v1'?",
+                "http://h:1/v1": "did you mean 'openai:MODEL@http://h:1/v1'?",
+                "openai": "did you mean 'openai:MODEL'?",
+                "tinny": "did you mean 'tiny'?",
+                "meta-llama/Llama-3": "such as openrouter:meta-llama/Llama-3",
+                "own-model": "such as openai:own-model",
+            }.items()
+        ),
         (
             "opnai:gpt-5",
             {},
@@ -160,7 +178,7 @@ def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
         (
             "gpt-5-mini",
             {},
-            "model 'gpt-5-mini' has no provider: write provider:model, such as openai:gpt-5-mini",
+            "model 'gpt-5-mini' has no provider: write provider:model; did you mean 'openai:gpt-5-m",
         ),
         (
             "vllm:m",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ramify import Limits, RunOptions, Sampling, ScriptedClient, Stop, Store
+from ramify import RLM, Limits, RunOptions, Sampling, ScriptedClient, Stop, Store
 from ramify.engine.question import RunKeywords
 from ramify.errors import ConfigError, ReplayDiverged, SourceError
 from tests.engine.helpers import client, rlm
@@ -59,6 +59,22 @@ def test_questions_inherit_the_options_of_their_conversation() -> None:
     assert (first.answer, second.answer) == (1, "2")
 
 
+@pytest.mark.parametrize(
+    ("keyword", "advice"),
+    {
+        "max_cots": "did you mean 'max_cost'? give limits=ramify.Limits(max_cost=…)",
+        "max_turn": "did you mean 'max_turns'? give limits=ramify.Limits(max_turns=…)",
+        "temprature": "did you mean 'temperature'? give sampling=ramify.Sampling(temperature=…)",
+        "api_kye": "did you mean 'api_key'? it belongs to a model: give model=ramify.Model(",
+        "limit": "did you mean 'limits'? known: answer_type, ",
+    }.items(),
+)
+def test_misspelled_keyword_of_rlm_suggests_option_or_field(keyword: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RLM(ScriptedClient([]), **{keyword: 1})
+    assert str(caught.value).startswith(f"unknown option '{keyword}': {advice}")
+
+
 @pytest.mark.parametrize("method", ["completion", "start", "conversation", "resume", "replay"])
 def test_unknown_option_suggests_the_nearest_name(method: str) -> None:
     with rlm([]) as asking, pytest.raises(ConfigError) as caught:
@@ -72,6 +88,7 @@ def test_limit_given_as_an_option_is_refused_with_its_place() -> None:
     for name, place in {
         "max_turns": "limits=ramify.Limits(max_turns=…)",
         "temperature": "sampling=ramify.Sampling(temperature=…)",
+        "tier": "sandbox=ramify.JailSpec(tier=…)",
     }.items():
         with rlm([]) as asking, pytest.raises(ConfigError) as caught:
             asking.completion("Who?", **{name: 1})
