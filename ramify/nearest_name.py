@@ -20,7 +20,7 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     case are treated as equal.
 
     ``cutoff`` is the least share of common letters that a candidate needs, from 0 (any name) to 1.
-    A set has no order of its own, so its names are taken in alphabetical order.
+    The names of a set are taken in alphabetical order.
     """
     from difflib import get_close_matches
 

@@ -4,7 +4,8 @@ trained, and find the policies that ship with the package.
     ramify/models/NAME/policy.json     NAME is a packaged policy, and a complete model name
     runs/mine/policy/policy.json       a trained one, as ``local:runs/mine/policy``
 
-    {"scaffold": "bare", "max_turns": 5, "max_depth": 1, "max_reply_tokens": 100}
+    {"scaffold": "bare", "max_turns": 5, "max_depth": 1, "max_reply_tokens": 100,
+     "is_from_scratch": true, "task": "ledger"}
 
 Training writes the file. A folder without it is a checkpoint from elsewhere, which any scaffold
 and any limits suit, or was trained from scratch before the file existed: its chat template tells.
@@ -33,7 +34,7 @@ _SCRATCH_MARK = "<|u|>"
 class TrainedPolicySettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The prompt scaffold and the limits that a policy was trained with."""
+    """The prompt scaffold and the limits that a policy was trained with, and its task."""
 
     scaffold: str | None = None
     """Name of the scaffold; None if any will do."""
@@ -45,6 +46,9 @@ class TrainedPolicySettings(
     """Tokens of a reply."""
     is_from_scratch: bool = False
     """True if training began with random weights and Ramify's own conversation format."""
+    task: str = ""
+    """Task that a policy from scratch was trained on, and beyond which it knows nothing. Empty if
+    it is not from scratch, or if the folder was written before this was recorded."""
 
     @property
     def limits(self) -> dict[str, Any]:

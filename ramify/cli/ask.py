@@ -365,6 +365,7 @@ def show_prompt(
             answer_type=read_schema(answer_schema),
             cite=bool(settings.get("cite")),
             as_json=bool(settings.get("json")),
+            is_free=_is_free(settings),
             **options,
         )
 
@@ -415,6 +416,7 @@ def _ask(
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
+        _note_offline_models(settings, screen.notes)
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
         options = RunOptions(
@@ -572,6 +574,25 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
             raise UsageError(
                 f"--max-cost {max_cost:g} cannot be kept: {given} has no known price; remove it, or"
                 " add the price to a table (RAMIFY_PRICES, docs/models.md)"
+            )
+
+
+def _is_free(settings: Mapping[str, Any]) -> bool:
+    """Return True if all models of a question are known to cost nothing."""
+    from ramify.clients.providers import FREE, PriceTable
+
+    table = PriceTable.load()
+    models = (settings["model"], *(settings.get("sub_model") or ()))
+    return not named_models().keys() & {*models} and all(table.price(m) == FREE for m in models)
+
+
+def _note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
+    """Tell the user which of the models only simulate one."""
+    for name in dict.fromkeys((settings["model"], *(settings.get("sub_model") or ()))):
+        if name.startswith("offline:"):
+            notes.say(
+                f"{name} only simulates a model: nothing is paid, and it knows only the questions "
+                "of the built-in suites"
             )
 
 

@@ -39,9 +39,11 @@ def show(
     tokenizer: str | None = None,
     as_tokens: bool = False,
     is_dry_run: bool = False,
+    is_free: bool = False,
 ) -> ExitCode:
     """Print the prompt that a call at the given depth would get (0 is the root). If ``is_dry_run``
-    is True, also print what the run would load and cost."""
+    is True, also print what the run would load and cost. ``is_free`` is True if no model of the run
+    costs anything."""
     context, query = (question, None) if loaded is None else (loaded, question)
     preview = rlm.prompt(context, query, depth=depth, answer_type=answer_type, cite=cite)
     loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else None
@@ -64,17 +66,24 @@ def show(
     size = f"{preview.chars:,} characters, {about}{num:,} tokens of {preview.window:,}"
     print(f"\n{preview.model}: {size}")
     if is_dry_run:
-        _show_costs(rlm, preview, num, loaded)
+        _show_costs(rlm, preview, num, loaded, is_free)
     return ExitCode.ANSWERED
 
 
 def _show_costs(
-    rlm: RLM, preview: PromptPreview, num_tokens: int, loaded: LoadedContext | None
+    rlm: RLM,
+    preview: PromptPreview,
+    num_tokens: int,
+    loaded: LoadedContext | None,
+    is_free: bool,
 ) -> None:
     for line in source_table(loaded) if loaded is not None else ["no context"]:
         print(f"would load: {line}")
     how = "one plain call" if preview.is_direct else "a session"
     print(f"would be answered by {how}; nothing was sent")
+    if is_free:
+        print(f"cost: $0.00, since {preview.model} is free ({num_tokens:,} tokens in)")
+        return
     if preview.price is None:
         print("cost: unknown, since the model has no known price (docs/models.md)")
         return

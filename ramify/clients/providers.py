@@ -204,6 +204,7 @@ PROVIDERS: dict[str, ModelProviderSpec] = {
     ),
 }
 
+FREE = Price(0.0, 0.0)
 IN_PROCESS = "local"
 """Provider of the engine in this process: ``local:FOLDER`` and the packaged policies."""
 CLIENTS = Registry(
@@ -532,7 +533,7 @@ class PriceTable:
         entry = self._find(name)
         if entry is not None and entry.price is not None:
             return entry.price
-        return Price(0.0, 0.0) if is_local(name) else None
+        return FREE if is_local(name) or is_script(name) else None
 
     def window(self, name: str) -> int | None:
         """Return the context window of a model in tokens, or None if it is unknown."""
@@ -551,6 +552,11 @@ class PriceTable:
 def is_in_process(name: str) -> bool:
     """Return True if a model runs in this process: ``local:FOLDER`` or a packaged policy."""
     return name.startswith(f"{IN_PROCESS}:") or name in packaged_policies()
+
+
+def is_script(name: str) -> bool:
+    """Return True if replies come from a script and not from a model, so that nothing is paid."""
+    return name.startswith(("scripted:", "offline:"))
 
 
 def is_local(name: str) -> bool:

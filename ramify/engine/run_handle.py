@@ -29,6 +29,7 @@ from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_loop_thread import LoopWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import SharedRunState
+from ramify.engine.policy_scope import out_of_scope
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_answer import jsonable, typed_record
@@ -170,6 +171,7 @@ class RunHandle:
                 await self._repeat_earlier()
                 models = await self._setup.connect(resources)
                 check_pictures(self._question, models)
+                self._check_scope()
                 choice = await first_choice(
                     self._setup,
                     self._question,
@@ -232,6 +234,14 @@ class RunHandle:
             # collection of all objects, which may be many runs away.
             self._question = msgspec.structs.replace(self._question, context=None)
         return self._result(outcome, run)
+
+    def _check_scope(self) -> None:
+        """Warn if the model knows nothing about questions of this kind."""
+        question, setup = self._question, self._setup
+        if self._conversation is None and (
+            warning := out_of_scope(setup.model[0], question.text, question.context, setup.config)
+        ):
+            _engine_log.warn(warning, stacklevel=2)
 
     async def _repeat_earlier(self) -> None:
         for question in self._earlier or ():

@@ -38,6 +38,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.clients.function_client import count, count_message
+from ramify.clients.providers import FREE
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest, spoilt, turn_of, written
@@ -177,8 +178,8 @@ class OfflineModel(
     sleep: Literal["none", "virtual", "real"] = "none"
     """``real``: replies take the stated seconds. ``virtual``: replies only state them, at once.
     ``none``: replies are instant."""
-    price: Price | None = Price(input=0.25, output=2.0)
-    """Price that ``offline:NAME`` states."""
+    price: Price | None = None
+    """Price to simulate, for comparisons by money. None if replies cost nothing, which is true."""
     window: int = 128_000
     """Tokens of a prompt."""
     seed: int = 0
@@ -191,7 +192,7 @@ class OfflineModel(
 
     def client(self, name: str = "offline:default") -> ScriptedClient:
         """Return a model client that answers in this process, without a server."""
-        return ScriptedClient(self.tell, name, self.window, self.price)
+        return ScriptedClient(self.tell, name, self.window, self.price or FREE)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
         """Return the reply to a conversation, in the form that ``ScriptedClient`` and
@@ -361,4 +362,6 @@ def connect(
 ) -> ScriptedClient:
     """Return a client for the simulated model that is named ``offline:NAME``."""
     model = model_of(name.partition(":")[2])
-    return ScriptedClient(model.tell, name, window or model.window, price or model.price)
+    given = None if price == FREE else price  # the table of prices knows that scripts are free
+    price = given or model.price or FREE
+    return ScriptedClient(model.tell, name, window or model.window, price)

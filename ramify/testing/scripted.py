@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import ASSUMED_WINDOW, Price, PromptRenderer, Request
+from ramify.clients.providers import FREE
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -265,4 +266,4 @@ def connect(
 ) -> ScriptedClient:
     """Return a client that answers from a script file, given its name ``scripted:PATH``."""
     path = name.partition(":")[2]
-    return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price)
+    return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price or FREE)

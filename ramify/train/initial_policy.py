@@ -117,8 +117,8 @@ def policy_of(
 
 def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
     """Return the settings that are stored with the trained policy, so that it can later be used as
-    it was trained: its scaffold, and the limits that differ from the defaults. A user's own
-    scaffold is left out, since its file may no longer be there."""
+    it was trained: its scaffold, the limits that differ from the defaults, and its task. A scaffold
+    that the user wrote is left out, since its file may no longer be there."""
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -126,7 +126,10 @@ def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
         if getattr(run.limits, name) != getattr(usual, name)
     }
     named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
-    return TrainedPolicySettings(named, **own, is_from_scratch=policy.card.is_from_scratch)
+    is_from_scratch = policy.card.is_from_scratch
+    return TrainedPolicySettings(
+        named, **own, is_from_scratch=is_from_scratch, task=run.task.name if is_from_scratch else ""
+    )
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:

@@ -62,7 +62,7 @@ def test_json_output_is_one_object(shell: Shell) -> None:
         "citations": [],
         "mode": None,
         "mode_reason": None,
-        "cost": None,
+        "cost": 0.0,
     }
     assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (
         2,

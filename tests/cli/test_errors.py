@@ -69,7 +69,11 @@ CASES = {
     ),
     "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"max_calls=0 allows nothing"),
     "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 2, r"max_cost=-1.0 allows nothing"),
-    "a limit that cannot be enforced": ([*MODEL, "q", "--max-cost", "1"], 2, r"no known price"),
+    "a limit that cannot be enforced": (
+        ["--model", "openai:unlisted@http://127.0.0.1:9/v1", "q", "--max-cost", "1"],
+        2,
+        r"no known price",
+    ),
     "unknown sandbox": (
         [*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"],
         2,

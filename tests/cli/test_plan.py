@@ -28,11 +28,18 @@ def test_the_plan_and_its_cost_are_shown_and_nothing_is_sent(shell: Shell) -> No
     assert done.code == 0
     assert done.out.startswith("plan aggregate: the question says 'How many'\ncontext\n")
     assert "calls    exactly 2 (map label 1, ask answer 1)\n" in done.out
-    assert "dollars  unknown: " in done.out
+    assert "dollars  at most $0.00" in done.out  # a script is free
     assert "time     2 rounds of up to 64 calls: about 4.00 s if a call takes 2 s" in done.out
     assert "retries  at most 4 more calls" in done.out
     assert "nothing was sent; to run the plan, add --yes" in done.err
     assert shell.run("runs").out.count("\n") <= 1
+
+
+def test_the_cost_of_a_plan_is_unknown_if_the_model_has_no_price(shell: Shell) -> None:
+    shell.write("mail.txt", MAIL)
+    unlisted = "openai:unlisted@http://127.0.0.1:9/v1"
+    done = shell.run("plan", "How many are spam?", "mail.txt", "--model", unlisted)
+    assert (done.code, "dollars  unknown: " in done.out) == (0, True)
 
 
 def test_the_plan_runs_is_shown_and_can_be_resumed(shell: Shell) -> None:

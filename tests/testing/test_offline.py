@@ -137,9 +137,15 @@ def test_a_virtual_latency_is_stated_and_a_real_one_passes() -> None:
     assert seconds(OfflineModel(latency=latency, sleep="real")) >= 0.02
 
 
-def test_the_price_is_the_stated_one_unless_another_is_given() -> None:
-    assert connect("offline:default").price == Price(0.25, 2.0)
-    assert connect("offline:0.5", window=9, price=Price(1.0, 1.0)).price == Price(1.0, 1.0)
+def test_replies_are_free_unless_a_price_is_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "priced.json"
+    file.write_text('{"price": {"input": 0.25, "output": 2}}')
+    free, other = Price(0.0, 0.0), Price(1.0, 1.0)
+    assert connect("offline:default").price == free
+    assert connect("offline:0.5", window=9, price=other).price == other
+    assert connect(f"offline:{file}", price=free).price == Price(0.25, 2.0)
+    assert connect(f"offline:{file}", price=other).price == other
+    assert OfflineModel().client().price == free
 
 
 def test_models_are_named_by_their_accuracy_or_by_a_file(tmp_path: Path) -> None:

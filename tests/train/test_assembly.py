@@ -186,7 +186,10 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
         assemble(small(scaffold=scaffold)).save_policy(tmp_path / "policy")
         card = read_card(tmp_path / "policy")
-        assert card == TrainedPolicySettings(named, **limits, is_from_scratch=True)
+        expected = TrainedPolicySettings(
+            named, **limits, is_from_scratch=True, task=small().task.name
+        )
+        assert card == expected
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_with_a_warning() -> None:

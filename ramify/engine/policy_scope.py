@@ -1,0 +1,47 @@
+"""Warn about a question that a policy was not trained for.
+
+A policy that was trained from random weights knows nothing but its task. Asked about anything else
+it still answers, and nothing in the answer shows that it is a guess. ``policy.json`` names the
+task, and ``tasks/question_form.py`` knows the form of its questions.
+
+Policies that began as a general model are not checked, nor are attempts at a task, which measure
+what a policy can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ramify.clients.base import Client
+from ramify.clients.model_config import Model
+from ramify.engine.scaffold import card_of
+from ramify.tasks.question_form import question_form
+
+_OF_A_TASK = "task"
+"""Key in the settings of a run that is an attempt at an item of a task."""
+
+
+def out_of_scope(
+    model: Model | Client, question: str, context: Any, config: Mapping[str, Any]
+) -> str | None:
+    """Return a warning if ``model``, which answers the root call, was trained for another kind of
+    question. Returns None if it was not, or for a client that the caller made, such as that of a
+    training run. ``config`` has the settings and the metadata of the run."""
+    if not isinstance(model, Model) or _OF_A_TASK in config:
+        return None
+    card = card_of(model)
+    if not card.task:
+        return None
+    form = question_form(card.task)
+    if form is None:
+        return (
+            f"{model.name} was trained from random weights on the task '{card.task}' alone: do not "
+            "trust its answer about anything else"
+        )
+    if form.fits(question, context):
+        return None
+    return (
+        f"{model.name} knows only {form.about}: this question or its input has another form, so "
+        "do not trust the answer; ask a general model, such as openai:gpt-5-mini"
+    )

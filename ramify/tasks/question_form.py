@@ -1,0 +1,39 @@
+"""The form of a task's questions and contexts, for tasks on which small policies are trained that
+answer nothing else.
+
+    form = question_form("ledger")
+    form.fits("count rows of 'red'", "bavo,red,17")     # True
+    form.fits("Which host failed?", "web-3 ERROR")      # False: a policy for ledgers would guess
+
+Only built-in tasks are looked up, because the file of another one would have to be executed.
+``engine/policy_scope.py`` warns about a question that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ramify.plugins import load_object
+
+_FORMS = {"ledger": "ramify.tasks.ledger.question_form:LEDGER_FORM"}
+
+
+class TaskQuestionForm(msgspec.Struct, frozen=True):
+    """The form that all questions of a task have, with their contexts."""
+
+    about: str
+    """Description for users, which completes a sentence such as "it knows only …"."""
+    fits: Callable[[str, Any], bool]
+    """(question, context) -> True if both have the form. Reads only the context's beginning."""
+
+
+def question_form(task: str) -> TaskQuestionForm | None:
+    """Return the form of the questions of the built-in task ``task``, or None if it is unknown."""
+    place = _FORMS.get(task)
+    if place is None:
+        return None
+    form: TaskQuestionForm = load_object(place, f"the question form of '{task}'")
+    return form
