@@ -355,6 +355,11 @@ class MapJournal:
             size *= 8
         return _decode(data[: data.index(b"\n")])
 
+    def discard(self) -> None:
+        """Remove the file of a map that was refused before it asked anything. The journal must
+        still be closed."""
+        self.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         try:
             self._file.close()

@@ -104,6 +104,9 @@ class MapOutput(abc.ABC):
     def finish(self) -> None:
         """Complete the output after the last row has been written."""
 
+    def discard(self) -> None:  # noqa: B027 -- a table in memory leaves nothing
+        """Remove what was written. The output must still be closed."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close the files that are open. If ``finish`` was not called before, the output file keeps
@@ -144,6 +147,9 @@ class _File(MapOutput):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
+
+    def discard(self) -> None:
+        self.partial.unlink(missing_ok=True)
 
     def finish(self) -> None:
         try:

@@ -37,7 +37,14 @@ from ramify.engine.question import Question
 from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
-from ramify.errors import ConfigError, LimitReached, StoreError, UnknownRun, can_be_fixed
+from ramify.errors import (
+    ConfigError,
+    LimitReached,
+    RamifyError,
+    StoreError,
+    UnknownRun,
+    can_be_fixed,
+)
 from ramify.maps.batch_run import MapBatchJobs, batch_client
 from ramify.maps.estimate import MapEstimate, MeasuredRow, estimate
 from ramify.maps.map_journal import (
@@ -190,6 +197,8 @@ class MapRun:
             raise ConfigError(f"the folder {request.out.parent} of the output does not exist")
         self.asking: RowQuestionMaker
         self.id = ""
+        self._is_new = False
+        """Whether this start created the journal."""
         self._stop: MapStop = "done"
         self._reason = ""
         self._slots: deque[tuple[Row, _Pending]] = deque()
@@ -251,8 +260,16 @@ class MapRun:
                         await self._run_batches(calls)
                     if self._stop == "done":
                         await self._work(output, calls)
+                except RamifyError:
+                    if self._is_unasked(journal):
+                        output.discard()
+                    raise
                 finally:
                     output.close()
+            except RamifyError:
+                if self._is_unasked(journal):
+                    journal.discard()
+                raise
             finally:
                 journal.close()
             counts, ledger = self._counts, calls.budget
@@ -275,6 +292,11 @@ class MapRun:
                 output.table,
                 self._estimate,
             )
+
+    def _is_unasked(self, journal: MapJournal) -> bool:
+        """Return True if the map was begun now and has asked nothing, so that nothing would be lost
+        with its files."""
+        return self._is_new and journal.num_questions == 0
 
     # --- before the first row ---------------------------------------------------------------------
 
@@ -329,7 +351,7 @@ class MapRun:
         if maps is None or found is None:
             header = self._header
             journal = temporary_journal(header) if maps is None else maps.create(header)
-            self.id = header.id
+            self.id, self._is_new = header.id, True
             return journal, MapJournalState()
         journal = maps.reopen(found)
         try:

@@ -43,6 +43,23 @@ def test_a_map_is_written_listed_shown_and_deleted(shell: Shell) -> None:
     assert shell.run("runs", "--maps").out.count("\n") == 1
 
 
+def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:
+    shell.write("damaged.parquet", "no parquet")
+    shell.write("rows.jsonl", ROWS)
+    model = ("--model", shell.model(SCRIPT))
+    for words, why in {
+        ("rows.jsonl", "--out", "out.txt"): "the output out.txt has an unknown ending",
+        ("rows.jsonl", "--out", "out.jsonl", "--batch"): "has no batch API",
+        ("damaged.parquet", "--out", "out.jsonl"): "is not a Parquet file",
+        ("rows.xyz", "--out", "out.jsonl"): "rows.xyz does not exist",
+    }.items():
+        refused = shell.run("map", "Is it urgent?", *words, *model)
+        assert (refused.code, why in refused.err) == (2, True), refused.err
+    assert shell.run("runs", "--maps").out.count("\n") <= 1
+    assert not [*shell.folder.glob("out.*")]
+    assert not [*shell.folder.rglob("maps/*.jsonl")]
+
+
 def test_wrong_words_are_one_line(shell: Shell) -> None:
     assert mapped(shell, out="out.txt").code == 2
     shell.write("rows.jsonl", ROWS)
