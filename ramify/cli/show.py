@@ -50,6 +50,7 @@ from ramify.types.event import mode_of
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
 
 _OUTPUT_LINES = 12
+_NOTE = "[note] "
 _PLAIN_SHOWN = 3
 """Maximum plain sub-calls of a cell that are listed one by one; more are only counted."""
 
@@ -202,10 +203,20 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
             yield from _children_lines(below, subcalls, indent + "    ", full)
         if not turn.cells and has_turns:
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
+        for note in _notes_after(call, number):
+            yield f"{indent}    ! {note if full else one_line(note, 300)}"
     if not call.turns:  # of a strategy, which asks without turns
         children = [child for made in cells.values() for child in made]
         yield from _children_lines(below, children, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
+
+
+def _notes_after(call: Call, turn: int) -> list[str]:
+    """Return the notes that the model got about one of its turns, such as why its answer was not
+    accepted. The turn after it begins with them."""
+    following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
+    lines = [line for message in following for line in message.content.splitlines()]
+    return [line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE)]
 
 
 def _origin(call: Call) -> str:

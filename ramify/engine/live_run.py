@@ -33,6 +33,7 @@ from ramify.engine.run_ending import RunEnder
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
+from ramify.printable import one_line
 from ramify.sandbox.base import Session, expect_module
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
 from ramify.types.trajectory import AgentCallReason, Fork, Stop
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from ramify.store.recorded_replies import RecordedRunIndex
 
 _log = ComponentLogger("engine")
+_REFUSED_CHARS = 200
+"""Characters of the reason why the last answer was not accepted, in the reason of a run."""
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
@@ -214,7 +217,7 @@ class SharedRunState:
         if stop is Stop.MAX_TURNS:
             most = self.setup.max_turns(depth)
             used = min(num_turns, most)  # without the request for a final reply
-            return f"{used} of {most} turns were used: raise max_turns"
+            return f"{used} of {most} turns were used: raise max_turns{_refused(outcome)}"
         if stop is Stop.DEADLINE:
             kept = f", and the last {ending.last_word_s:.3g} s are kept for the final reply"
             return (
@@ -228,6 +231,10 @@ class SharedRunState:
                 if outcome.answer is None
                 else "so the best answer so far was taken"
             )
+            if outcome.refused_answer:
+                return f"{most} replies in a row had neither code nor a valid answer, {last}" + (
+                    _refused(outcome)
+                )
             return f"{most} replies in a row had neither code nor FINAL(…), {last}"
         if stop is Stop.CANCELLED and ending.closing is Stop.CANCELLED:
             return "it was asked to finish before it had a final answer"
@@ -326,3 +333,11 @@ class SharedRunState:
     def expect_module(self, module: str, source: str) -> None:
         """Tell the sandbox that its next sessions will probably install a module."""
         expect_module(self._resources.sandbox(), module, source)
+
+
+def _refused(outcome: CallOutcome) -> str:
+    """Return the end of a sentence about a call without an answer: the answer that it tried to give
+    last, and why that was not accepted. Empty if there is none."""
+    if outcome.answer is not None or not outcome.refused_answer:
+        return ""
+    return f"; its last attempt to answer: {one_line(outcome.refused_answer)[:_REFUSED_CHARS]}"

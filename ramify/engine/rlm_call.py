@@ -48,6 +48,7 @@ from ramify.errors import (
     SandboxError,
     SessionDied,
 )
+from ramify.printable import one_line
 from ramify.sandbox.base import Answer
 from ramify.types.event import CellRan
 from ramify.types.message import Message, Reply
@@ -60,6 +61,8 @@ that fits is used."""
 
 _HINT_CHARS = 100_000
 """Characters of a cell's code in which the reason for a syntax error is looked for."""
+_REFUSED_CHARS = 500
+"""Characters of the reason why an answer was not accepted that the journal keeps."""
 
 
 class ForkableCallState(msgspec.Struct):
@@ -84,6 +87,8 @@ class ForkableCallState(msgspec.Struct):
     """True if the last reply was truncated at its token limit."""
     num_idle: int = 0
     """Number of consecutive messages without code or an answer."""
+    refused_answer: str = ""
+    """The last answer that was not accepted, and why, until a cell runs."""
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 
@@ -297,6 +302,8 @@ class RlmCall:
         if self._state.num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
         reminder = observation_messages.nudge(self._state.num_idle, self.scaffold.max_idle)
+        if self._state.refused_answer and self._state.num_idle == 1:
+            reminder = observation_messages.NOT_RUN  # there was a FINAL(…)
         return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
@@ -307,9 +314,10 @@ class RlmCall:
         if best is None and self._state.kind is not None and not self._state.is_cut:
             best = self._state.kind.from_words(words)
         if best is not None:
-            return CallOutcome(Stop.NO_CODE, best)
+            return CallOutcome(Stop.NO_CODE, best, refused_answer=self._state.refused_answer)
         if not self._state.is_cut:
-            return CallOutcome(Stop.NO_CODE, partial=words)
+            refused = self._state.refused_answer
+            return CallOutcome(Stop.NO_CODE, partial=words, refused_answer=refused)
         cut = cut_reply(self.run.requests, self.call, self._state.last_text)
         stop = Stop.MAX_TOKENS if words else Stop.NO_CODE
         return CallOutcome(stop, None, str(cut) if words else None, cut, words)
@@ -322,9 +330,10 @@ class RlmCall:
         try:
             value = self._state.kind.convert(final) if self._state.kind else final
         except TypeMismatch as mismatch:
-            notes.append(
+            self._refuse(
                 f"The answer does not fit its type: {mismatch}. Correct it and give it again with "
-                "FINAL(…)."
+                "FINAL(…).",
+                notes,
             )
             return None
         unseen = any(report not in ("", "(no output)") for report in reports)
@@ -344,6 +353,7 @@ class RlmCall:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
+            self._state.refused_answer = ""
             await self.notebook.session()
             if self.run.was_cell_skipped_at_end(self.call, turn, index):
                 break
@@ -412,9 +422,16 @@ class RlmCall:
             except (HostCallError, SandboxError) as error:
                 is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
                 if final.variable or is_too_much:
-                    notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
+                    form = "FINAL_VAR" if final.variable else "FINAL"
+                    self._refuse(f"{form}({name}): {error}", notes)
                     return _NOTHING
         return self._state.kind.literal(name) if self._state.kind else final.untyped()
+
+    def _refuse(self, why: str, notes: list[str]) -> None:
+        """Record an answer that is not accepted, for the model and for readers of the run."""
+        notes.append(why)
+        self._state.refused_answer = why
+        self.run.note(self.call, f"answer not accepted: {one_line(why)[:_REFUSED_CHARS]}")
 
     def _best(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that matches the required type, or None. Candidates are an
@@ -462,13 +479,16 @@ class RlmCall:
             if self._state.is_cut:
                 cut = cut_reply(self.run.requests, self.call, self._state.last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
-            return CallOutcome(stop, answer)
+            return CallOutcome(stop, answer, refused_answer=self._state.refused_answer)
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
         best = self._best()
         return CallOutcome(
-            stop, best, f"the run's limit is reached ({stop})" if best is None else None
+            stop,
+            best,
+            f"the run's limit is reached ({stop})" if best is None else None,
+            refused_answer=self._state.refused_answer,
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:
@@ -484,7 +504,8 @@ class RlmCall:
             return self._best()
         try:
             return self._state.kind.convert(value) if self._state.kind else value
-        except TypeMismatch:
+        except TypeMismatch as mismatch:
+            self._refuse(f"The answer does not fit its type: {mismatch}", [])
             return self._best()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:

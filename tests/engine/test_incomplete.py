@@ -70,7 +70,12 @@ def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
             "stop",
             "3 replies in a row had neither code nor FINAL(…), so the run has no answer",
         ),
-        ("FINAL_VAR(nothing)", "stop", "3 replies in a row had neither code nor FINAL(…), so"),
+        (
+            "FINAL_VAR(nothing)",
+            "stop",
+            "3 replies in a row had neither code nor a valid answer, so the run has no answer; its "
+            "last attempt to answer: FINAL_VAR(nothing): name 'nothing' is not defined",
+        ),
     ],
 )
 def test_reason_for_missing_answer_is_given(text: str, finish: Any, reason: str) -> None:
@@ -79,6 +84,23 @@ def test_reason_for_missing_answer_is_given(text: str, finish: Any, reason: str)
     assert (result.stop, result.answer, result.error) == (Stop.NO_CODE, None, None)
     assert reason in result.trajectory.reason
     assert "taken as the answer" not in result.trajectory.reason
+
+
+def test_failed_final_is_noted_and_said_to_the_model() -> None:
+    result = in_session("FINAL_VAR(nothing)", "FINAL(3)")
+    why = "FINAL_VAR(nothing): name 'nothing' is not defined"
+    second = result.trajectory.root.turns[1].prompt[-1].content
+    assert second.startswith("Nothing was run: the note says why.")
+    assert f"[note] {why}" in second
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_reason_at_the_limit_of_turns_names_the_refused_answer(turns: int) -> None:
+    result = in_session(*["FINAL('many')"] * 4, answer_type=int, limits=Limits(max_turns=turns))
+    assert (result.stop, result.answer) == (Stop.MAX_TURNS, None)
+    assert "; its last attempt to answer: The answer does not fit its type" in (
+        result.trajectory.reason
+    )
 
 
 def test_text_before_unknown_final_var_is_partial() -> None:
