@@ -43,6 +43,7 @@ FLOORS = [
         "install_command",
         "time_account",
         "deprecated_public_names",
+        "user_folders",
         "nearest_name",
     },
     {"http_client"},

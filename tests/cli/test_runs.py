@@ -55,7 +55,7 @@ def test_runs_lists_the_newest_first(stored: Shell) -> None:
     assert (one["question"], one["stop"], one["cost"], one["usage"]["calls"]) == (
         "How many days has May?",
         "final",
-        None,
+        0.0,
         1,
     )
 
@@ -79,12 +79,12 @@ def test_show_prints_call_tree_and_transcript(stored: Shell) -> None:
     assert body == [
         "context: str, 8 characters",
         "",
-        "0 how many?  → 2  TIME",
-        "├ 0.0 a  → red  TIME",
-        "├ 0.1 b  → red  TIME",
-        "├ 0.2 c  → red  TIME",
-        "├ 0.3 d  → red  TIME",
-        "└ 0.4 e  → red  TIME",
+        "0 how many?  → 2  $0.00  TIME",
+        "├ 0.0 a  → red  $0.00  TIME",
+        "├ 0.1 b  → red  $0.00  TIME",
+        "├ 0.2 c  → red  $0.00  TIME",
+        "├ 0.3 d  → red  $0.00  TIME",
+        "└ 0.4 e  → red  $0.00  TIME",
         "",
         "0 scripted:script.json (rlm): how many?",
         "    | replies = llm_query_batched(['a', 'b', 'c', 'd', 'e'])",
@@ -317,7 +317,7 @@ def test_evaluations_are_one_line_on_a_terminal(stored: Shell) -> None:
     assert process.wait(100) == 0
     process.communicate()
     lines = written.decode().splitlines()
-    assert "May" in lines[1]
+    assert "How many days" in lines[1]
     assert lines[3:] == ["and 3 runs of the evaluation of my sums: ramify runs 'task=\"my sums\"'"]
     listed = stored.run("runs", 'task="my sums"').out.splitlines()
     assert len(listed) == 4
