@@ -73,6 +73,17 @@ def scaled_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: T
     )
 
 
+def product_and_sum(
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more_NO: Tensor
+) -> Tensor:
+    """Return ``x @ weight.T + bias + more`` [N, O] by oneDNN, without gradients. Layouts are those
+    of ``product``."""
+    return cast(
+        Tensor,
+        torch.ops.mkldnn._linear_pointwise.binary(x_NI, more_NO, weight_OI, bias_O, "add"),
+    )
+
+
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Compute ``F.linear``, by oneDNN if that is faster for these tensors."""
     if _suits(x, weight_OI):

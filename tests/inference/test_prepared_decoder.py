@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
+from ramify.inference.local import prepared_decoder
 from ramify.inference.local.prepared_decoder import PreparedDecoder
+from ramify.models import onednn_products
 from ramify.models.dense import DenseModel
 from tests.inference.helpers import causal
 from tests.models.configs import configs
@@ -53,6 +55,24 @@ def test_logits_are_those_of_the_model(name: str) -> None:
         torch.testing.assert_close(
             logits(decoder, 40, rows), logits(made, 40, rows), rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.skipif(not onednn_products.is_available(), reason="no oneDNN in this PyTorch")
+@pytest.mark.parametrize("name", list(configs()))
+def test_logits_of_many_tokens_by_onednn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model(configs()[name])
+    decoder = PreparedDecoder(made)
+    expected = {
+        (num, step): logits(made, num, list(range(0, num, step)))
+        for num in (70, 300)
+        for step in (1, 5)
+    }
+    monkeypatch.setattr(onednn_products, "is_faster", lambda: True)
+    monkeypatch.setattr(prepared_decoder, "_LEAST_MULTIPLICATIONS", 0)
+    for (num, step), wanted in expected.items():
+        found = logits(decoder, num, list(range(0, num, step)))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits(decoder, 70), expected[70, 1], rtol=0, atol=2e-5)
 
 
 class Doubled(nn.Module):

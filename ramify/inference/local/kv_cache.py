@@ -14,6 +14,7 @@ n slots up to the last that decodes, g query heads per key head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class PrefillDecodeAttention:
         self._num_decoding = len(step.slots)
         self._write_at = self._rows_of(step).to(cache.kv.device)
         self._decoding = DecodeAttention.of(cache, step) if step.slots else None
-        self._chunks = [_Chunk(cache, span) for span in step.spans]
+        self._chunks = [_chunk(cache, list(spans)) for _, spans in groupby(step.spans, _batch_key)]
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -128,8 +129,9 @@ class PrefillDecodeAttention:
         )
         start = self._num_decoding
         for chunk in self._chunks:
-            outputs.append(chunk(layer, q_THd[start : start + chunk.length], scale))
-            start += chunk.length
+            at = slice(start, start + chunk.num_tokens)
+            outputs.append(chunk(layer, q_THd[at], k_TKd[at], v_TKd[at], scale))
+            start = at.stop
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
@@ -218,24 +220,54 @@ class DecodeAttention:
         return self._attend(layer, q_nHd, scale).index_select(0, self._slots)
 
 
+def _batch_key(span: SlotTokenSpan) -> tuple[int, int]:
+    """Return equal keys for spans that can be computed together: whole prompts of one length, or
+    their beginnings."""
+    return (0, len(span.ids)) if span.start == 0 else (1, span.slot)
+
+
+def _chunk(cache: KeyValueCache, spans: list[SlotTokenSpan]) -> _Prompts | _Chunk:
+    return _Prompts(spans) if spans[0].start == 0 else _Chunk(cache, spans[0])
+
+
+class _Prompts:
+    """The causal attention of prompts of one length, of which nothing was computed before. They
+    attend to their own keys and values, in one call."""
+
+    def __init__(self, spans: Sequence[SlotTokenSpan]) -> None:
+        self._num, self._length = len(spans), len(spans[0].ids)
+        self.num_tokens = self._num * self._length
+
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        q, k, v = (
+            x.view(self._num, self._length, *x.shape[1:]).transpose(1, 2)
+            for x in (q_THd, k_TKd, v_TKd)
+        )
+        is_cpu = q.device.type == "cpu"
+        if not is_cpu:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_cpu)
+        return o.transpose(1, 2).flatten(0, 1)
+
+
 class _Chunk:
-    """The causal attention of several consecutive tokens of one sequence. They attend to the
-    sequence's cache, up to their own position."""
+    """The causal attention of several consecutive tokens of one sequence that continue what its
+    cache holds. They attend to the cache, up to their own position."""
 
     def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
-        self.length = len(span.ids)
+        self.num_tokens = len(span.ids)
         self._cache = cache
         self._slot = span.slot
         self._end = span.end
-        self._bias = None
-        if span.start:
-            hidden = torch.arange(span.end) > torch.arange(span.start, span.end)[:, None]
-            bias = torch.zeros(hidden.shape, dtype=cache.kv.dtype).masked_fill_(
-                hidden, float("-inf")
-            )
-            self._bias = bias.to(cache.kv.device)
+        hidden = torch.arange(span.end) > torch.arange(span.start, span.end)[:, None]
+        bias = torch.zeros(hidden.shape, dtype=cache.kv.dtype).masked_fill_(hidden, float("-inf"))
+        self._bias = bias.to(cache.kv.device)
 
-    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
         k, v = (self._cache.kv[which, layer, self._slot, :, : self._end] for which in (0, 1))
         is_cpu = k.device.type == "cpu"
         if not is_cpu:  # there, a mask together with grouped heads leaves only the slow kernel
@@ -245,7 +277,6 @@ class _Chunk:
             k[None],
             v[None],
             attn_mask=self._bias,
-            is_causal=self._bias is None,
             scale=scale,
             enable_gqa=is_cpu,
         )

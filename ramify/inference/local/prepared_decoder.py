@@ -25,11 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ramify.models import onednn_products
 from ramify.models.dense import CausalAttentionFunction, DenseModel, DenseShape, frequencies
 
 _MOST_BYTES = 32 << 20
 """Size of the weights up to which the copies are worth their memory. In larger models the
 arithmetic dominates."""
+_LEAST_ROWS = 48
+"""Number of tokens from which products by oneDNN may be faster."""
+_LEAST_MULTIPLICATIONS = 1 << 21
+"""Multiplications of a product from which oneDNN is faster."""
 _KEPT_SIZES = 16
 """Numbers of tokens whose intermediate results stay laid out."""
 
@@ -49,7 +54,7 @@ class PreparedDecoder:
 
     def __init__(self, model: DenseModel) -> None:
         self._model = model
-        self._weighted: list[Any] = [each for each in model.modules() if hasattr(each, "weight")]
+        self._weighted = [each._parameters for each in model.modules() if hasattr(each, "weight")]
         self._seen: list[tuple[int, int]] = []
         """Address and version of each weight when it was copied."""
         self._layers: list[_PreparedLayer] = []
@@ -74,35 +79,56 @@ class PreparedDecoder:
         original model computes them."""
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
-        room = self._workspace(len(ids_T))
+        num = len(ids_T)
+        room = self._workspace(num)
+        missing = room.num_rows - num
+        if missing:
+            ids_T, positions_T = F.pad(ids_T, (0, missing)), F.pad(positions_T, (0, missing))
         h_TD = F.embedding(ids_T, self._model.model.embed_tokens.weight)
         angles = positions_T[:, None, None].float() * self._frequencies
         turns_T1d = torch.polar(torch.ones(()).expand_as(angles), angles)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            _product(room.norm(h_TD), layer.qkv, layer.qkv_bias, room.qkv)
+            qkv = _product(room.norm(h_TD), layer.qkv, layer.qkv_bias, room.qkv)
+            if qkv is not room.qkv:
+                room.qkv.copy_(qkv)
             if layer.head_scale is not None:
                 room.norm_heads().mul_(layer.head_scale)
             room.pairs.mul_(turns_T1d)
-            o_TD = attend(index, room.q, room.k, room.v, 1.0).flatten(-2)
+            o_TD = attend(index, room.q[:num], room.k[:num], room.v[:num], 1.0).flatten(-2)
             if rows_N is not None and index == last:
+                num = len(rows_N)
+                room = self._workspace(num)
+                missing = room.num_rows - num
+                # Rows are taken twice where some are missing.
+                rows_N = torch.cat([rows_N, rows_N[-1:].expand(missing)]) if missing else rows_N
                 o_TD, h_TD = o_TD.index_select(0, rows_N), h_TD.index_select(0, rows_N)
-                room = self._workspace(len(rows_N))
-            _add_product(h_TD, o_TD, layer.o, layer.o_bias)
-            _product(room.norm(h_TD), layer.gate_up, layer.gate_up_bias, room.gate_up)
-            inner_TM = F.silu(room.gate, inplace=True).mul_(room.up)
-            _add_product(h_TD, inner_TM, layer.down, layer.down_bias)
+            elif missing:
+                o_TD = F.pad(o_TD, (0, 0, 0, missing))
+            h_TD = _with_product(h_TD, o_TD, layer.o, layer.o_bias)
+            gate_up = _product(room.norm(h_TD), layer.gate_up, layer.gate_up_bias, room.gate_up)
+            gate_TM, up_TM = gate_up.chunk(2, -1)
+            inner_TM = F.silu(gate_TM, inplace=True).mul_(up_TM)
+            h_TD = _with_product(h_TD, inner_TM, layer.down, layer.down_bias)
         normed_ND: Tensor = self._model.model.norm(h_TD)
-        return normed_ND
+        return normed_ND[:num]
 
     def logits(self, h_ND: Tensor) -> Tensor:
         """Return the fp32 logits [N, V] of N hidden states."""
-        return torch.mm(h_ND, self._output_DV) if self._layers else self._model.logits(h_ND)
+        if not self._layers:
+            return self._model.logits(h_ND)
+        num = len(h_ND)
+        if not _is_fast(num, self._output_DV):
+            return torch.mm(h_ND, self._output_DV)
+        if missing := _rounded_rows(num) - num:
+            h_ND = F.pad(h_ND, (0, 0, 0, missing))
+        return onednn_products.product(h_ND, self._output_DV.t())[:num]
 
     def _is_prepared(self) -> bool:
         """Prepare the copies again if the weights have changed. Returns False if there can be no
         copies, because weights are computed (adapters) or have another type or device by now."""
-        weights: list[Any] = [each.weight for each in self._weighted]
+        # A weight that is computed is not a parameter of its module.
+        weights: list[Any] = [each.get("weight") for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
             self.forget()
             return False
@@ -120,8 +146,9 @@ class PreparedDecoder:
         self._output_DV = _stored(self._model.lm_head.weight)
 
     def _workspace(self, num: int) -> _Workspace:
-        """Return buffers for the intermediate results of ``num`` tokens. The buffers for all
-        numbers of tokens share one piece of memory."""
+        """Return buffers for the intermediate results of ``num`` tokens, or of a few more so that
+        products are fast. The buffers for all numbers of tokens share one piece of memory."""
+        num = _rounded_rows(num)
         room = self._rooms.get(num)
         if room is None:
             size = num * _Workspace.width(self._model.shape)
@@ -205,17 +232,36 @@ def _stored(weight: Tensor) -> Tensor:
     return weight.t().contiguous()
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight, out=out)
-    else:
-        torch.addmm(bias, x, weight, out=out)
+def _rounded_rows(num: int) -> int:
+    """Round a number of tokens up to one for which oneDNN has a kernel already, or soon will."""
+    if num < _LEAST_ROWS or not onednn_products.is_faster():
+        return num
+    return max(-(-num // 16) * 16, onednn_products.rounded_rows(num))
 
 
-def _add_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
+    """Return True if oneDNN multiplies this many rows faster than PyTorch, although it has to
+    allocate its result."""
+    return (
+        num_rows * weight_IO.numel() >= _LEAST_MULTIPLICATIONS
+        and num_rows >= _LEAST_ROWS
+        and onednn_products.is_faster()
+    )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Return ``x @ weight + bias``, which is ``out`` or a new tensor."""
+    if _is_fast(len(x), weight):
+        return onednn_products.product(x, weight.t(), bias)
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+
+
+def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``h + x @ weight + bias``, which is ``h`` or a new tensor."""
+    if _is_fast(len(x), weight):
+        return onednn_products.product_and_sum(x.contiguous(), weight.t(), bias, h)
     h.addmm_(x, weight)
-    if bias is not None:
-        h.add_(bias)
+    return h if bias is None else h.add_(bias)
 
 
 class _Workspace:
@@ -229,10 +275,11 @@ class _Workspace:
         return shape.width + heads * (shape.head_size + 1) + 2 * shape.mlp_width + 1
 
     def __init__(self, storage: Tensor, num: int, shape: DenseShape) -> None:
+        self.num_rows = num
         heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
-        mlp, rotated = shape.mlp_width, heads + kv_heads
+        rotated = heads + kv_heads
         # Queries and keys come first: complex numbers begin at an even place.
-        widths = ((rotated + kv_heads) * size, shape.width, 2 * mlp, 1, rotated)
+        widths = ((rotated + kv_heads) * size, shape.width, 2 * shape.mlp_width, 1, rotated)
         parts = torch.split(storage[: num * sum(widths)], [num * each for each in widths])
         qkv, normed, gate_up, rms, head_rms = (
             part.view(num, width) for part, width in zip(parts, widths, strict=True)
@@ -243,7 +290,7 @@ class _Workspace:
         self.v = by_head[:, rotated:]
         self.pairs = torch.view_as_complex(by_head[:, :rotated].view(num, rotated, size // 2, 2))
         """Queries and keys, [T, H + K, d / 2] complex."""
-        self.gate_up, self.gate, self.up = gate_up, gate_up[:, :mlp], gate_up[:, mlp:]
+        self.gate_up = gate_up
         self._normed, self._rms = normed, rms
         self._rotated, self._head_rms = by_head[:, :rotated], head_rms[..., None]
         self._eps = torch.full((), shape.norm_eps)
