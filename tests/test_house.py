@@ -43,6 +43,7 @@ FLOORS = [
         "install_command",
         "time_account",
         "deprecated_public_names",
+        "module_compiler",
         "user_folders",
         "nearest_name",
     },

@@ -36,8 +36,8 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
+from ramify.module_compiler import compile_in_advance, file_source
 from ramify.sandbox.base import Answer, CellResult, Session
-from ramify.sandbox.host.module_compiler import compile_in_advance, file_source
 from ramify.time_account import under_way
 from ramify.types.trajectory import Cell
 

@@ -35,6 +35,7 @@ from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
 from ramify.printable import one_line
 from ramify.sandbox.base import Session, expect_module
+from ramify.store.durable_files import BlobStore
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
 from ramify.types.trajectory import AgentCallReason, Fork, Stop
 
@@ -43,12 +44,22 @@ if TYPE_CHECKING:
     from ramify.engine.scaffold import Scaffold
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
+    from ramify.store.base import RunBlobs
     from ramify.store.recorded_replies import RecordedRunIndex
 
 _log = ComponentLogger("engine")
 _REFUSED_CHARS = 200
 """Characters of the reason why the last answer was not accepted, in the reason of a run."""
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
+
+
+def store_context(blobs: RunBlobs, context: SharedContext) -> None:
+    """Store a context with its run. A folder of blobs takes it piece by piece, so that it is not in
+    memory a second time."""
+    if isinstance(blobs, BlobStore):
+        blobs.put_pieces(context.pieces(), context.nbytes, context.digest)
+    else:
+        blobs.put(context.buffer(), context.digest)
 
 
 class SharedRunState:
@@ -322,9 +333,9 @@ class SharedRunState:
         if blobs is None:
             return
         if context.nbytes > 1 << 20:
-            await asyncio.to_thread(blobs.put, context.buffer(), context.digest)
+            await asyncio.to_thread(store_context, blobs, context)
         else:
-            blobs.put(context.buffer(), context.digest)
+            store_context(blobs, context)
 
     async def open_session(self, call: LiveCall) -> Session:
         """Open a new Python session that contains the context of ``call``."""

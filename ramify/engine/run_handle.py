@@ -28,8 +28,7 @@ from ramify.engine.answer_mode_choice import (
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_loop_thread import LoopWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
-from ramify.engine.live_run import SharedRunState
-from ramify.engine.policy_scope import out_of_scope
+from ramify.engine.live_run import SharedRunState, store_context
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_answer import jsonable, typed_record
@@ -309,7 +308,7 @@ class RunHandle:
             if large:
                 _ = context.digest  # takes a second per gigabyte, which would block the loop
             if blobs is not None:
-                blobs.put(context.buffer(), context.digest)
+                store_context(blobs, context)
             return context
 
         large = observation_messages.count_text_chars(value) > 1 << 20

@@ -26,6 +26,7 @@ import msgspec
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.errors import ConfigError, nearest
+from ramify.module_compiler import file_source
 from ramify.plans import step_constructors as c
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan import Plan
@@ -45,7 +46,6 @@ from ramify.plans.value_types import (
     pair_of,
 )
 from ramify.sandbox.base import MappedText
-from ramify.sandbox.host.module_compiler import file_source
 
 _STEPS: dict[str, Callable[..., Plan]] = {
     "split": c.split,

@@ -25,7 +25,7 @@ import inspect
 import itertools
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -62,13 +62,13 @@ class SharedContext:
 
     __slots__ = (
         "__weakref__",
-        "_data",
         "_digest",
         "_fd",
         "chars",
         "files",
         "kind",
         "nbytes",
+        "parts",
         "serial",
         "value",
     )
@@ -97,19 +97,21 @@ class SharedContext:
         """Length of the encoded form in bytes."""
         self._digest: str | None = None
         self._fd = -1
-        self._data: bytes | bytearray | mmap.mmap
-        if self.nbytes < LARGE_BYTES and not files:
-            self._data = _joined(parts, self.nbytes)
-        else:
+        self.parts = parts
+        """The encoded form, as buffers and ASCII texts that follow one another. The texts are those
+        of the value, not copies of them."""
+        if self.nbytes >= LARGE_BYTES or files:
             self._fd = anonymous_file("ramify-context")
             _write_parts(self._fd, parts)
             _seal(self._fd)
             # Linux before 6.7 maps a sealed file only like this.
-            self._data = mmap.mmap(
-                self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
-            )
-        # Tables in it then no longer need the buffers of the caller, or copies of them.
-        self.value = unpack_value(self._data, files)[0] if is_aligned(self._data) else value
+            mapped = mmap.mmap(self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            self.parts = [mapped]
+        if is_aligned(b"".join(parts[:2])):
+            # Tables in it then no longer need the buffers of the caller, or copies of them.
+            self.parts = [self.buffer()]
+            value = unpack_value(self.parts[0], files)[0]
+        self.value = value
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
@@ -128,12 +130,26 @@ class SharedContext:
         import hashlib
 
         if self._digest is None:
-            self._digest = hashlib.sha256(self.buffer()).hexdigest()
+            digest = hashlib.sha256()
+            for piece in self.pieces():
+                digest.update(piece)
+            self._digest = digest.hexdigest()
         return self._digest
 
+    def pieces(self) -> Iterator[Any]:
+        """Yield the encoded form as buffers that follow one another."""
+        return encoded_in_pieces(self.parts)
+
     def buffer(self) -> memoryview:
-        """Return a read-only view of the encoded form."""
-        return memoryview(self._data).toreadonly()
+        """Return a read-only view of the encoded form. That of a small value is a copy, which is
+        not kept; ``pieces`` needs none."""
+        if len(self.parts) == 1:
+            return memoryview(self.parts[0]).toreadonly()
+        data, at = bytearray(self.nbytes), 0
+        for piece in self.pieces():
+            data[at : at + len(piece)] = piece
+            at += len(piece)
+        return memoryview(data).toreadonly()
 
     @classmethod
     def decode(
@@ -193,18 +209,6 @@ class SharedContext:
             return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
             raise SandboxError(f"a recorded value cannot be read: {error}") from None
-
-
-def _joined(parts: list[Any], num_bytes: int) -> bytes | bytearray:
-    """Return the parts of an encoded value as one buffer. Texts are encoded piece by piece, since a
-    second copy of all would be in memory otherwise."""
-    if len(parts) == 1 and isinstance(parts[0], bytes):
-        return parts[0]
-    data, at = bytearray(num_bytes), 0
-    for piece in encoded_in_pieces(parts):
-        data[at : at + len(piece)] = piece
-        at += len(piece)
-    return data
 
 
 def _write_parts(fd: int, parts: list[Any]) -> None:

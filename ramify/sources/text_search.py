@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ramify.module_compiler import file_source
 from ramify.sandbox.base import MappedText
 from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import (
@@ -329,4 +330,4 @@ class TextChunkingTool:
 
 @functools.cache
 def _chunks_source() -> str:
-    return Path(__file__).with_name("text_chunks.py").read_text("utf-8")
+    return file_source(Path(__file__).with_name("text_chunks.py"))

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -372,21 +372,25 @@ class BlobStore:
 
         data = memoryview(data).cast("B")
         digest = digest or hashlib.sha256(data).hexdigest()
+        self.put_pieces([data], len(data), digest)
+        return digest
+
+    def put_pieces(self, pieces: Iterable[Bytes], num_bytes: int, digest: str) -> None:
+        """Store a value that is given piece by piece, with its length and its SHA-256 hash."""
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
-            if _refresh(path, len(data)):
-                return digest
+            if _refresh(path, num_bytes):
+                return
         temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
         try:
-            _write(temporary, data)
+            _write(temporary, pieces)
             _rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         self._flusher.flush(path, self)
         self._flusher.flush(path.parent, self)
-        return digest
 
     def get(self, digest: str) -> bytes:
         """Return the bytes with this SHA-256 hash, after checking that they still have it."""
@@ -493,13 +497,14 @@ def _refresh(path: Path, size: int) -> bool:
     return True
 
 
-def _write(path: Path, data: memoryview) -> None:
+def _write(path: Path, pieces: Iterable[Bytes]) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     except OSError as error:
         raise StoreError(f"cannot write the blob {path}: {error.strerror}") from error
     try:
-        write_all(fd, data, path)
+        for piece in pieces:
+            write_all(fd, piece, path)
     finally:
         os.close(fd)
 

@@ -20,7 +20,7 @@ from other_user import AS_NOBODY, VERSION, own_path, readable
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import JailSpec, SandboxSpec, SharedContext, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
-from ramify.sandbox.jail import primitives
+from ramify.sandbox.jail import seccomp_requests
 from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launch, launched, probe
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.jail_helpers import (
@@ -153,7 +153,8 @@ def load(name, path):
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-folder = {str(Path(primitives.__file__).parent)!r}
+folder = {str(Path(seccomp_requests.__file__).parent)!r}
+load("ramify_jail_seccomp_requests", folder + "/seccomp_requests.py")
 load("ramify_jail_primitives", folder + "/primitives.py")
 s = load("ramify_jail_seccomp", folder + "/seccomp.py")
 table = s._ANYWHERE + s._WITH_PATHS + s._FILTERED

@@ -23,8 +23,8 @@ writer:
     [HALF, 2 HALF)    written by the host      read by the guest as often as it reports in ``got``
 
 A half may be written again after its content was read. Until then, and if the blobs are smaller
-than ``MIN_BYTES`` or larger than a half, they are sent in their frame. Neither end maps the file:
-reading copies, so data cannot change after it was checked.
+than ``MIN_BYTES`` or larger than a half, they are sent in their frame. Neither end reads the file
+through a mapping: reading copies, so data cannot change after it was checked.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from __future__ import annotations
 import binascii
 import itertools
 import json
+import mmap
 import os
 import re
 import struct
@@ -418,9 +419,8 @@ HALF_BYTES = 8 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
 """The file can never shrink or grow. The jail also seals it against writing, once the file is no
 longer in use."""
-_PUNCH, _KEEP_SIZE = 2, 1
 _MAX_PARTS = 64
-_PIECE = 1 << 18
+_PIECE = 1 << 16
 """Text is encoded in pieces of this length: a buffer for all of it would be allocated each time,
 which costs more than the copy."""
 
@@ -526,7 +526,8 @@ class HostGuestSharedMemory:
         read."""
         if self._is_used and self.is_free:
             self._is_used = False
-            _punch(self.fd, 2 * HALF_BYTES)
+            with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read
+                mapped.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -565,11 +566,3 @@ def make_file() -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _punch(fd: int, num_bytes: int) -> None:
-    """Give the memory of a memory file back to the system, which then reads as zeros."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.fallocate(fd, _PUNCH | _KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(num_bytes))

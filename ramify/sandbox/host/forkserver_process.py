@@ -33,6 +33,7 @@ ENVIRONMENT = {
 fast (huge pages). Threads do not each reserve address space. No library starts threads before the
 fork."""
 JAIL_MODULES = (
+    "jail/seccomp_requests",
     "jail/primitives",
     "jail/seccomp",
     "jail/confine",

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
+from ramify.module_compiler import compiled_module
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
 from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.host import session_wire
-from ramify.sandbox.host.module_compiler import compiled_module
 from ramify.sandbox.host.running_cell import (
     CellAlarm,
     GuestRefused,
@@ -204,13 +204,16 @@ class GuestSessionProxy:
             raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
-    async def set_context(self, encoded: Any, packages: Sequence[str] = ()) -> None:
-        """Set the reserved variable ``context`` to a value that ``SharedContext`` has encoded. If
-        pandas is among the packages that the session may import, tables in the value become
-        DataFrames."""
-        encoder = ValueEncoder()
-        encoder.blobs.append(encoded)
-        await self._ask({"op": "context", "packages": list(packages)}, encoder)
+    async def set_context(self, parts: Sequence[Any], packages: Sequence[str] = ()) -> None:
+        """Set the reserved variable ``context`` to a value that ``SharedContext`` has encoded,
+        given as its ``parts``. If pandas is among the packages that the session may import, tables
+        in the value become DataFrames."""
+        encoder = ValueEncoder(defers=True)
+        encoder.blobs += parts
+        as_one_blob = [sum(map(len, parts))]
+        await self._ask(
+            {"op": "context", "packages": list(packages), "blobs": as_one_blob}, encoder
+        )
 
     async def get(self, name: str) -> Any:
         try:

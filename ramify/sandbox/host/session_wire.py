@@ -277,7 +277,7 @@ def request(
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
-        header["blobs"] = [len(blob) for blob in blobs]
+        header.setdefault("blobs", [len(blob) for blob in blobs])
         if shared_buffers is not None and shared_buffers.put(blobs, 0):
             header["shelved"], blobs = True, []
         elif encoder.defers:

@@ -3,21 +3,26 @@ and capabilities.
 
 Each system call is made with ctypes, without dependencies, and raises an error with a clear message
 if it fails. Which calls are used, and when, is decided in ``zygote.py`` and ``confine.py``; the
-system call filter is in ``seccomp.py``. The zygote (the process that forks sessions) loads this
-module, so it uses the standard library only. System call numbers below 400 differ between
-architectures, so those calls go through the C library.
+system call filter is in ``seccomp.py``, and what it asks the host is answered by
+``seccomp_requests.py``. The zygote (the process that forks sessions) loads this module, so it uses
+the standard library only. System call numbers below 400 differ between architectures, so those
+calls go through the C library.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import os
 import signal
 import socket
 import struct
-from typing import NamedTuple
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ramify.sandbox.jail import seccomp_requests as requests
+else:
+    requests = sys.modules["ramify_jail_seccomp_requests"]
 
 NEWNS, NEWCGROUP, NEWUTS = 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -32,9 +37,6 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER =
 _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 429, 430, 431, 432, 433
 _MOUNT_SETATTR = 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READAHEAD = {"x86_64": 187, "aarch64": 213}
-"""The call by which a process asks the host for a wire. No session needs it for its own purpose,
-and the filters of container engines allow it."""
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,9 +88,6 @@ def set_host_name(name: str) -> None:
 # forking a session
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE_PARENT, _KEEP_TID = 0x8000, 0x01200000
-FORKS_APART = (_CLONE_PARENT | signal.SIGCHLD, _CLONE_PARENT | _KEEP_TID | signal.SIGCHLD)
-"""The flags that ``fork_apart`` passes to ``clone``."""
 _PR_GET_TID_ADDRESS = 40
 _EINTR = 4
 _closerange, _close, _dup2, _Socket = os.closerange, os.close, os.dup2, socket.socket
@@ -109,7 +108,7 @@ _clone_arguments = tuple(
         ctypes.c_long,
         (
             _CLONE.get(_machine, -1),
-            FORKS_APART[bool(_tid_place.value)],
+            requests.FORKS_APART[bool(_tid_place.value)],
             0,
             0,
             *[_tid_place.value] * 2,
@@ -158,7 +157,7 @@ def take_descriptor(number: int) -> None:
     while True:
         try:
             _closerange(0, 1 << 20)
-            syscall(_READAHEAD.get(_machine, -1), number, what="take a new wire")
+            syscall(requests.WIRE_CALL, number, what="take a new wire")
             break
         except OSError as error:
             if error.errno != _EINTR:  # a signal arrived before the host's answer
@@ -170,69 +169,6 @@ def take_descriptor(number: int) -> None:
 
 def end_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-# ------------------------------------------------------------------------------------------------
-# requests of confined processes, which a listener answers
-
-_RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
-_SET_NUMBER, _AND_ANSWER, CONTINUE = 1, 2, 1
-_ENOENT = 2
-
-
-class SeccompNotification(NamedTuple):
-    """A system call of a confined process, which is blocked until the owner of the system call
-    filter answers."""
-
-    id: int
-    pid: int
-    """As seen by the listener's owner; 0 if it does not see the process."""
-    number: int
-    arguments: tuple[int, ...]
-
-
-def asks_for_wire(request: SeccompNotification) -> bool:
-    return request.number == _READAHEAD.get(_machine)
-
-
-def receive_seccomp_notification(listener: int) -> SeccompNotification:
-    """Return the next blocked system call of a confined process. Raises OSError if there is none,
-    or if the process has ended."""
-    data = bytearray(80)
-    fcntl.ioctl(listener, _RECEIVE, data)
-    id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
-    return SeccompNotification(id, pid, number, tuple(arguments))
-
-
-def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
-    """Answer a blocked system call, so that the process continues. Returns False if the process no
-    longer waits for the answer."""
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))
-        return True
-    return False
-
-
-def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
-    """Give a descriptor of this process to a process that is blocked in a system call, under the
-    number ``number``. Raises OSError, also if that process no longer waits.
-
-    ``answers``: also answer the system call, in the same step (Linux 5.14). Otherwise each
-    insertion wakes the process and waits for it.
-    """
-    flags = _SET_NUMBER | (_AND_ANSWER if answers else 0)
-    request = struct.pack("<QIIII", id, flags, fd, number & 0xFFFFFFFF, os.O_CLOEXEC)
-    fcntl.ioctl(listener, _ADD_FD, request)
-
-
-def can_insert_descriptors(listener: int) -> bool:
-    """Return True if this kernel can insert descriptors into a process that is blocked in a system
-    call (Linux 5.9 and later)."""
-    try:
-        insert(listener, 0, listener, 0)
-    except OSError as error:
-        return error.errno == _ENOENT  # the call exists: it only found no such request
-    return True
 
 
 # ------------------------------------------------------------------------------------------------

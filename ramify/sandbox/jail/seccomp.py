@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ramify.sandbox.jail import primitives
+    from ramify.sandbox.jail import seccomp_requests as requests
 else:
+    requests = sys.modules["ramify_jail_seccomp_requests"]
     primitives = sys.modules["ramify_jail_primitives"]
 
 _ANYWHERE = """
@@ -75,7 +77,7 @@ _DONE = 0x50000
 """The call has no effect and returns 0."""
 
 _THREAD = 0x10000
-_FORKS = (17, 0x01200000 | 17, *primitives.FORKS_APART)
+_FORKS = (17, 0x01200000 | 17, *requests.FORKS_APART)
 """The flags of ``clone`` that are reported to the host: those of ``fork`` (write down and clear the
 child's pid, SIGCHLD at its end), which it never allows, and those of ``primitives.fork_apart``."""
 _NEW_NAMESPACE = 0x7E020080

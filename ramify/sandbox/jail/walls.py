@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ramify.sandbox.jail import confine, primitives, seccomp
+    from ramify.sandbox.jail import seccomp_requests as requests
 else:
+    requests = sys.modules["ramify_jail_seccomp_requests"]
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]
     confine = sys.modules["ramify_jail_confine"]
@@ -438,20 +440,18 @@ def _answer_trial(listener: int, file: int) -> bool:
     descriptor that it asks for. Returns False if that was the last request or the session has
     ended."""
     try:
-        request = primitives.receive_seccomp_notification(listener)
+        request = requests.receive_seccomp_notification(listener)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return False
         raise OSError(0, f"seccomp notifications (Linux 5.0): {error.strerror}") from None
-    is_last = primitives.asks_for_wire(request)
+    is_last = requests.asks_for_wire(request)
     if is_last:
         try:
-            primitives.insert(listener, request.id, file, 3)
+            requests.insert(listener, request.id, file, 3)
         except OSError as error:
             raise OSError(0, f"seccomp descriptors (Linux 5.9): {error.strerror}") from None
-    primitives.answer_seccomp_notification(
-        listener, request.id, error=0 if is_last else errno.EPERM
-    )
+    requests.answer_seccomp_notification(listener, request.id, error=0 if is_last else errno.EPERM)
     return not is_last
 
 

@@ -67,8 +67,8 @@ class InprocessSandbox:
         self._sessions.add(session)
         await session.ready()
         if context is not None:
-            encoded = context.unmapped().buffer()
-            await session.set_context(encoded, self._spec.packages)
+            parts = context.unmapped().parts
+            await session.set_context(parts, self._spec.packages)
         return session
 
     async def close(self) -> None:

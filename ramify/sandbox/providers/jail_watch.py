@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING
 
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import read_proc
-from ramify.sandbox.jail import primitives
-from ramify.sandbox.jail.primitives import CONTINUE, FORKS_APART, SeccompNotification
+from ramify.sandbox.jail import seccomp_requests
+from ramify.sandbox.jail.seccomp_requests import CONTINUE, FORKS_APART, SeccompNotification
 
 if TYPE_CHECKING:
     from ramify.sandbox.host.session import GuestSessionProxy
@@ -161,7 +161,7 @@ class ForkRequestListener:
     def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
         """Allow a process, given by its id on the host, to create one process. Raises SandboxError
         if the kernel is too old or the process is not the leader of its session."""
-        if not primitives.can_insert_descriptors(self._fd):
+        if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_of(pid) != pid:
             raise SandboxError("the session cannot be forked: it has changed its runtime")
@@ -189,13 +189,13 @@ class ForkRequestListener:
 
     def _readable(self) -> None:
         try:
-            request = primitives.receive_seccomp_notification(self._fd)
+            request = seccomp_requests.receive_seccomp_notification(self._fd)
         except OSError:
             if not _is_alive(self._fd):
                 self._stop_reading()
             return
         id, pid, number, _ = request
-        if primitives.asks_for_wire(request):
+        if seccomp_requests.asks_for_wire(request):
             self._hand_over(request)
         elif number in _SETSID and pid in self.branches:
             self._answer(id, flags=CONTINUE)
@@ -253,18 +253,18 @@ class ForkRequestListener:
             if self._counts:  # in one step, since each insertion waits for the process
                 if not has_no_descriptors(request.pid):
                     return False
-                primitives.insert(self._fd, request.id, wire, number, answers=True)
+                seccomp_requests.insert(self._fd, request.id, wire, number, answers=True)
                 return True
             with open(os.devnull, "rb") as null:
                 for each in range(_MOST_FILES):
-                    primitives.insert(self._fd, request.id, null.fileno(), each)
-            primitives.insert(self._fd, request.id, wire, number)
+                    seccomp_requests.insert(self._fd, request.id, null.fileno(), each)
+            seccomp_requests.insert(self._fd, request.id, wire, number)
             return self._answer(request.id)
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
         """Answer a request. Returns True if the process that asked has received the answer."""
-        return self._fd >= 0 and primitives.answer_seccomp_notification(
+        return self._fd >= 0 and seccomp_requests.answer_seccomp_notification(
             self._fd, id, error=error, flags=flags
         )
 

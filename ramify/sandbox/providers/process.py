@@ -113,7 +113,7 @@ class ProcessSandbox:
             try:
                 session = await self.fork(channel, seed)
                 if context is not None and not large:
-                    await session.set_context(context.buffer(), self.spec.packages)
+                    await session.set_context(context.parts, self.spec.packages)
                 return session
             except SandboxError:
                 await asyncio.wait([channel.gone], timeout=_GONE_S)

@@ -189,8 +189,8 @@ class RemoteSandbox:
             session = self._session(transport)
             await session.ready(START_S)
             if context is not None:
-                encoded = context.unmapped().buffer()
-                await session.set_context(encoded, self._spec.packages)
+                parts = context.unmapped().parts
+                await session.set_context(parts, self._spec.packages)
         except BaseException:
             await transport.close()
             raise

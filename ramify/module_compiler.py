@@ -4,7 +4,8 @@ A session that runs the same version of Python loads the compiled module, which 
 millisecond where compiling takes some. Each module is compiled once for all sessions, if possible
 while the first of them is still being started (``compile_in_advance``). Of a file of this package,
 Python keeps the compiled module beside the file, as of files that are imported. How a module is
-installed is in ``session.py`` and, inside the session, in ``guest/notebook.py``.
+installed is in ``sandbox/host/session.py`` and, inside the session, in
+``sandbox/guest/notebook.py``.
 """
 
 from __future__ import annotations
