@@ -29,6 +29,7 @@ from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_loop_thread import LoopWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import SharedRunState, store_context
+from ramify.engine.policy_scope import out_of_scope
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_answer import jsonable, typed_record
