@@ -152,7 +152,7 @@ async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
     async with RLM(engine, limits=Limits(max_turns=10_000)) as rlm, ModelEndpoint() as endpoint:
 
         async def conduct(conversations: RunModelClient) -> str:
-            with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
+            with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                 keys.append(key)
                 if len(keys) == NUM_AGENTS:
                     all_there.set()

@@ -25,7 +25,7 @@ from figures import Figure
 from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
-from ramify.serve.redaction import Redaction
+from ramify.serve.redaction import RedactionRules
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.store.store import Store
 from ramify.train.advantages.reinforce_pp import ReinforcePP
@@ -69,7 +69,7 @@ def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(folder / "ids", described, Redaction(defaults=False))
+        recorder = TrafficRecorder(folder / "ids", described, RedactionRules(defaults=False))
         await asyncio.gather(*(user(engine, recorder, number) for number in range(num_users)))
         await recorder.close()
         request = Request((Message("user", _text(0)),), Sampling(NUM_TOKENS, 1.0, logprobs=True))

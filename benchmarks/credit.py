@@ -52,8 +52,8 @@ import numpy as np
 import objectives_table
 from figures import Figure, show
 
-from ramify.train.advantages.base import remembering
-from ramify.train.advantages.credit import Baseline, Numbers, Tree, returns_of
+from ramify.train.advantages.base import with_memory
+from ramify.train.advantages.credit import AdvantageFunction, Numbers, Tree, returns_of
 from ramify.train.advantages.fork_estimators import (
     BranchEstimator,
     EntropyBranchEstimator,
@@ -61,7 +61,7 @@ from ramify.train.advantages.fork_estimators import (
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
-from ramify.types.fork_segment import root_segments
+from ramify.types.fork_segment import root_segment
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Parent, Stop, Trajectory, Turn
 
@@ -125,7 +125,7 @@ def updates(
     """Give ``add`` the weight times the advantage of the first token of each of ``calls``."""
     memory: dict[str, float] = {}
     for index, trajectories in enumerate(groups):
-        assigned = remembering(algorithm, memory).assign_advantages(
+        assigned = with_memory(algorithm, memory).assign_advantages(
             [Group(str(index), trajectories)], {}, every_token=True
         )
         memory = assigned.memory
@@ -240,7 +240,9 @@ def _recursing_tree(draw: random.Random, q: float, own: bool) -> Trajectory:
     return trajectory("right" if right else "wrong", 1, reward, [float(right)] if own else ())
 
 
-def among_all_calls(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+def among_all_calls(
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
+) -> list[Numbers]:
     """The credit ``per_role`` before trees were compared with other trees, for the ablation: among
     all calls of a role and depth, so also with a call's own siblings."""
     returns = [returns_of(tree, gamma) for tree in trees]
@@ -431,7 +433,7 @@ def _forking_rollout(
 
     run("0", None, 0, {}, True)
     made = Trajectory(name, "", task="toy", calls=calls, call_rewards=rewards)
-    ends = root_segments(made).ends()
+    ends = root_segment(made).path_ends()
     made.rewards = {"reward": sum(rewards[end.id]["reward"] * share for end, share in ends)}
     return made, actions
 

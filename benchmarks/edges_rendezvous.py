@@ -220,7 +220,7 @@ def ranks(num: int) -> tuple[list[bytes], Any]:
     with tempfile.TemporaryDirectory() as folder:
         group = FsdpRanks(scale_fsdp.compute_spec(num, timeout_s=60), dumps=Path(folder))
         try:
-            model = group.spread(scale_fsdp.DENSE, scale_fsdp.dense().model.state_dict())
+            model = group.shard_model(scale_fsdp.DENSE, scale_fsdp.dense().model.state_dict())
             backend = model.backend(scale_fsdp.OPTIM)
             loss = backend.forward_backward(scale_fsdp.batches(300), scale_fsdp.LOSS)["loss"]
             backend.optim_step()
@@ -274,7 +274,7 @@ def engine() -> tuple[list[bytes], Any]:
     from ramify.actors.launcher import LocalLauncher
     from ramify.inference.http.engine_process import EngineProcess
     from ramify.inference.http.inference_spec import InferenceSpec
-    from ramify.trained_policy_settings import packaged_policy
+    from ramify.trained_policy_settings import packaged_policy_folder
 
     key = os.urandom(16).hex()
     os.environ["RAMIFY_ENGINE_KEY"] = key
@@ -283,7 +283,7 @@ def engine() -> tuple[list[bytes], Any]:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             process = EngineProcess(
-                launcher, InferenceSpec(), 0, packaged_policy("tiny"), "float32", 1024, log
+                launcher, InferenceSpec(), 0, packaged_policy_folder("tiny"), "float32", 1024, log
             )
             answers = _answered(process.url, key, process)
             process.close()

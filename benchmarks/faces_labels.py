@@ -84,7 +84,7 @@ def _labelled(browser: Any, store: Store, begin: Any) -> int:
             arg=NUM,
         )
         page.close()
-    verdicts = sorted(store.review(run.id).verdict for run in store.runs())
+    verdicts = sorted(store.review(run.id).combined_verdict for run in store.runs())
     assert verdicts == ["not sure"] * 5 + ["right"] * 10 + ["wrong"] * 5, verdicts
     return hand.actions
 

@@ -71,7 +71,7 @@ def gathers(num_ranks: int, wanted: int) -> Iterator[int]:
     try:
         while done < wanted:
             for config, start, optim in kinds:
-                model = ranks.spread(config, start)
+                model = ranks.shard_model(config, start)
                 backend = model.backend(optim)
                 for _ in range(STEPS):
                     backend.forward_backward(work, scale_fsdp.LOSS)

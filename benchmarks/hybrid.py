@@ -332,7 +332,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
-        program = tokenizer.encode(problem.program(right, imports).text)
+        program = tokenizer.encode(problem.build_program(right, imports).text)
         for name, hint in (
             ("p(right | hint)", PROGRAM_HINT + hint_text(HintedRule(w, right[w]) for w in words)),
             ("p(right)", ""),

@@ -25,7 +25,7 @@ from pathlib import Path
 from figures import Figure
 
 from ramify.sources.base import LoadedContext
-from ramify.sources.document_places import place_at
+from ramify.sources.document_places import place_at_line
 from ramify.sources.load_sources import load
 
 NUM_PARTS = 40
@@ -82,7 +82,7 @@ def _share(loaded: LoadedContext, num_parts: int, place: Callable[[int], str]) -
     for part in range(1, num_parts + 1):
         for fact in _facts(part):
             at = [number for number, line in enumerate(lines, 1) if fact in line]
-            found = place_at(item.places, at[0]) if len(at) == 1 else ""
+            found = place_at_line(item.places, at[0]) if len(at) == 1 else ""
             good += place(part) in found and bool(found)
     return good / (4 * num_parts)
 

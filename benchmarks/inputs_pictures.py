@@ -28,7 +28,7 @@ import ramify
 from ramify.clients.picture_token_costs import picture_tokens
 from ramify.sources.load_sources import load
 from ramify.testing import ScriptedServer
-from ramify.types.picture import Picture, picture_of
+from ramify.types.picture import Picture, picture_from_bytes
 
 _PUBLISHED = (
     ("openai:gpt-4o", 1024, 1024, 765),
@@ -209,7 +209,7 @@ def _store(folder: Path, num: int) -> Figure:
     with ramify.RLM(ramify.ScriptedClient(["seen"] * num), store=store) as rlm:
         for index in range(num):
             rlm.completion(load([path]), f"Question {index}?")
-    picture = picture_of(path.read_bytes())
+    picture = picture_from_bytes(path.read_bytes())
     blobs = [file for file in (folder / "store/blobs").rglob("*") if file.is_file()]
     stored = sum(file.stat().st_size for file in blobs)
     journals = sum(file.stat().st_size for file in (folder / "store/runs").glob("*.jsonl"))

@@ -36,7 +36,7 @@ from ramify.extras.cluster.model_and_device_specs import device_of, shape_of
 from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
-from ramify.models.weights import fingerprint_of
+from ramify.models.weights import tensors_fingerprint
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpModel
@@ -160,8 +160,8 @@ def same_numbers(ranks: FsdpRanks, found: Meshes, folder: Path) -> Iterator[Figu
                 save(model, folder / name)
             model.drop()
         whole = policy(config).model
-        model = ranks.spread(config, dict(whole.state_dict()), compute=compute(**shard))
-        same = fingerprint_of(model.weights()) == fingerprint_of(whole.named_parameters())
+        model = ranks.shard_model(config, dict(whole.state_dict()), compute=compute(**shard))
+        same = tensors_fingerprint(model.weights()) == tensors_fingerprint(whole.named_parameters())
         yield Figure(f"fingerprint of a sync, {name}", float(same), "", {}, least=1.0)
         model.drop()
 
@@ -179,7 +179,7 @@ def one_process(config: Any, share: bool, folder: Path) -> Steps:
         for step in range(STEPS):
             loss = single.forward_backward(given, LOSS)["loss"]
             is_compared = step in (0, STEPS // 2, STEPS - 1)
-            named = single.trained[0].items() if is_compared else ()
+            named = single.trained_parameters_and_optimizer[0].items() if is_compared else ()
             steps.append((loss, {name: each.grad.clone() for name, each in named}))  # type: ignore[union-attr]
             single.optim_step()
         torch.save(steps, path)
@@ -191,7 +191,7 @@ def compare(
 ) -> tuple[float, float, FsdpModel]:
     """(largest relative difference of a loss, of a gradient by its norm, the model)"""
     weights = dict(policy(config).model.state_dict())
-    model = ranks.spread(config, weights, compute=compute(**shard))
+    model = ranks.shard_model(config, weights, compute=compute(**shard))
     ours = model.backend(OPTIM)
     given = batches(share)
     worst_loss = worst_gradient = 0.0
@@ -227,7 +227,7 @@ def resumed(ranks: FsdpRanks, found: Meshes, folder: Path) -> Iterator[Figure]:
         for other, (theirs, _) in MESHES.items():
             if other == name or theirs is not config:
                 continue
-            model = ranks.spread(config, weights, compute=compute(**shard))
+            model = ranks.shard_model(config, weights, compute=compute(**shard))
             backend = model.backend(OPTIM)
             backend.load(folder / other)
             following = [backend.forward_backward(batches(True), LOSS)["loss"]]
@@ -273,13 +273,13 @@ def measure(shard: dict[str, int], checkpoint: Path) -> dict[str, Any]:
         ranks = FsdpRanks(spec, dumps=Path(logs))
         pids = [os.getpid(), *(each.pid for each in ranks.rank_group.processes)]
         given = batches(True, _MEMORY_TOKENS)[:4]
-        small = ranks.spread(DENSE, dict(policy(DENSE).model.state_dict()))  # imports the rest
+        small = ranks.shard_model(DENSE, dict(policy(DENSE).model.state_dict()))  # imports the rest
         first = small.backend(OPTIM)
         first.forward_backward(given, LOSS)
         first.optim_step()
         small.drop()
         imports = [_peak(pid) for pid in pids]
-        model = ranks.spread(LARGE, checkpoint)
+        model = ranks.shard_model(LARGE, checkpoint)
         backend = model.backend(OPTIM)
         for _ in range(2):
             backend.forward_backward(given, LOSS)
@@ -341,7 +341,7 @@ def _sent(pid: int) -> int | None:
 def killed(folder: Path) -> Iterator[Figure]:
     """Kill rank 1 between two calls; the error names it, its place and the end of its log."""
     ranks = FsdpRanks(compute(ranks=2, tensor=2), dumps=folder / "killed")
-    model = ranks.spread(
+    model = ranks.shard_model(
         DENSE, dict(policy(DENSE).model.state_dict()), compute=compute(ranks=2, tensor=2)
     )
     backend = model.backend(OPTIM)

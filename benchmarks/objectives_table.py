@@ -39,12 +39,12 @@ from torch import Tensor
 
 from ramify import train
 from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
-from ramify.train.advantages.base import finish, needs_of, reduced
+from ramify.train.advantages.base import finish_advantages, needs_of, with_reduction
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.total_loss import BatchLossInputs, compute
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
 from ramify.train.stages import streams_of
 from ramify.types.message import Message, Reply
@@ -137,7 +137,7 @@ def spec(preset: str, *overrides: str) -> train.RlSpec:
     """Return the stage ``rl`` with the options of a preset. An empty preset changes nothing."""
     run = train.Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec())
     run = with_preset(run, preset) if preset else run
-    rl = override(run, overrides, choices(preset or None)).rl
+    rl = override(run, overrides, override_choices(preset or None)).rl
     assert rl is not None
     return rl
 
@@ -147,10 +147,10 @@ def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
     preset changes nothing."""
     rl = spec(preset, *overrides)
     loss = rl.loss.for_minibatches(2)
-    algorithm = reduced(rl.algorithm, loss.reduction)
+    algorithm = with_reduction(rl.algorithm, loss.reduction)
     several = algorithm.__struct_config__.tag == "gdpo"
     groups = _groups(batch, several)
-    assigned = algorithm.assign_advantages(groups, {}, every_token=loss.wants_every_token)
+    assigned = algorithm.assign_advantages(groups, {}, every_token=loss.needs_zero_advantage)
     rows = token_sequences(assigned.rollouts, 1.0)
     indices = [int(row.name.partition("/")[0]) for row in rows]
     known = {
@@ -165,7 +165,7 @@ def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
             column = np.zeros(len(row), np.float32)
             column[PROMPT:] = values[index, : len(row) - PROMPT]
             row.streams[name] = column
-    finish(algorithm, rows)
+    finish_advantages(algorithm, rows)
     (packed,) = pack(rows, PackingSpec(share=False), assigned.denominators)
     logits, critic = batch.now.clone().requires_grad_(), batch.values.clone().requires_grad_()
     owners, places = torch.tensor(packed.owners).T

@@ -241,7 +241,7 @@ def map_step(rounds: int) -> Iterator[Figure]:
     leaf = plans.Leaf("Read it. {question}", None, 400, 64)
     plan = plans.split("lines", 400) | plans.map(leaf)
     text = context_of(400 * 3 * 310)
-    prompts = [leaf.sent(QUESTION, part) for part in plan.steps[0].parts(text)]  # type: ignore[union-attr]
+    prompts = [leaf.request_text(QUESTION, part) for part in plan.steps[0].parts(text)]  # type: ignore[union-attr]
     with scripted_server(LEAF_S) as server, tempfile.TemporaryDirectory() as folder:
         os.environ |= {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none"}
         for concurrency in (16, 64):

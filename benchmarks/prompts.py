@@ -520,7 +520,7 @@ def sizes() -> Iterator[Figure]:
     )
     yield Figure("system message, tokens at four characters each", len(system) / 4, "tokens", {})
     yield Figure("first message, one text", len(first), "characters", {})
-    for name, text in prompt_text.sections(_facts_of_default()).items():
+    for name, text in prompt_text.marker_replacements(_facts_of_default()).items():
         if text:
             yield Figure(f"part {name}", len(text), "characters", {})
 

@@ -94,7 +94,7 @@ async def requests(url: str, stream: bool) -> None:
 
     class Free:
         async def reserve(self) -> None: ...
-        def is_enough(self) -> bool:
+        def is_still_valid(self) -> bool:
             return True
 
         def settle(self, usage: Usage, cost: float | None) -> None: ...
@@ -105,7 +105,7 @@ async def requests(url: str, stream: bool) -> None:
     try:
         from ramify.clients.model_config import Model
 
-        client = pool.bound(Model(name, stream=stream))
+        client = pool.client_for_model(Model(name, stream=stream))
     except ImportError:  # the commit before has no such class
         client = pool.client(name)
     request = Request((Message("user", "x" * 2000),), Sampling(max_tokens=1000))

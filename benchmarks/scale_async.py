@@ -130,7 +130,7 @@ class ScriptedPublisher:
 def wall_time_and_staleness(sample: RolloutBatchSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
-        assert run_record.read_group_records(Path(folder)).balanced
+        assert run_record.read_group_records(Path(folder)).has_each_group_once
     rows = rows[WARM:]
     return {
         "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
@@ -239,7 +239,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
             ),
         )
         train(run, out)
-    assert run_record.read_group_records(out).balanced
+    assert run_record.read_group_records(out).has_each_group_once
     return next(
         row.values["test/reward"] for row in read_metrics(out) if "test/reward" in row.values
     )

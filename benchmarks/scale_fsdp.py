@@ -113,18 +113,18 @@ def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     given = Policy(module, None, None, GPT2, 0, "gpt2")  # type: ignore[arg-type]
     start = dense().model.state_dict()
     sides = {
-        "dense policy, AdamW": (OPTIM, dense(), ranks.spread(DENSE, start)),
+        "dense policy, AdamW": (OPTIM, dense(), ranks.shard_model(DENSE, start)),
         "dense policy, Muon": (
             OptimizerSpec(kind="muon", lr=1e-4),
             dense(),
-            ranks.spread(DENSE, start),
+            ranks.shard_model(DENSE, start),
         ),
         "two replicas": (
             OPTIM,
             dense(),
-            ranks.spread(DENSE, start, compute=compute_spec(2, replicas=2)),
+            ranks.shard_model(DENSE, start, compute=compute_spec(2, replicas=2)),
         ),
-        "checkpoint of transformers": (OPTIM, given, ranks.spread(GPT2, checkpoint)),
+        "checkpoint of transformers": (OPTIM, given, ranks.shard_model(GPT2, checkpoint)),
     }
     for name, (optim, policy, model) in sides.items():
         loss, gradient, tensor = largest_differences(
@@ -141,7 +141,7 @@ def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
     """Compare, at a learning rate for training from scratch, with one process whose batches come in
     reverse order."""
     _, gradient, _ = largest_differences(
-        ranks.spread(DENSE, dense().model.state_dict()),
+        ranks.shard_model(DENSE, dense().model.state_dict()),
         SingleBackend(dense(), FAST, compute_spec(1)),
         FAST,
     )
@@ -205,14 +205,14 @@ def relative_differences(
 def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """Compare five steps with the same steps after a resume from a checkpoint written during
     them."""
-    whole = ranks.spread(DENSE, dense().model.state_dict())
+    whole = ranks.shard_model(DENSE, dense().model.state_dict())
     backend = whole.backend(OPTIM)
     steps(backend, 5)
     wait = backend.save(folder / "state")
     steps(backend, 5)
     assert wait is not None
     wait()
-    resumed = ranks.spread(DENSE, dense(1).model.state_dict())
+    resumed = ranks.shard_model(DENSE, dense(1).model.state_dict())
     again = resumed.backend(OPTIM)
     again.load(folder / "state")
     steps(again, 5)
@@ -242,7 +242,7 @@ def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
     single = SingleBackend(dense(), OPTIM, compute_spec(1))
     sides: dict[str, Callable[[], object]] = {"single": lambda: step(single, work)}
     for gather in ("layer", "step"):
-        backend = ranks.spread(
+        backend = ranks.shard_model(
             DENSE, dense().model.state_dict(), compute=compute_spec(2, gather=gather)
         ).backend(OPTIM)
         sides[gather] = lambda backend=backend: step(backend, work)
@@ -270,7 +270,9 @@ def step(backend: SingleBackend | FsdpBackend, work: list[Batch]) -> None:
 
 
 def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
-    model = ranks.spread(DENSE, dense().model.state_dict(), compute=compute_spec(2, compile=True))
+    model = ranks.shard_model(
+        DENSE, dense().model.state_dict(), compute=compute_spec(2, compile=True)
+    )
     loss, gradient, _ = largest_differences(
         model, SingleBackend(dense(), OPTIM, compute_spec(1)), OPTIM
     )
@@ -285,7 +287,7 @@ def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
 def killed_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """Measure the time from the kill of a rank to the error, and resume with one rank from the
     checkpoint of two."""
-    model = ranks.spread(
+    model = ranks.shard_model(
         DENSE, dense().model.state_dict(), compute=compute_spec(2, save_async=False)
     )
     backend = model.backend(OPTIM)
@@ -309,7 +311,7 @@ def killed_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     ranks.close()
     alone = FsdpRanks(compute_spec(1))
     try:
-        again = alone.spread(copy.deepcopy(DENSE), dense(1).model.state_dict()).backend(OPTIM)
+        again = alone.shard_model(copy.deepcopy(DENSE), dense(1).model.state_dict()).backend(OPTIM)
         again.load(folder / "of two")
         found = [again.forward_backward(work, LOSS)["loss"]]
         again.optim_step()

@@ -201,10 +201,10 @@ def add_noise(folder: Path) -> Path:
     import torch
 
     from ramify.models.load import load_policy, save_policy
-    from ramify.trained_policy_settings import packaged_policy
+    from ramify.trained_policy_settings import packaged_policy_folder
 
     policy, draws = (
-        load_policy(str(packaged_policy("tiny")), torch.float32, "cpu"),
+        load_policy(str(packaged_policy_folder("tiny")), torch.float32, "cpu"),
         torch.Generator().manual_seed(0),
     )
     with torch.no_grad():

@@ -131,7 +131,7 @@ class SteppedClient:
     async def complete(self, request: Request) -> Reply:
         started = time.perf_counter()
         seed = request.sampling.seed or 0
-        reply = self._ids.added_to(Reply(Message("assistant", reply_text(request))), request)
+        reply = self._ids.with_token_ids(Reply(Message("assistant", reply_text(request))), request)
         assert reply.prompt_ids is not None
         assert reply.token_ids is not None
         engine = self._of_tree.get(seed)

@@ -356,7 +356,7 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
     a, b"``. Upper and lower case are treated as equal."""
     if not isinstance(known, set | frozenset):
@@ -393,7 +393,9 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
     names = list(known)
     for keyword in given:
         if keyword not in names:
-            raise ConfigError(f"unknown keyword '{keyword}' of {owner}: {nearest(keyword, names)}")
+            raise ConfigError(
+                f"unknown keyword '{keyword}' of {owner}: {did_you_mean(keyword, names)}"
+            )
 
 
 def raised_at(error: BaseException) -> str:

@@ -18,7 +18,7 @@ LEAST_DOLLARS = 1e-6
 """Smaller costs are only called smaller."""
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a count, shortening large ones: ``1,234``, ``45.2k``, ``1.2M``."""
     for limit, size, unit in ((9.995e8, 1e9, "G"), (9.995e5, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
@@ -26,7 +26,7 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def many(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Format a count with its noun: ``1 turn``, ``1,234 turns``."""
     return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
@@ -83,7 +83,7 @@ def format_rounded_duration(value: float) -> str:
     return f"{max(0, round(value))} s" if value < 59.5 else seconds(value)
 
 
-def ticking(value: float) -> str:
+def format_growing_duration(value: float) -> str:
     """Format a duration that is displayed while it grows. Below a minute, it always has one decimal
     place, so that its width changes little."""
     return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)

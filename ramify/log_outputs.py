@@ -30,8 +30,8 @@ from typing import Any
 import msgspec
 
 from ramify.nearest_name import nearest_name
-from ramify.printable import escaped
-from ramify.secrets import without_secrets
+from ramify.printable import escape_json_controls
+from ramify.secrets import redact_likely_secrets
 
 VARIABLE = "RAMIFY_LOG"
 FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"
@@ -66,7 +66,7 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
         given, known = (name, LEVELS) if level is None else (room, ROOMS)
         close = nearest_name(given.strip(), known)
         hint = f"did you mean '{close}'?" if close else f"known are {', '.join(known)}"
-        shown = without_secrets(part if len(part) <= 60 else part[:59] + "…")
+        shown = redact_likely_secrets(part if len(part) <= 60 else part[:59] + "…")
         problems.append(
             f"{VARIABLE}: {shown!r} is ignored; write LEVEL or ROOM=LEVEL, as in "
             f"engine=debug,train=info: {hint}"
@@ -74,7 +74,7 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
     return levels, problems
 
 
-def levels_from(level: int) -> dict[str, int]:
+def component_levels(level: int) -> dict[str, int]:
     """Return the log level for each part of the package that has its own logger, with ``""`` for
     all others. It is ``level``, or a lower one if the variable ``RAMIFY_LOG`` asks for more."""
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
@@ -96,10 +96,10 @@ class TextFormatter(logging.Formatter):
         given = vars(record)
         if self._is_short:
             clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-            start = f"{clock} {record.levelname.lower()} {room_of(record)}"
+            start = f"{clock} {record.levelname.lower()} {component_of(record)}"
         else:
             runs, process = "/".join(runs_of(record)) or "-", _process_of(record)
-            start = f"{_moment(record)} {record.levelname} {room_of(record)} {runs}"
+            start = f"{_moment(record)} {record.levelname} {component_of(record)} {runs}"
             start += f" [{process}]" if process else ""
         fields = " ".join(f"{name}={_value(value)}" for name, value in given["fields"].items())
         text = f"{start} {given['event']}: {record.getMessage()}"
@@ -119,17 +119,17 @@ class JsonFormatter(logging.Formatter):
             "run": runs[-1] if runs else "",
             **({"outer_runs": runs[:-1]} if runs[1:] else {}),
             **({"process": process} if process else {}),
-            "message": text_of(record),
+            "message": one_line_message(record),
             "fields": vars(record)["fields"],
             **({"traceback": record.exc_text} if record.exc_text else {}),
         }
         try:
-            return escaped(msgspec.json.encode(row)).decode()
+            return escape_json_controls(msgspec.json.encode(row)).decode()
         except UnicodeEncodeError:  # lone surrogates can only be written as escapes
             return json.dumps(row)
 
 
-def room_of(record: LogRecord) -> str:
+def component_of(record: LogRecord) -> str:
     """Return the part of the package to which a log record belongs: ``engine`` for the logger
     ``ramify.engine.x``."""
     return record.name.removeprefix("ramify.").partition(".")[0]
@@ -141,7 +141,7 @@ def runs_of(record: LogRecord) -> tuple[str, ...]:
     return (*given["outer_runs"], given["run"]) if given["run"] else ()
 
 
-def text_of(record: LogRecord) -> str:
+def one_line_message(record: LogRecord) -> str:
     """Return the message of a log record on one line."""
     return _one_line(record.getMessage())
 
@@ -187,7 +187,7 @@ class _ComponentLogHandler(logging.Handler):
 
     def filter(self, record: LogRecord) -> bool:
         # Progress is displayed by other means: it is recorded only if its room is named.
-        room = room_of(record)
+        room = component_of(record)
         default = OFF if room == "progress" else self.levels.get("", OFF)
         return record.levelno >= self.levels.get(room, default)
 
@@ -198,14 +198,14 @@ class FileLogHandler(_ComponentLogHandler):
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
         """Create a handler for the file at ``path``. The file is created at the first record, and
-        only its owner can read it. With ``waits``, records are kept in memory until ``begin`` is
-        called."""
-        super().__init__(levels_from(INFO))
+        only its owner can read it. With ``waits``, records are kept in memory until
+        ``release_held_records`` is called."""
+        super().__init__(component_levels(INFO))
         self.path = path
         self._fd: int | None = None
         self._held: list[LogRecord] | None = [] if waits else None
 
-    def begin(self) -> None:
+    def release_held_records(self) -> None:
         """Write the records that were kept in memory, and from now on every new one."""
         held, self._held = self._held, None
         for record in held or ():
@@ -256,7 +256,7 @@ class ConsoleLogHandler(_ComponentLogHandler):
         return given["shown"] or super().filter(record)
 
     def format(self, record: LogRecord) -> str:
-        return super().format(record) if self.levels else text_of(record)
+        return super().format(record) if self.levels else one_line_message(record)
 
     def emit(self, record: LogRecord) -> None:
         # A terminal that was closed must not end a run: run.log still has the record.
@@ -281,17 +281,17 @@ class ForwardingLogHandler(_ComponentLogHandler):
     """A handler that sends log records of level INFO and above to another process."""
 
     def __init__(self, send: Callable[[ForwardedLogRecord], None]) -> None:
-        super().__init__(levels_from(INFO))
+        super().__init__(component_levels(INFO))
         self._send = send
 
     def emit(self, record: LogRecord) -> None:
         given = vars(record)
         self._send(
             ForwardedLogRecord(
-                room_of(record),
+                component_of(record),
                 record.levelno,
                 given["event"],
-                text_of(record),
+                one_line_message(record),
                 given["fields"],
                 runs_of(record),
                 given["shown"],

@@ -46,11 +46,11 @@ from ramify.log_outputs import (
     ConsoleLogHandler,
     FileLogHandler,
     ForwardedLogRecord,
-    levels_from,
+    component_levels,
     levels_of,
 )
 from ramify.printable import clean
-from ramify.secrets import MARK, SecretRedactor, names_a_secret, without_secrets
+from ramify.secrets import MARK, SecretRedactor, names_a_secret, redact_likely_secrets
 
 MAX_CHARS = 4000
 """Longest message, field or traceback in characters; the middle of a longer one is left out."""
@@ -83,7 +83,7 @@ class LogRedactionFilter(logging.Filter):
                 return value
             if isinstance(value, float):
                 return round(value, 6)
-            text = without_secrets(str(value), secrets)
+            text = redact_likely_secrets(str(value), secrets)
             left_out = len(text) - MAX_CHARS
             if left_out <= 0:
                 return text
@@ -170,7 +170,7 @@ class ComponentLogger:
         the journal of the current run."""
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
-        warnings.warn(without_secrets(message), category, stacklevel=stacklevel + 1)
+        warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: ForwardedLogRecord, process: str) -> None:
         """Log a record that was received from another process, under its own run."""
@@ -252,14 +252,14 @@ def in_run(
             _process_runs = before
 
 
-def in_outermost_run() -> contextlib.AbstractContextManager[None]:
+def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
     """Log the records of a ``with`` block under the outermost run alone. Use this for an event that
     concerns the outermost run, but was noticed by a run inside it, such as a rollout of a training
     run."""
     return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
-def collect_warnings() -> None:
+def hold_warnings_for_run() -> None:
     """Begin to keep the texts of warnings that are logged outside of a run, for the next run that
     starts in this context."""
     _collected.set([])
@@ -311,7 +311,7 @@ def _set_handlers(handlers: list[Handler]) -> None:
     _outputs.setLevel(min(handler.level or INFO for handler in handlers))
 
 
-def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
+def configure_console(show: Callable[[str], None], verbosity: int = 0) -> None:
     """Show log records on the console of this process, replacing an earlier setting. ``verbosity``
     is the number of ``-v`` options: 1 for INFO, 2 for DEBUG. ``show`` prints a line; it also
     reports a wrong ``RAMIFY_LOG``."""
@@ -327,14 +327,14 @@ def configure(show: Callable[[str], None], verbosity: int = 0) -> None:
             f"{room}={named[level]}" if room else named[level] for room, level in levels.items()
         )
     if verbosity:
-        levels = levels_from(DEBUG if verbosity > 1 else INFO)
+        levels = component_levels(DEBUG if verbosity > 1 else INFO)
     if (console := current_console()) is not None:
         detach(console)
     attach(ConsoleLogHandler(show, levels))
 
 
 def current_console() -> ConsoleLogHandler | None:
-    """Return the console handler that ``configure`` attached, or None."""
+    """Return the console handler that ``configure_console`` attached, or None."""
     return next((each for each in _outputs.handlers if isinstance(each, ConsoleLogHandler)), None)
 
 
@@ -369,7 +369,7 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
                 os.environ[name] = value
 
 
-def join_run(process: str) -> None:
+def join_parent_run_log(process: str) -> None:
     """Write the log records of this child process to the log of the run that started it, marked
     with the name ``process``. Nothing is written if no run started this process, or if the run's
     folder is not on this machine."""
@@ -382,4 +382,4 @@ def join_run(process: str) -> None:
 
 
 if os.environ.get(VARIABLE):
-    configure(_to_stderr)
+    configure_console(_to_stderr)

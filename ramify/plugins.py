@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.extras import ENTRY_POINTS
 from ramify.nearest_name import nearest_name
 
@@ -303,7 +303,7 @@ class Registry(Mapping[str, Any]):
 
     def _unknown(self, name: str) -> ConfigError:
         hint = self._elsewhere.get(name.lower())
-        advice = hint or f"{nearest(name, self)}; or give {self._others}"
+        advice = hint or f"{did_you_mean(name, self)}; or give {self._others}"
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
@@ -333,9 +333,11 @@ class Registry(Mapping[str, Any]):
             tag = {config.tag_field: config.tag} if config.tag_field else {}
             return msgspec.convert({**options, **tag}, kind)
         except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigError(f"{self.kind} '{name}': {explained(error, kind)}") from error
+            raise ConfigError(
+                f"{self.kind} '{name}': {explain_conversion_error(error, kind)}"
+            ) from error
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Remove the entries that recipes registered, and forget what was loaded from packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
@@ -443,7 +445,7 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
         raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
 
 
-def place_of(kind: type) -> str:
+def import_location(kind: type) -> str:
     """Return the location from which a class can be loaded again: ``file.py:Class`` or
     ``module:Class``. Returns an empty text for Ramify's own classes, which are found by their
     registered names, and for classes that were defined inside a function or outside of a file."""
@@ -455,23 +457,23 @@ def place_of(kind: type) -> str:
     return f"{file if is_file else kind.__module__}:{name}"
 
 
-def name_places(part: Any, data: Any) -> None:
+def use_import_locations(part: Any, data: Any) -> None:
     """Replace the names of plug-in classes in the serialized form of a configuration by locations
     from which they can be imported, because a process that resumes the run may not know a plug-in's
     registered name."""
     if isinstance(part, Mapping):
         for name, each in part.items():
-            name_places(each, data[name])
+            use_import_locations(each, data[name])
     elif isinstance(part, tuple):
         for each, inner in zip(part, data, strict=True):
-            name_places(each, inner)
+            use_import_locations(each, inner)
     elif isinstance(part, msgspec.Struct):
-        place = place_of(type(part))
+        place = import_location(type(part))
         if place:
             data["name"] = place
         for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
             if field in data:
-                name_places(getattr(part, field), data[field])
+                use_import_locations(getattr(part, field), data[field])
 
 
 def _module_name(path: Path) -> str:
@@ -606,7 +608,7 @@ def _doc_in_source(location: str) -> str:
     return ""
 
 
-def explained(error: Exception, kind: Any) -> str:
+def explain_conversion_error(error: Exception, kind: Any) -> str:
     """Return the message of a failed conversion to the type ``kind``, followed by the names or
     values that are allowed.
 
@@ -631,7 +633,9 @@ def explained(error: Exception, kind: Any) -> str:
         for each in kinds
         for name in (getattr(each, "__struct_fields__", ()) if given[1] else typing.get_args(each))
     ]
-    return f"{text}: {nearest((given[1] or given[2]).strip(chr(39)), known)}" if known else text
+    return (
+        f"{text}: {did_you_mean((given[1] or given[2]).strip(chr(39)), known)}" if known else text
+    )
 
 
 def _members(kind: Any) -> list[Any]:

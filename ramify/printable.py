@@ -7,9 +7,10 @@ window title, write to the clipboard or fake a prompt. ``clean`` removes them, i
     'ab\n\tc'
 
 ``one_line`` shows each character that cannot be printed, including line ends, as a replacement
-character. ``escaped`` writes such characters in encoded JSON as escapes, which leaves its value
-unchanged. ``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything that is
-printed, even by libraries. Only lines that ``write_cleaned_line`` receives keep their colors.
+character. ``escape_json_controls`` writes such characters in encoded JSON as escapes, which leaves
+its value unchanged. ``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything
+that is printed, even by libraries. Only lines that ``write_cleaned_line`` receives keep their
+colors.
 
 ``cli/terminal_text.py`` formats what is printed.
 """
@@ -63,7 +64,7 @@ def clean_line(text: str) -> str:
     return " ".join(clean(text).split())
 
 
-def escaped(json: bytes) -> bytes:
+def escape_json_controls(json: bytes) -> bytes:
     """Write control characters in encoded JSON as escapes such as ``\\u009b``, which leaves the
     value unchanged."""
     return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)

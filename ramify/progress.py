@@ -3,11 +3,11 @@ it.
 
     with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
-    with subscribe(listener): …           a front end displays it: ``cli/progress_display.py``
-    heartbeat()                           a small part is done, such as one batch of a step
-    with on_heartbeat(callback): …        detects work that hangs: ``train/watchdog.py``
-    report_text(run, call, turn, …)       a part of a model's reply has arrived
-    with watch_text(run, listener): …     a front end shows it, before the reply is recorded
+    with subscribe(listener): …              a front end displays it: ``cli/progress_display.py``
+    heartbeat()                              a small part is done, such as one batch of a step
+    with on_heartbeat(callback): …           detects work that hangs: ``train/watchdog.py``
+    report_reply_text(run, call, turn, …)    a part of a model's reply has arrived
+    with watch_reply_text(run, listener): …  a front end shows it, before the reply is recorded
 
 Progress is global to the process, as logging is, so listeners are not passed down through the
 layers. Without a listener, a report costs one attribute and one comparison. Code that reports
@@ -58,7 +58,7 @@ class ProgressState(msgspec.Struct, frozen=True):
     """Initial value of ``done`` if earlier work is being resumed, in ``unit``."""
 
 
-class ArrivingText(msgspec.Struct, frozen=True):
+class ReplyTextDelta(msgspec.Struct, frozen=True):
     """A piece of a model's reply that has just arrived. The journal records only complete
     replies."""
 
@@ -71,7 +71,7 @@ class ArrivingText(msgspec.Struct, frozen=True):
     """True for the first part of an attempt. Discard the text of earlier attempts then."""
 
 
-TextListener = Callable[[ArrivingText], None]
+TextListener = Callable[[ReplyTextDelta], None]
 """Called in the event loop of the run. Must return quickly."""
 _text_listeners: dict[str, tuple[TextListener, ...]] = {}
 """Run id -> listeners."""
@@ -182,14 +182,16 @@ def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
         _pulses = _pulses[:at] + _pulses[at + 1 :]
 
 
-def report_text(run: str, call: str, turn: int, text: str, reasoning: str, is_first: bool) -> None:
+def report_reply_text(
+    run: str, call: str, turn: int, text: str, reasoning: str, is_first: bool
+) -> None:
     """Report that a piece of a model's reply has arrived, to the listeners of its run."""
     for listener in _text_listeners.get(run, ()):
-        listener(ArrivingText(run, call, turn, text, reasoning, is_first))
+        listener(ReplyTextDelta(run, call, turn, text, reasoning, is_first))
 
 
 @contextlib.contextmanager
-def watch_text(run: str, listener: TextListener) -> Iterator[None]:
+def watch_reply_text(run: str, listener: TextListener) -> Iterator[None]:
     """Call a listener with the text of a run's replies as it arrives, while the ``with`` block
     runs."""
     _text_listeners[run] = (*_text_listeners.get(run, ()), listener)

@@ -1,7 +1,7 @@
 """Redact secrets from everything that journals and logs write: the last line of defence for keys.
 
     SecretRedactor().redact(text)    known values: journals, which must keep all other text
-    without_secrets(text)            also what looks like a secret: logs, errors, configurations
+    redact_likely_secrets(text)      also what looks like a secret: logs, errors, configurations
 
 Ramify itself never writes a key, but a session's output or a provider's error may contain one.
 Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
@@ -113,7 +113,7 @@ class SecretRedactor:
                 yield start, start + len(value)
                 start = text.find(value, start + len(value))
 
-    def without_beginning(self, text: str) -> str:
+    def trim_partial_secret(self, text: str) -> str:
         """Cut off the end of a text if it may be the beginning of a secret, such as ``sk-1`` of
         ``sk-123…``. This is for text that is shown while it arrives."""
         cut = len(text)
@@ -184,7 +184,7 @@ def names_a_secret(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
+def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str:
     """Redact known secrets in a text, and everything that looks like a secret: logins and keys in
     URLs, values after names such as ``api_key``, and texts with the form of a provider's key.
 
@@ -196,9 +196,9 @@ def without_secrets(text: str, known: SecretRedactor | None = None) -> str:
     return text
 
 
-def secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of everything that ``without_secrets`` would redact in a text, as
-    half-open ranges of character positions.
+def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of everything that ``redact_likely_secrets`` would redact in a text,
+    as half-open ranges of character positions.
 
     For ``"https://h/v1?key=k1"``, this yields ``(17, 19)``.
     """

@@ -92,20 +92,20 @@ class TimeAccount:
         global _account
         _account = self._outer
 
-    def enter(self, part: Part) -> None:
+    def begin_part(self, part: Part) -> None:
         """Record that a part begins. A part may be in progress several times at once, and is over
-        when ``leave`` has been called as often."""
+        when ``end_part`` has been called as often."""
         with self._lock:
             self._charge()
             self._active[part] += 1
 
-    def leave(self, part: Part) -> None:
+    def end_part(self, part: Part) -> None:
         with self._lock:
             self._charge()
             # 0 if it began before the account was opened.
             self._active[part] = max(0, self._active[part] - 1)
 
-    def computed(self, part: Part, cpu_s: float) -> None:
+    def add_cpu_time(self, part: Part, cpu_s: float) -> None:
         """Add ``cpu_s`` seconds of CPU time of the calling thread to a part."""
         with self._lock:
             self._cpu[part] += cpu_s
@@ -169,11 +169,11 @@ class under_way:
     def __enter__(self) -> None:
         self._account = _account
         if self._account is not None:
-            self._account.enter(self._part)
+            self._account.begin_part(self._part)
 
     def __exit__(self, *_: object) -> None:
         if self._account is not None:
-            self._account.leave(self._part)
+            self._account.end_part(self._part)
 
 
 class working:
@@ -192,7 +192,7 @@ class working:
         self._account = _account
         if self._account is None:
             return
-        self._account.enter(self._part)
+        self._account.begin_part(self._part)
         self._outer: working | None = getattr(_innermost, "block", None)
         _innermost.block = self
         self._began_s = time.thread_time()
@@ -209,17 +209,17 @@ class working:
         _innermost.block = self._outer
         if self._outer is not None:
             self._outer._inner_s += spent_s
-        self._account.leave(self._part)
-        self._account.computed(self._part, spent_s - self._inner_s)
+        self._account.end_part(self._part)
+        self._account.add_cpu_time(self._part, spent_s - self._inner_s)
 
 
-def begin(part: Part) -> None:
+def begin_part(part: Part) -> None:
     """Record that a part of the work begins, if it does not fit into a ``with`` block. It is over
-    when ``end`` has been called as often as this function."""
+    when ``end_part`` has been called as often as this function."""
     if _account is not None:
-        _account.enter(part)
+        _account.begin_part(part)
 
 
-def end(part: Part) -> None:
+def end_part(part: Part) -> None:
     if _account is not None:
-        _account.leave(part)
+        _account.end_part(part)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import explained
+from ramify.plugins import explain_conversion_error
 
 FILE = "policy.json"
 _PACKAGED = Path(__file__).parent / "models"
@@ -66,18 +66,18 @@ def packaged_policies() -> list[str]:
     return sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}"))
 
 
-def packaged_policy(name: str) -> Path | None:
+def packaged_policy_folder(name: str) -> Path | None:
     """Return the folder of the policy ``name`` that ships with Ramify, or None if there is no such
     policy."""
     return _PACKAGED / name if name in packaged_policies() else None
 
 
-def folder_of(model: str) -> Path | None:
+def local_model_folder(model: str) -> Path | None:
     """Return the folder of a local model, which runs in this process, or None for any other model
     name."""
     if model.startswith("local:"):
         return Path(model.removeprefix("local:")).expanduser()
-    return packaged_policy(model)
+    return packaged_policy_folder(model)
 
 
 def read_card(folder: Path) -> TrainedPolicySettings:
@@ -94,15 +94,16 @@ def read_card(folder: Path) -> TrainedPolicySettings:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        if policy_folder(folder) is not None:
+        if run_policy_folder(folder) is not None:
             return TrainedPolicySettings()
         raise ConfigError(
-            f"{path}: {explained(error, TrainedPolicySettings)}: correct it, or remove the file "
+            f"{path}: {explain_conversion_error(error, TrainedPolicySettings)}: correct "
+            "it, or remove the file "
             "to use any scaffold"
         ) from None
 
 
-def policy_folder(run: Path) -> Path | None:
+def run_policy_folder(run: Path) -> Path | None:
     """Return the folder of the policy that the training run in folder ``run`` stored, or None if
     that folder is not a training run's."""
     folder = run / "policy"

@@ -20,7 +20,7 @@ import torch
 
 from ramify.train import PolicySpec, RlSpec, Run
 from ramify.train.advantages import ALGORITHMS, fork_estimators, group_estimators
-from ramify.train.advantages.base import finish, needs_of
+from ramify.train.advantages.base import finish_advantages, needs_of
 from ramify.train.advantages.token_loss_weights import ALSO, weights
 from ramify.train.data.compile import token_sequences
 from ramify.train.losses import POLICY_LOSSES, PolicyLossInputs
@@ -29,7 +29,7 @@ from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticLossInputs, ValueLoss
 from ramify.train.losses.total_loss import kl_estimate
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -99,7 +99,7 @@ def advantages_of(name: str) -> list[float]:
     if needs_of(algorithm).values:
         for row in rows:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)
-    finish(algorithm, rows)
+    finish_advantages(algorithm, rows)
     advantages = {row.name.partition("/")[0]: float(row.advantages[row.rl != 0][0]) for row in rows}
     return [
         advantages.get(f"{item}{n}", 0.0)
@@ -233,7 +233,7 @@ def preset_names() -> Iterator[Sequence[str]]:
         for name in dict.fromkeys(name for names in by_preset.values() for name in names):
             shown = {key for names in by_preset.values() for key in names.get(name, ())}
             chosen = [
-                choices(preset)[f"rl.{field}"].build(name) if name in names else None
+                override_choices(preset)[f"rl.{field}"].build(name) if name in names else None
                 for preset, names in by_preset.items()
             ]
             cells = [_pick(each, shown) for each in (registry.build(name), *chosen)]
@@ -326,7 +326,7 @@ def _set_by(objective: str, preset: str | None) -> str:
     other than those of the preset alone."""
     run = Run(policy=PolicySpec(path="tiny"), rl=RlSpec())
     base = run if preset is None else with_preset(run, preset)
-    rl = override(base, [f"rl.objective={objective}"], choices(preset)).rl
+    rl = override(base, [f"rl.objective={objective}"], override_choices(preset)).rl
     assert rl is not None
     usual = _flat(RlSpec(algorithm=type(rl.algorithm)())) | (_flat(base.rl) if preset else {})
     names = ("rl.algorithm", "rl.loss.")

@@ -16,8 +16,8 @@ import torch
 from ramify.models import load
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.train import metrics
-from ramify.train.checkpoint import find, read_state
-from ramify.trained_policy_settings import packaged_policy
+from ramify.train.checkpoint import read_state, resolve_checkpoint
+from ramify.trained_policy_settings import packaged_policy_folder
 
 CARD = """\
 # tiny
@@ -54,11 +54,11 @@ NAMES = {
 def main(run: Path) -> None:
     policy = load.load_policy(run / "policy")
     policy.defaults = load.SamplingDefaults(0.0)  # users want the likeliest answer
-    folder = packaged_policy("tiny")
+    folder = packaged_policy_folder("tiny")
     assert folder is not None
     load.save_policy(policy, folder, torch.bfloat16)
     rows = list(metrics.read_metrics(run))
-    config = read_state(find(run)).config
+    config = read_state(resolve_checkpoint(run)).config
     shape = policy.config
     card = CARD.format(
         parameters=policy.num_parameters,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ramify.trained_policy_settings import packaged_policy
+from ramify.trained_policy_settings import packaged_policy_folder
 
-_FOLDER = packaged_policy("tiny")
+_FOLDER = packaged_policy_folder("tiny")
 assert _FOLDER is not None
 TINY = _FOLDER
 """Its folder."""

@@ -9,7 +9,7 @@ from logging import WARNING, Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
-from ramify.log_outputs import RUN_LOG, text_of
+from ramify.log_outputs import RUN_LOG, one_line_message
 from ramify.logging import attached
 from ramify.train import execute
 from ramify.train.checkpoint import CheckpointState
@@ -34,7 +34,7 @@ class ShownLines(Handler):
         return bool(getattr(record, "shown", False))
 
     def emit(self, record: LogRecord) -> None:
-        (self._say if record.levelno >= WARNING else self._inform)(text_of(record))
+        (self._say if record.levelno >= WARNING else self._inform)(one_line_message(record))
 
 
 @contextlib.contextmanager

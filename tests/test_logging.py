@@ -132,7 +132,7 @@ def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]
     async def main() -> None:
         client = ScriptedClient([*[unreachable()] * 5, "a"])
         pool = RateLimitedClientPool(sleep=no_time, rng=random.Random(0))
-        await pool.ask(pool.adopt(client), request(), Books(), patience_s=300.0)
+        await pool.ask(pool.register(client), request(), Books(), patience_s=300.0)
 
     with in_run("mine"):
         asyncio.run(main())

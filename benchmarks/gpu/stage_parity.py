@@ -135,7 +135,11 @@ def forest_and_rows(kit: Kit, shape: str, precision: str) -> None:
 
 
 def _norm_free(backend: SingleBackend) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in backend.trained[0].values() if p.grad is not None]
+    found = [
+        p.grad.clone()
+        for p in backend.trained_parameters_and_optimizer[0].values()
+        if p.grad is not None
+    ]
     backend.clear_gradient()
     return found
 

@@ -292,7 +292,7 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
             child.wait(_KILLED_S)
 
 
-def end_when_done(processes: Sequence[Process], timeout_s: float) -> None:
+def wait_then_kill(processes: Sequence[Process], timeout_s: float) -> None:
     """Wait up to ``timeout_s`` seconds for processes that were asked to end, and kill those that
     still run afterwards."""
     until = time.monotonic() + timeout_s
@@ -371,14 +371,14 @@ class RequestProcessPool:
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:
-            kill(process)  # it ended while it was idle: close its pipes
+            kill_and_reap(process)  # it ended while it was idle: close its pipes
             process = None
         if process is None:
             process = self._start()
         try:
             yield process
         except BaseException:
-            kill(process)
+            kill_and_reap(process)
             raise
         with self._lock:
             self._idle.append(process)
@@ -387,10 +387,10 @@ class RequestProcessPool:
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:
-            kill(process)
+            kill_and_reap(process)
 
 
-def kill(process: subprocess.Popen[Any]) -> None:
+def kill_and_reap(process: subprocess.Popen[Any]) -> None:
     """Kill a process that has no guard, and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
@@ -430,7 +430,7 @@ class ForegroundProcess:
             pass
         return code
 
-    def pause(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Sleep for a number of seconds. Raises KeyboardInterrupt if this process gets a signal
         meanwhile, or got one earlier."""
         until = time.monotonic() + seconds

@@ -17,7 +17,7 @@ import string
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 
 PASSED_ON = (
     "PATH",
@@ -108,6 +108,6 @@ def _check_placeholders(word: str, known: Collection[str], where: str) -> None:
             continue
         if name not in known or format or conversion:
             raise ConfigError(
-                f"{where}: command has no value for {{{name}}}: {nearest(name, known)}; "
+                f"{where}: command has no value for {{{name}}}: {did_you_mean(name, known)}; "
                 "write a brace as {{ or }}"
             )

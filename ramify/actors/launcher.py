@@ -53,7 +53,7 @@ class SlotResources(NamedTuple):
     def without(self, other: SlotResources) -> SlotResources:
         return SlotResources(*(a - b for a, b in zip(self, other, strict=True)))
 
-    def fits(self, available: SlotResources) -> bool:
+    def fits_in(self, available: SlotResources) -> bool:
         return all(a <= b + ALMOST for a, b in zip(self, available, strict=True))
 
 
@@ -77,7 +77,7 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
     offsets: tuple[float, ...] = ()
     """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
 
-    def share(self, member: RoleInstanceId, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
+    def gpus_for(self, member: RoleInstanceId, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
         """Return the GPUs of this slot that the process ``member`` may use.
 
         ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
@@ -294,7 +294,7 @@ def free_port(address: str) -> int:
 # --- closing
 
 
-def close_with(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
+def close_on_exit(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
     """Close a resource when the exit stack ends, before the resources that were added earlier. The
     first failure of the block or of a resource is raised; later failures are logged."""
 

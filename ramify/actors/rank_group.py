@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from ramify import errors
-from ramify.actors.child_process import Process, end_when_done
+from ramify.actors.child_process import Process, wait_then_kill
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.rank_watch import (
     GRACE_S,
@@ -119,9 +119,11 @@ class RankGroup:
                 try:
                     first = _carried_out(self._own, verb, (*shared, *(each[0] if each else ())))
                 except Exception as error:  # noqa: BLE001 (another rank may be the cause)
-                    self._watch.lose(_describe(verb, error), rank=0, grace_s=GRACE_S)
+                    self._watch.raise_rank_lost(_describe(verb, error), rank=0, grace_s=GRACE_S)
                 self._pulse.waits = True
-                others = [self._watch.ended(connection) for connection in self.connections]
+                others = [
+                    self._watch.wait_for_result(connection) for connection in self.connections
+                ]
         _, kind = _types(self._own.__class__, verb)
         return _values([first, *(_received(each, kind) for each in others)])
 
@@ -135,7 +137,7 @@ class RankGroup:
         for connection in self.connections:
             with contextlib.suppress(OSError):
                 connection.talk.send(EndGroupRequest())
-        end_when_done(self.processes, GRACE_S)
+        wait_then_kill(self.processes, GRACE_S)
         for connection in self.connections:
             connection.talk.close()
             connection.watch.close()

@@ -155,7 +155,7 @@ class RankWatch:
         if self._reason:
             raise TrainError(self._reason)
 
-    def lose(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
+    def raise_rank_lost(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
         """Declare a rank lost, end all other ranks, and raise TrainError. If another rank turns out
         to be the cause within ``grace_s`` seconds, the error names that rank instead."""
         until = time.monotonic() + grace_s
@@ -167,7 +167,7 @@ class RankWatch:
         self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
         raise TrainError(self._reason)
 
-    def ended(self, link: RankConnection) -> RankMethodResult:
+    def wait_for_result(self, link: RankConnection) -> RankMethodResult:
         """Wait for a rank to finish the current method, and return its result. Raises TrainError if
         a rank is lost meanwhile."""
         while True:
@@ -178,10 +178,10 @@ class RankWatch:
             if self._inbox[link.rank]:
                 ended = self._inbox[link.rank].pop(0)
                 if ended.broke:
-                    self.lose(ended.broke, link.rank)
+                    self.raise_rank_lost(ended.broke, link.rank)
                 return ended
             if link.talk.is_ended:
-                self.lose("its process ended", link.rank, grace_s=GRACE_S)
+                self.raise_rank_lost("its process ended", link.rank, grace_s=GRACE_S)
 
     def _receive(self, link: RankConnection) -> None:
         with self._guard, contextlib.suppress(EOFError, OSError):

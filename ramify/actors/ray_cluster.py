@@ -259,7 +259,7 @@ def _own_handlers() -> Any:
             signal.signal(signal.SIGTERM, before)
 
 
-def check_version(version: str) -> None:
+def check_ramify_version(version: str) -> None:
     """Raise ConfigError if this process runs a different version of Ramify from the given one."""
     if version != __version__:
         raise ConfigError(
@@ -274,7 +274,7 @@ def check_nodes(version: str) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = imported()
-    check = ray.remote(check_version)
+    check = ray.remote(check_ramify_version)
     for node in ray.nodes():
         if not node["Alive"] or not node["Resources"].get("CPU"):
             continue

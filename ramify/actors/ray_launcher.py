@@ -110,7 +110,7 @@ class RayLauncher:
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
         ask = partial(self._ask_or_none, self._agents[index])
-        share = self._placement_slots[index].share(
+        share = self._placement_slots[index].gpus_for(
             member, self._gpus.get(member.role, 0.0), location["gpus"]
         )
         if share != location["gpus"]:
@@ -287,7 +287,7 @@ class RayLauncher:
         process is the first rank. Raises ConfigError if it has another one."""
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
-        slot_gpus = self._placement_slots[0].share(
+        slot_gpus = self._placement_slots[0].gpus_for(
             RoleInstanceId("trainer", 0), self._gpus.get("trainer", 0.0), self._locations[0]["gpus"]
         )
         own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
@@ -332,7 +332,7 @@ def check_bundles(
                 f"{sum(available):g}"
             )
     for pool, needs in all_needs:
-        if not any(needs.fits(node) for node in nodes):
+        if not any(needs.fits_in(node) for node in nodes):
             raise ConfigError(
                 f"placement: no node of {where} has room for a slot of pool '{pool or 'any'}', "
                 f"which needs {needs.gpus:g} GPUs, {needs.cpus:g} CPUs and {needs.memory_gb:g} GB; "

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ramify.errors import RamifyError
-from ramify.logging import ComponentLogger, in_outermost_run
+from ramify.logging import ComponentLogger, log_to_outermost_run
 
 LONGEST_PAUSE_S = 30.0
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class ProcessRestartLimiter:
         self._away: set[Name] = set()
         """Processes that are being restarted."""
 
-    def failed(
+    def record_loss(
         self,
         name: Name,
         why: str,
@@ -60,12 +60,12 @@ class ProcessRestartLimiter:
         or ``given_up``. ``event`` is the name of the record of a restart, and ``fields`` are added
         to the record.
         """
-        is_restarted = self.lost(name)
+        is_restarted = self.count_loss(name)
         if name in self._away:
             event, again = "restart_failed", "it is tried again"
         if is_restarted:
             self._away.add(name)
-        with in_outermost_run():
+        with log_to_outermost_run():
             self._log.warning(
                 event if is_restarted else f"{self._kind}_lost",
                 "; ".join(filter(None, (why, again if is_restarted else given_up))),
@@ -75,7 +75,7 @@ class ProcessRestartLimiter:
             )
         return is_restarted
 
-    def lost(self, name: Name) -> bool:
+    def count_loss(self, name: Name) -> bool:
         """Count the loss of a process, or a failed restart, without logging it. Returns True if the
         process should be restarted."""
         self._losses[name] += 1
@@ -102,7 +102,7 @@ class ProcessRestartLimiter:
         """Return how many times in a row a process was lost."""
         return self._losses[name]
 
-    def moved(self, name: Name, new_name: Name) -> None:
+    def transfer_losses(self, name: Name, new_name: Name) -> None:
         """Give the loss count of one process to the process that replaces it under a new name."""
         self._losses[new_name] = self._losses[name]
 
@@ -119,7 +119,7 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
         await asyncio.wait(tasks)
 
 
-async def until_started(
+async def retry_until_started(
     start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
 ) -> T | None:
     """Call ``start`` until it succeeds, and return its result. After each error, ``on_failure``

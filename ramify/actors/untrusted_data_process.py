@@ -36,7 +36,7 @@ _MEMORY_BYTES = 2 << 30
 _NUM_HELPERS = 2
 
 
-class HelperError(Exception):
+class HelperProcessDied(Exception):
     """Raised if a helper process exits or is killed before it has answered."""
 
 
@@ -44,8 +44,8 @@ async def in_helper(function: str, *data: bytes) -> bytes:
     """Call a function in a helper process and return its result. The function is named as
     ``module:name``; its arguments and its result are bytes.
 
-    Raises HelperError if the function exceeds the limits on CPU time and memory, and RuntimeError
-    if it raises an exception."""
+    Raises HelperProcessDied if the function exceeds the limits on CPU time and memory, and
+    RuntimeError if it raises an exception."""
     request = _HelperRequest([function.encode(), *data])
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), request.run)
@@ -67,9 +67,9 @@ class _HelperRequest:
         try:
             answered = self._answer() or self._answer()
         except TimeoutError:
-            raise HelperError(f"it was not done within {_ANSWER_S:g} s") from None
+            raise HelperProcessDied(f"it was not done within {_ANSWER_S:g} s") from None
         if answered is None:
-            raise HelperError("its helper process was killed twice")
+            raise HelperProcessDied("its helper process was killed twice")
         failed, answer = answered
         if failed:
             raise RuntimeError(answer.decode())
@@ -77,7 +77,8 @@ class _HelperRequest:
 
     def _answer(self) -> tuple[bytes, bytes] | None:
         """Send the request to a helper process. Returns None if someone else killed the helper, so
-        that another one can be asked. Raises HelperError if the request exceeded its limits."""
+        that another one can be asked. Raises HelperProcessDied if the request exceeded its
+        limits."""
         process = None
         try:
             with _helpers.one() as process:
@@ -94,7 +95,7 @@ class _HelperRequest:
             if is_killed and not self._is_cancelled:
                 return None
             limits = f"{CPU_S:g} s of CPU time or {_MEMORY_BYTES >> 30} GiB of memory"
-            raise HelperError(f"it takes more than {limits}") from None
+            raise HelperProcessDied(f"it takes more than {limits}") from None
 
     def cancel(self) -> None:
         with self._lock:

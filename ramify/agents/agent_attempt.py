@@ -57,7 +57,7 @@ class RunningAgent(Protocol):
     num_left: int
     """Number of processes that the agent left behind."""
 
-    def place(self) -> str:
+    def code_location(self) -> str:
         """Return where the agent's code is now, as the end of an error message (``, at agent.py:12
         (solve)``). Empty if that is unknown."""
         ...
@@ -95,16 +95,16 @@ class AgentAttempt:
         self._record: AgentRecord | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
 
-    async def conduct(self, conversations: RunModelClient) -> Any:
+    async def run(self, conversations: RunModelClient) -> Any:
         """Start the agent, wait for it to end, and return its answer. Raises RamifyError if it
         crashes, exceeds a limit, or never calls a model."""
-        endpoint = await conversations.shared(ModelEndpoint, ModelEndpoint)
+        endpoint = await conversations.shared_resource(ModelEndpoint, ModelEndpoint)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
         self._remove = weakref.finalize(self, remove_folder, folder)
         seat = AgentModelAccess(conversations, "")
         began = time.monotonic()
-        with endpoint.seat_key(seat) as key:
+        with endpoint.temporary_seat_key(seat) as key:
             job = self._job(endpoint, key, folder)
             try:
                 agent = await self._start(job)
@@ -113,7 +113,7 @@ class AgentAttempt:
             outcome, place = AgentOutcome.CANCELLED, ""
             try:
                 outcome = await self._outcome(agent, seat)
-                place = agent.place()
+                place = agent.code_location()
             finally:
                 await _ended(agent)
                 self._record = AgentRecord(
@@ -134,7 +134,7 @@ class AgentAttempt:
         answer = agent.answer
         return answer.replace(key, MARK) if isinstance(answer, str) else answer
 
-    def record(self, answer: Any) -> Mapping[str, Any]:
+    def trajectory_metadata(self, answer: Any) -> Mapping[str, Any]:
         """Return the metadata to store with the rollout's trajectory, which tells how the agent
         ended. Call this once, after the rollout."""
         is_scored = self._record is not None and self._record.folder

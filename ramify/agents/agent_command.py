@@ -235,7 +235,7 @@ class AgentProcess:
         errors.begin(self._loop)
         self._loop.add_reader(child, self._look)
 
-    def place(self) -> str:
+    def code_location(self) -> str:
         """Return an empty text, because the line that another process is running is unknown."""
         return ""
 

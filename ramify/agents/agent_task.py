@@ -43,7 +43,7 @@ from ramify.agents.agent_result import AgentRecord, AgentRun
 from ramify.agents.agent_rollout_inputs import AgentJob, remove_folder
 from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
-from ramify.plugins import is_reference, load_object, place_of
+from ramify.plugins import import_location, is_reference, load_object
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     DATA_SUFFIXES,
@@ -178,7 +178,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             scores_crashes=self.scores_crashes,
         )
         attempt = AgentAttempt(f"task '{self.name}', item {item.id}", item, self._start, limits)
-        return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
+        return TaskStart(conduct=attempt.run, on_end=attempt.trajectory_metadata)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         found = trajectory.metadata.get(AGENT_RECORD)
@@ -303,7 +303,7 @@ def _named(value: Any) -> Any:
     if value.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         return f"{Path(file).absolute()}:{value.__qualname__}" if file else value
-    return place_of(value) or value  # type: ignore[arg-type]
+    return import_location(value) or value  # type: ignore[arg-type]
 
 
 def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:

@@ -57,7 +57,7 @@ class AgentFunctionRun:
 
             self._thread = StoppableThread(lambda: _called(function, job), "ramify agent", end)
 
-    def place(self) -> str:
+    def code_location(self) -> str:
         """Return the line that the function is running, as the end of an error message (``, at
         agent.py:12 (solve)``). Empty if that is unknown."""
         return self._thread.place() if self._thread is not None else ""

@@ -25,15 +25,15 @@ from ramify.cli.parser import (
     CliOptionSpec,
     ExitCode,
     UsageError,
-    epilog,
+    exit_codes_epilog,
     parse_size,
 )
 from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models, unknown_variables
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, write
+from ramify.cli.terminal_text import StderrMessageWriter, write_stderr
 from ramify.errors import ConfigError
-from ramify.logging import collect_warnings
+from ramify.logging import hold_warnings_for_run
 
 if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
@@ -231,8 +231,8 @@ def ask(
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
-    collect_warnings()
-    notes = open_notes(settings, KINDS)
+    hold_warnings_for_run()
+    notes = make_message_writer(settings, KINDS)
     form = form_of(settings.get("progress"), notes)
     if resume is not None:
         from ramify.cli.ask_runner import run_again
@@ -254,7 +254,7 @@ def ask(
         raise UsageError("no question: ramify ask QUESTION PATH…")
     _refuse_a_path(words[0], words[1:])
     if not settings.get("model"):
-        write(NO_MODEL)
+        write_stderr(NO_MODEL)
         return ExitCode.USAGE
     if mode in NOT_OF_MODE:
         settings = {n: value for n, value in settings.items() if n not in NOT_OF_MODE[mode]}
@@ -297,14 +297,14 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def open_notes(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
+def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
     """Create the writer of a command's messages to stderr. It also receives the warnings of this
     process.
 
     The first messages warn about environment variables that look like a setting listed in ``kinds``
     but are not one."""
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
+    notes.capture_warnings()
     for line in unknown_variables(kinds):
         notes.warning(line)
     return notes
@@ -322,14 +322,14 @@ def prompt(
     to a model."""
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.take_warnings()
+    notes.capture_warnings()
     if not words[0].strip():
         raise UsageError("no question: ramify prompt QUESTION PATH…")
     if tokens and tokenizer is None:
         raise UsageError("--tokens needs a tokenizer: give --tokenizer FOLDER too")
     _refuse_a_path(words[0], words[1:])
     if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", "ramify prompt"))
+        write_stderr(NO_MODEL.replace("ramify ask", "ramify prompt"))
         return ExitCode.USAGE
     return show_prompt(
         words,
@@ -445,7 +445,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     The sandbox server starts in its own process. A thread reads the certificate authorities, which
     mostly releases Python's lock.
     """
-    from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
+    from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_name
     from ramify.sandbox.launch import launch
 
     if spec is not None:
@@ -455,7 +455,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
         provider, is_plain = named.provider, (named.base_url or "").startswith("http:")
     else:
         provider = split_name(model)[0]
-        is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
+        is_plain = provider in PROVIDERS and resolve_endpoint(model).url.startswith("http:")
     if provider not in ("scripted", "offline", IN_PROCESS) and not is_plain:
         import threading
 
@@ -533,9 +533,9 @@ def make_rlm(
     given = (settings["model"], *(settings.get("sub_model") or ()))
     for name in given:
         if is_in_process(name):
-            from ramify.inference.local import check_local_model
+            from ramify.inference.local import check_local_model_available
 
-            check_local_model(name)
+            check_local_model_available(name)
     model, *sub_models = (named.get(name, name) for name in given)
     limits = Limits(**{**card_of(model).limits, **limit_fields(settings)})
     scaffold = read_scaffold(settings.get("scaffold"), getattr(model, "name", model))
@@ -615,14 +615,14 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
     return open_store()
 
 
-def open_folder(settings: dict[str, Any], command: str) -> Store | None:
+def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
     """Open the store of runs for a command that keeps further files in the store's folder. Returns
     None if the settings turn the store off. Raises ConfigError if the store is not a folder."""
     if settings.get("store") is False:
         return None
-    from ramify.store.stores import folder_store
+    from ramify.store.stores import require_folder_store
 
-    return folder_store(command)
+    return require_folder_store(command)
 
 
 def load_sources(
@@ -646,7 +646,7 @@ def load_sources(
         strict=bool(settings.get("strict")),
         allow_private=bool(settings.get("allow_private")),
     )
-    from ramify.cli.source_table import source_table
+    from ramify.cli.loaded_sources_summary import source_table
 
     for line in source_table(loaded):
         notes.say(line)
@@ -789,7 +789,7 @@ file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     "QUESTION PATH…",
     max_words=None,
     options=(*SETTINGS, *OF_ONE_QUESTION),
-    epilog=epilog(),
+    epilog=exit_codes_epilog(),
 )
 _PROMPT = CliCommandSpec(
     "prompt",

@@ -24,16 +24,16 @@ from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
-from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline, on_signal
-from ramify.cli.terminal_text import StderrMessageWriter, error_line, one_line, seconds
+from ramify.cli.stop_signals import add_signal_handler, run_deadline_watchdog
+from ramify.cli.terminal_text import StderrMessageWriter, one_line, print_error, seconds
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.question import RunOptions
-from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
 from ramify.types.ending import ending
-from ramify.types.event import AnyEvent, mode_of
+from ramify.types.event import AnyEvent, mode_and_reason
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -88,7 +88,7 @@ def run_again(
     from ramify.engine import rerun
 
     notes = screen.notes
-    store, recorded = resume.find(run)
+    store, recorded = resume.load_recorded_run(run)
     started = recorded.questions[-1]
     now = msgspec.structs.replace(rerun.recorded_limits(recorded), **limits)
     is_over = recorded.ended is not None and not rerun.is_raised(recorded, now) and fork is None
@@ -114,10 +114,10 @@ def run_again(
             has_schema,
         )
     if is_over:
-        how = f"; {remedy}" if (remedy := rerun.remedy(recorded)) else ""
+        how = f"; {remedy}" if (remedy := rerun.limit_hint(recorded)) else ""
         notes.say(f"run {started.id} has already ended; this is its answer{how}")
         result = asyncio.run(rlm.aresume(run))
-        screen.clear()
+        screen.close_live_view()
         return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"continuing run {started.id}: {terminal_text.one_line(started.question)}")
     return _finish(
@@ -140,12 +140,12 @@ def _finish(
     gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
-        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}", screen.clear):
+        with run_deadline_watchdog("ramify ask --resume {run}", screen.close_live_view):
             result = asyncio.run(_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")
         return interrupts.code
-    screen.clear()
+    screen.close_live_view()
     return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
 
 
@@ -180,8 +180,8 @@ class RunInterrupts:
     @contextlib.contextmanager
     def caught(self, running: RunHandle) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        on_signal(signal.SIGINT, lambda: self._interrupted(running))
-        on_signal(signal.SIGTERM, lambda: self._terminated(running))
+        add_signal_handler(signal.SIGINT, lambda: self._interrupted(running))
+        add_signal_handler(signal.SIGTERM, lambda: self._terminated(running))
         try:
             yield
         finally:
@@ -222,14 +222,14 @@ def _print(
     except OSError as error:  # a full disk: the answer was paid for, and is in the store
         terminal_text.give_up_stdout()
         kept = f"; read it with: ramify show {run_id}" if run_id else ""
-        error_line(f"the answer cannot be written to stdout: {error.strerror}{kept}")
+        print_error(f"the answer cannot be written to stdout: {error.strerror}{kept}")
         is_written = False
     if code is ExitCode.SUSPENDED:
         took = seconds(result.trajectory.seconds)
         how = f"; continue with: ramify ask --resume {run_id}" if run_id else ""
-        error_line(f"suspended after {took}: {result.error}{how}")
+        print_error(f"suspended after {took}: {result.error}{how}")
     elif result.answer is None or code is ExitCode.ERROR:
-        error_line(_why(result))
+        print_error(_why(result))
         if result.partial:
             notes.say(f"its last message: {one_line(result.partial)}")
     elif result.error:
@@ -257,7 +257,7 @@ def _why(result: Result) -> str:
 def _print_json(result: Result, run_id: str | None) -> None:
     """Print the result of a run as the JSON object that ``docs/cli.md`` describes. It always has
     all fields, in the same order."""
-    mode, why = mode_of(result.trajectory.metadata)
+    mode, why = mode_and_reason(result.trajectory.metadata)
     fields = {
         "answer": jsonable(result.answer),
         "stop": result.stop,
@@ -303,11 +303,11 @@ def format_run_summary(
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
     is_plan = bool(trajectory.calls) and trajectory.root.kind == "strategy"
-    num_turns = "" if is_plan else f"{terminal_text.many(turns, 'turn')}, "
+    num_turns = "" if is_plan else f"{terminal_text.pluralize(turns, 'turn')}, "
     parts = [
         str(trajectory.stop or unfinished),
-        f"{num_turns}{terminal_text.many(usage.calls, 'request')}",
-        f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
+        f"{num_turns}{terminal_text.pluralize(usage.calls, 'request')}",
+        f"{bound}{terminal_text.format_count(usage.total_tokens)} tokens",
         bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
         terminal_text.seconds(trajectory.seconds),
         *([f"run {run_id}"] if run_id else []),

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.ask import KINDS, SETTINGS, make_rlm, open_notes, sandbox_spec
+from ramify.cli.ask import KINDS, SETTINGS, make_message_writer, make_rlm, sandbox_spec
 from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill, folder_store, named_models
+from ramify.cli.settings import fill, named_models, open_configured_folder_store
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import dollars, json_line, many
+from ramify.cli.terminal_text import dollars, json_line, pluralize
 from ramify.errors import ConfigError, UnknownRun
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run(
     from ramify.plans.calibration import TOLERANCE
 
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KEPT}
-    notes = open_notes(settings, KINDS)
+    notes = make_message_writer(settings, KINDS)
     if bool(words) == (resume is not None):
         if not words:
             raise UsageError("no model: ramify calibrate MODEL, such as openai:gpt-5-mini")
@@ -137,8 +137,9 @@ class _Curve:
         sizes = sorted({size_of(cell) for cell in plan.cells})
         per_size = sum(cell.plan.items for cell in plan.cells) // len(sizes)
         self._notes.say(
-            f"calibrate {plan.first.model}: {', '.join(f'{size:,}' for size in sizes)} tokens, "
-            f"{many(per_size, 'question')} each, one call for each question"
+            f"calibrate {plan.first_plan.model}: "
+            f"{', '.join(f'{size:,}' for size in sizes)} tokens, "
+            f"{pluralize(per_size, 'question')} each, one call for each question"
             + ("" if likely is None else f", about {dollars(likely)} in all")
         )
 
@@ -155,12 +156,12 @@ class _Curve:
         if not points:
             return
         missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
-        model = plan.first.model
+        model = plan.first_plan.model
         name = named_models()[model].name if model in named_models() else model
         found = PartSizeCalibration(name, date_of(plan), points, self._tolerance)
         path = None
         if not missing:
-            path = store_calibration(found, folder_store("ramify calibrate").root)
+            path = store_calibration(found, open_configured_folder_store("ramify calibrate").root)
         if self._svg is not None:
             image = Path(self._svg).expanduser()
             try:
@@ -176,11 +177,12 @@ class _Curve:
             print("\n".join(curve_lines(found)))
         if path is None:
             self._notes.warning(
-                f"not stored: {many(missing, 'question')} failed without a score; ask them again "
+                f"not stored: {pluralize(missing, 'question')} failed without a score; "
+                "ask them again "
                 f"with: ramify calibrate --resume {plan.id}"
             )
         else:
-            self._notes.say(f"stored in {path}; plans with {found.model} use {found.note}")
+            self._notes.say(f"stored in {path}; plans with {found.model} use {found.size_note}")
 
 
 def _plan(
@@ -196,7 +198,7 @@ def _plan(
         QUESTIONS,
         likely_dollars,
         sizes_for,
-        text_tokens,
+        to_text_tokens,
     )
     from ramify.evaluate.matrix import MatrixAxes, MatrixTasks, plan_of
     from ramify.evaluate.run import EvaluationPlan
@@ -207,14 +209,14 @@ def _plan(
     room = asyncio.run(room_of(rlm))
     chosen = sizes_for(room) if sizes is None else _sizes(sizes)
     for size in chosen:
-        if not room.fits(text_tokens(size)):
+        if not room.fits(to_text_tokens(size)):
             raise UsageError(
                 f"a leaf of {size:,} tokens does not fit the window of {model} "
                 f"({room.window:,} tokens, of which {room.reply:,} are for the reply)"
             )
     axes = MatrixAxes(
         suites=tuple(QUESTIONS),
-        lengths=tuple(map(text_tokens, chosen)),
+        lengths=tuple(map(to_text_tokens, chosen)),
         models=(model,),
         modes=("direct",),
         base=EvaluationPlan(
@@ -232,12 +234,12 @@ def _plan(
 def _sizes(text: str) -> list[int]:
     """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000]. Returns
     numbers of tokens in ascending order. Raises UsageError for anything else."""
-    from ramify.evaluate.leaf_size_accuracy_curve import text_tokens
+    from ramify.evaluate.leaf_size_accuracy_curve import to_text_tokens
 
     found = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         number, thousand = (word[:-1], 1_000) if word[-1:] in "kK" else (word, 1)
-        if not number.isdecimal() or text_tokens(int(number) * thousand) < _MIN_TEXT:
+        if not number.isdecimal() or to_text_tokens(int(number) * thousand) < _MIN_TEXT:
             raise UsageError(f"--sizes {text}: '{word}' is not a number of tokens from 1,334 up")
         found.append(int(number) * thousand)
     if len(set(found)) < max(1, len(found)):
@@ -251,7 +253,7 @@ def _recorded(id: str) -> MatrixPlan:
     from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
     from ramify.evaluate.matrix import EvaluationMatrixStore
 
-    plan = EvaluationMatrixStore(folder_store("ramify calibrate").root).find(id)
+    plan = EvaluationMatrixStore(open_configured_folder_store("ramify calibrate").root).find(id)
     if plan is None:
         raise UnknownRun(f"no calibration is called {id!r}: ramify calibrate prints its id")
     if not is_calibration(plan):

@@ -21,18 +21,18 @@ from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
     check_prices,
+    make_message_writer,
     make_rlm,
     mcp_tools,
-    open_notes,
     sandbox_spec,
 )
 from ramify.cli.eval import OUTPUT_SETTINGS, check_task, open_task, task_option
-from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
-from ramify.cli.terminal_text import dollars, error_line, json_line, many
+from ramify.cli.stop_signals import run_deadline_watchdog
+from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ _SHARES = 8
 """Default maximum cost of one demonstration, as a multiple of its equal share of the budget."""
 
 
-def demos(
+def collect_demonstrations(
     words: list[str],
     num: int | None,
     out: str | None,
@@ -89,7 +89,7 @@ def demos(
     **given: Any,
 ) -> int:
     settings = fill(given, _KINDS)
-    notes = open_notes(settings, _KINDS)
+    notes = make_message_writer(settings, _KINDS)
     if not words or not out or not settings.get("model"):
         missing = "a task" if not words else "--out" if not out else "--model"
         raise UsageError(
@@ -113,7 +113,7 @@ def demos(
         if validate is not False:
             check_task(task, plan, notes)
         if (num_items := len(task.splits["train"])) < plan.items and num is not None:
-            notes.warning(f"--num {num}: the training split has {many(num_items, 'item')}")
+            notes.warning(f"--num {num}: the training split has {pluralize(num_items, 'item')}")
         return _Demonstrations(settings, screen, plan, task, concurrency).run(
             Path(out).expanduser(),
             max_cost,
@@ -150,7 +150,7 @@ def _plan(
         name: value for name, value in settings.items() if name not in (*OUTPUT_SETTINGS, "model")
     }
     if recorded.get("mcp"):
-        from ramify.engine.mcp_tools import recorded as recorded_server
+        from ramify.engine.mcp_tools import redacted_server as recorded_server
 
         recorded["mcp"] = [recorded_server(server) for server in recorded["mcp"]]
     return EvaluationPlan(
@@ -190,7 +190,7 @@ class _Demonstrations:
         from ramify.store.store import Store
 
         store = Store(out)
-        record = EvaluationStore(store.root).continued(self._plan)
+        record = EvaluationStore(store.root).reopen_or_create(self._plan)
         spent = sum(each.cost or 0.0 for each in read_evaluation(record.path).outcomes)
         budget = None
         if max_cost is not None:
@@ -198,7 +198,7 @@ class _Demonstrations:
             share = min(5.0, _SHARES * max_cost / num)
             budget = CostBudget(max_cost, share if max_run_cost is None else max_run_cost, spent)
         try:
-            with evaluation_log(record.path, f"{self._plan.model} on {self._plan.task}"):
+            with write_evaluation_log(record.path, f"{self._plan.model} on {self._plan.task}"):
                 made = self._made(store, record, budget)
         finally:
             record.close()
@@ -235,7 +235,7 @@ class _Demonstrations:
                 budget=budget,
             )
             try:
-                with ends_if_loop_blocked_past_deadline("the same command", self._screen.clear):
+                with run_deadline_watchdog("the same command", self._screen.close_live_view):
                     return asyncio.run(making)
             except KeyboardInterrupt:
                 self._screen.notes.say(
@@ -251,7 +251,7 @@ class _Demonstrations:
         spent_before: float,
         min_reward: float,
     ) -> ExitCode:
-        self._screen.clear()
+        self._screen.close_live_view()
         outcomes = made.outcomes
         num = min(self._plan.items, len(self._task.splits["train"])) * self._plan.attempts
         failed = [each for each in outcomes if each.reward is None]
@@ -276,7 +276,7 @@ class _Demonstrations:
         else:
             cost = f", {dollars(spent)}" if spent else ""
             print(
-                f"{many(len(outcomes), 'demonstration')} of {num:,} in {out}: {good:,} with a "
+                f"{pluralize(len(outcomes), 'demonstration')} of {num:,} in {out}: {good:,} with a "
                 f"reward of at least {min_reward:g}, {len(failed):,} failed{cost}"
             )
             rewards = [each.reward for each in outcomes if each.reward is not None]
@@ -291,14 +291,14 @@ class _Demonstrations:
                     "another model, or lower --min-reward"
                 )
         if budget is not None and budget.is_used_up:
-            error_line(
+            print_error(
                 f"{dollars(budget.spent)} of {dollars(budget.limit)} have been spent "
                 f"({dollars(spent_before)} of it earlier); the same command with a higher "
                 "--max-cost continues"
             )
             return ExitCode.CUT_SHORT
         if failed and len(failed) == len(outcomes):
-            error_line(f"all {len(failed):,} attempts failed, the first with: {failed[0].error}")
+            print_error(f"all {len(failed):,} attempts failed, the first with: {failed[0].error}")
             return ExitCode.ERROR
         return ExitCode.ANSWERED
 
@@ -312,7 +312,7 @@ ramify view FOLDER. TASK and OPTION=VALUE are as in ramify eval.
 
 Repeating the command continues where it stopped; finished attempts are not repeated. --max-cost
 limits the cost of all demonstrations, including those of earlier commands.""",
-    demos,
+    collect_demonstrations,
     "TASK OPTION=VALUE…",
     max_words=None,
     options=(*_OPTIONS, *_SETTINGS),

@@ -28,22 +28,28 @@ from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
     check_prices,
+    make_message_writer,
     make_rlm,
     mcp_tools,
-    open_folder,
-    open_notes,
+    open_folder_store,
     read_instructions,
     read_scaffold,
     sandbox_spec,
 )
 from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
-from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
+from ramify.cli.stop_signals import run_deadline_watchdog
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, error_line, json_line, many, write
+from ramify.cli.terminal_text import (
+    StderrMessageWriter,
+    json_line,
+    pluralize,
+    print_error,
+    write_stderr,
+)
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -177,11 +183,11 @@ def evaluate(
     if resume is not None:
         _refuse_settings(words, {**plan_options, **axes, "with": systems, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
-    notes = open_notes(settings, KINDS)
+    notes = make_message_writer(settings, KINDS)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not (models or settings.get("model")):
-        write(NO_MODEL.replace("ramify ask", "ramify eval"))
+        write_stderr(NO_MODEL.replace("ramify ask", "ramify eval"))
         return ExitCode.USAGE
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
@@ -217,7 +223,7 @@ def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
     if the id belongs to a single evaluation."""
     from ramify.evaluate.matrix import EvaluationMatrixStore
 
-    store = open_folder(settings, "ramify eval")
+    store = open_folder_store(settings, "ramify eval")
     return None if store is None else EvaluationMatrixStore(store.root).find(id)
 
 
@@ -301,7 +307,7 @@ class _Command:
         self._k = k
         self._against = against
         self._concurrency = concurrency
-        self._store = open_folder(settings, "ramify eval")
+        self._store = open_folder_store(settings, "ramify eval")
         self._trackers: RunTrackers | None = None
         if track:
             from ramify.train.trackers.base import RunTrackers
@@ -324,7 +330,7 @@ class _Command:
             check_k(self._k, plan.attempts)
         task = open_task(plan)
         if record is None:
-            plan = with_split(plan, task, plan_options["split"])
+            plan = plan_with_split(plan, task, plan_options["split"])
         if other is not None:
             check_same_items(plan, other.plan)
         if resume is None and plan_options["validate"] is not False:
@@ -334,7 +340,7 @@ class _Command:
         try:
             what = f"{plan.model} on {plan.task}"
             path = None if record is None else record.path
-            with evaluation_log(path, what), self._tracked(plan, record, resume is not None):
+            with write_evaluation_log(path, what), self._tracked(plan, record, resume is not None):
                 return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:
@@ -415,13 +421,13 @@ class _Command:
     ) -> ExitCode:
         command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
-            with ends_if_loop_blocked_past_deadline(command, self._screen.clear):
+            with run_deadline_watchdog(command, self._screen.close_live_view):
                 evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
             hint = f"; continue with: {command}" if command else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
             return ExitCode.STOPPED
-        self._screen.clear()
+        self._screen.close_live_view()
         return self._shown(evaluation, record, other)
 
     def _shown(
@@ -430,7 +436,7 @@ class _Command:
         record: EvaluationFileWriter | None,
         other: EvaluationResult | None,
     ) -> ExitCode:
-        from ramify.evaluate.evaluation_report import difference, flips, report, table
+        from ramify.evaluate.evaluation_report import difference, flipped_items, report, table
 
         figures = report(evaluation, k=self._k)
         is_judged = figures.failed < figures.attempts
@@ -452,9 +458,11 @@ class _Command:
                 figure, num = against
                 print(
                     f"average minus that of {self._against}: {figure.value:+.3f} "
-                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {many(num, 'item')}"
+                    f"[{figure.low:+.3f} {figure.high:+.3f}] over {pluralize(num, 'item')}"
                 )
-                flipped = Counter(flips(evaluation, other).values()) if other is not None else {}
+                flipped = (
+                    Counter(flipped_items(evaluation, other).values()) if other is not None else {}
+                )
                 if flipped:
                     print(f"{flipped['better']:,} of them got better, {flipped['worse']:,} worse")
             if id is not None:
@@ -462,12 +470,12 @@ class _Command:
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in evaluation.outcomes)
         if num and id is not None:
             self._notes.say(
-                f"ramify: {many(num, 'attempt')} suspended and left out; continue with: "
+                f"ramify: {pluralize(num, 'attempt')} suspended and left out; continue with: "
                 f"ramify eval --resume {id}"
             )
         if is_judged:
             return ExitCode.ANSWERED
-        error_line(
+        print_error(
             f"no attempt was scored: all {figures.attempts:,} failed, the first with: "
             f"{figures.first_error}"
         )
@@ -526,9 +534,9 @@ def _plan_of(
     # Written out because plans of older versions lack it and used direct calls.
     kept.setdefault("direct", False)
     if kept.get("mcp"):
-        from ramify.engine.mcp_tools import recorded
+        from ramify.engine.mcp_tools import redacted_server
 
-        kept["mcp"] = [recorded(server) for server in kept["mcp"]]
+        kept["mcp"] = [redacted_server(server) for server in kept["mcp"]]
     return EvaluationPlan(
         model=settings["model"],
         task=task,
@@ -547,12 +555,12 @@ def open_task(plan: EvaluationPlan) -> Task:
     return task_of(plan.task, **plan.options)
 
 
-def with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
+def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
     """Return a copy of an evaluation plan with the split that ``--split`` names. Without that
     option, the task chooses its split."""
-    from ramify.evaluate.run import split_of
+    from ramify.evaluate.run import choose_split
 
-    return msgspec.structs.replace(plan, split=split_of(task, given))
+    return msgspec.structs.replace(plan, split=choose_split(task, given))
 
 
 def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder, sandbox_spec
-from ramify.cli.eval_metering_endpoints import MatrixMeters, check_comparable, open_meters
-from ramify.cli.evaluation_progress import EvaluationProgressReporter, evaluation_log
+from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder_store, sandbox_spec
+from ramify.cli.eval_metering_endpoints import MatrixMeters, check_settings_comparable, open_meters
+from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline
-from ramify.cli.terminal_text import dollars, error_line, json_line, many
+from ramify.cli.stop_signals import run_deadline_watchdog
+from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -83,7 +83,7 @@ class MatrixCommand:
         self._screen = screen
         self._notes = screen.notes
         self._options = options
-        self._store = open_folder(settings, options.command)
+        self._store = open_folder_store(settings, options.command)
         if options.html is not None and not Path(options.html).expanduser().parent.is_dir():
             raise UsageError(f"--html {options.html}: its folder does not exist")
         self._rlms: dict[bytes, RLM] = {}
@@ -126,7 +126,7 @@ class MatrixCommand:
         from ramify.evaluate.matrix import MatrixTasks
 
         if self._options.k is not None:
-            check_k(self._options.k, plan.first.attempts)
+            check_k(self._options.k, plan.first_plan.attempts)
         sys.path[:0] = [""] * ("" not in sys.path)
         return self._run(plan, MatrixTasks(), is_new=False)
 
@@ -134,21 +134,21 @@ class MatrixCommand:
         from ramify.evaluate.matrix import EvaluationMatrixStore
 
         for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
-            settings = {**plan.first.settings, "model": model}
+            settings = {**plan.first_plan.settings, "model": model}
             check_prices(settings, settings.get("max_cost"))
         if plan.has_systems:
-            check_comparable(plan.first.settings)
+            check_settings_comparable(plan.first_plan.settings)
         records = None if self._store is None else EvaluationMatrixStore(self._store.root)
         with contextlib.ExitStack() as stack:
             opened: dict[str, EvaluationFileWriter] = {}
             if records is not None and not is_new:
                 opened = {
-                    cell.record: stack.enter_context(contextlib.closing(records.record(cell)))
+                    cell.record: stack.enter_context(contextlib.closing(records.open_record(cell)))
                     for cell in plan.cells
-                    if not self._options.is_dry_run or records.has(cell)
+                    if not self._options.is_dry_run or records.has_record(cell)
                 }
             # The plan's copy of the servers lacks the values of environment variables.
-            servers = self._settings.get("mcp") or plan.first.settings.get("mcp")
+            servers = self._settings.get("mcp") or plan.first_plan.settings.get("mcp")
             tools = stack.enter_context(mcp_tools({"mcp": servers}))
             progress: list[EvaluationProgressReporter] = []
 
@@ -160,11 +160,11 @@ class MatrixCommand:
                     records.create(plan)
                     for cell in plan.cells:
                         opened[cell.record] = stack.enter_context(
-                            contextlib.closing(records.record(cell))
+                            contextlib.closing(records.open_record(cell))
                         )
                 path = None if records is None else records.path(plan.id)
                 with (
-                    evaluation_log(path, f"the matrix {plan.id}"),
+                    write_evaluation_log(path, f"the matrix {plan.id}"),
                     self._progress(plan, opened) as shown,
                 ):
                     progress.append(shown)
@@ -175,7 +175,7 @@ class MatrixCommand:
 
             command = "" if records is None else self._continuation(plan)
             try:
-                with ends_if_loop_blocked_past_deadline(command, self._screen.clear):
+                with run_deadline_watchdog(command, self._screen.close_live_view):
                     evaluations = asyncio.run(whole())
             except _NotConfirmed:
                 return ExitCode.ANSWERED
@@ -184,7 +184,7 @@ class MatrixCommand:
                 num = progress[0].done if progress else 0
                 self._notes.say(f"ramify: stopped after {num:,} attempts{hint}")
                 return ExitCode.STOPPED
-            self._screen.clear()
+            self._screen.close_live_view()
             return self._shown(plan, evaluations, is_stored=records is not None)
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
@@ -222,7 +222,7 @@ class MatrixCommand:
             record = opened.get(cell.record)
             made = len(record.outcomes) if record is not None else 0
             left[cell.record] = max(0, cell.plan.items * cell.plan.attempts - made)
-        limit = plan.first.settings.get("max_cost") or DEFAULT_MAX_COST
+        limit = plan.first_plan.settings.get("max_cost") or DEFAULT_MAX_COST
         found = estimate(plan, rooms, limit, left)
         shown = _in_words(found)
         if self._options.is_dry_run:
@@ -270,7 +270,7 @@ class MatrixCommand:
             key = id(rlm), cell.mode
             if key not in makes:
                 runs = attempts_of(cell.plan, rlm)
-                makes[key] = on_ray or meters.maker(cell, rlm, runs)
+                makes[key] = on_ray or meters.attempt_maker(cell, rlm, runs)
             yield EvaluationSetup(
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
             )
@@ -283,7 +283,7 @@ class MatrixCommand:
         if tools:
             raise UsageError("--mcp has no effect on other machines: remove --placement ray")
         return RayAttemptMaker(
-            attempts_in_worker,
+            worker_attempt_maker,
             None if self._store is None else self._store.root,
             concurrency=self._options.concurrency,
             workers=self._options.workers,
@@ -302,9 +302,9 @@ class MatrixCommand:
             return self._ended(plan, evaluations, is_stored=is_stored)
         found = matrix_report(plan, outcomes, k=self._options.k)
         if self._options.html is not None:
-            from ramify.viewer.matrices import matrix_file
+            from ramify.viewer.matrices import matrix_html
 
-            self._write(Path(self._options.html).expanduser(), matrix_file(found, outcomes))
+            self._write(Path(self._options.html).expanduser(), matrix_html(found, outcomes))
         if self._json:
             for row in _rows(found):
                 print(json_line(row))
@@ -325,13 +325,13 @@ class MatrixCommand:
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
         if num and is_stored:
             self._notes.say(
-                f"ramify: {many(num, 'attempt')} suspended and left out; continue with: "
+                f"ramify: {pluralize(num, 'attempt')} suspended and left out; continue with: "
                 f"{self._continuation(plan)}"
             )
         if any(outcome.reward is not None for outcome in everything):
             return ExitCode.ANSWERED
         first = next((outcome.error for outcome in everything if outcome.error), "")
-        error_line(
+        print_error(
             f"no attempt was scored: all {len(everything):,} failed, the first with: {first}"
         )
         return ExitCode.SUSPENDED if num and is_stored else ExitCode.ERROR
@@ -385,7 +385,7 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     return RlmAttemptMaker(rlm, sampling, mode)
 
 
-def attempts_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
+def worker_attempt_maker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
     """Return the object that makes the attempts of one cell (combination) of a matrix in a worker
     process. The RLM is created in that process, with the API keys of its environment."""
     settings = _settings_of(plan)
@@ -414,4 +414,4 @@ def _in_words(found: MatrixEstimate) -> str:
         if found.max_cost is None
         else f"at most {dollars(found.max_cost)}"
     )
-    return f"{many(found.attempts, 'attempt')}{unfit}; {cost}"
+    return f"{pluralize(found.attempts, 'attempt')}{unfit}; {cost}"

@@ -34,7 +34,7 @@ _NOT_METERED = {
 """Setting that only our runs have -> why it cannot be compared."""
 
 
-def check_comparable(settings: Mapping[str, Any]) -> None:
+def check_settings_comparable(settings: Mapping[str, Any]) -> None:
     """Raise UsageError for a setting that only Ramify's own runs support, and that would make the
     comparison with other systems unfair."""
     for name, why in _NOT_METERED.items():
@@ -49,7 +49,7 @@ class MatrixMeters:
     def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
         self._meters = meters
 
-    def maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
+    def attempt_maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
         """Return the object that makes the attempts of one cell (combination) of the matrix, by an
         external system or by Ramify. If external systems take part, every attempt is metered and
         has the same budget."""
@@ -98,6 +98,6 @@ def _budget_of(rlm: RLM, meter: MeteringProxy) -> ModelAccessBudget:
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import ModelAccessBudget
 
-    limits, is_priced = rlm.limits, meter.client.price is not None
+    limits, is_priced = rlm.limits, meter.upstream_client.price is not None
     dollars = limits.max_cost or DEFAULT_MAX_COST
     return ModelAccessBudget(limits.max_calls, limits.max_tokens, dollars if is_priced else None)

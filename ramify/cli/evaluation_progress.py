@@ -26,14 +26,14 @@ _log = ComponentLogger("evaluate")
 
 
 @contextlib.contextmanager
-def evaluation_log(path: Path | None, what: str) -> Iterator[None]:
+def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
     """Write log records during the block to ``ID.log``, beside the results in ``path``. ``what``
     names what is evaluated. Without a path, no log is written."""
     if path is None:
         yield
         return
     with run_log(path.with_suffix(".log"), path.stem) as log:
-        log.begin()
+        log.release_held_records()
         _log.info("run_started", f"evaluating {what}")
         yield
         _log.info("run_ended", "the results are recorded")
@@ -75,7 +75,7 @@ class EvaluationProgressReporter:
             self._notes.say(
                 f"{outcome.item} attempt {outcome.attempt}: {score} {outcome.run}".rstrip()
             )
-        self._screen.event(
+        self._screen.write_json_event(
             "attempt",
             item=outcome.item,
             attempt=outcome.attempt,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.parser import CliOptionSpec, UsageError
-from ramify.cli.terminal_text import write
+from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,6 +104,6 @@ def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
     """Print a server's address and, if a key was generated for this start, that key."""
     where = f" on the Unix socket {address.socket}" if address.socket is not None else ""
     stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
-    write(f"{name} at {url}{where} ({stop} to stop)")
+    write_stderr(f"{name} at {url}{where} ({stop} to stop)")
     if new_key:
-        write(f"key: {new_key} (send it as a bearer; {SERVE_KEY} sets another)")
+        write_stderr(f"key: {new_key} (send it as a bearer; {SERVE_KEY} sets another)")

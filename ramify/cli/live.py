@@ -26,12 +26,18 @@ from rich.text import Text
 
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
-from ramify.cli.terminal_text import count, dollars, one_line, seconds, ticking
+from ramify.cli.terminal_text import (
+    dollars,
+    format_count,
+    format_growing_duration,
+    one_line,
+    seconds,
+)
 from ramify.clients.rate_limited_requests import RETRYING
 from ramify.engine.action import read_action
 from ramify.engine.run_handle import RunHandle
 from ramify.printable import clean
-from ramify.progress import ArrivingText, watch_text
+from ramify.progress import ReplyTextDelta, watch_reply_text
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
@@ -137,7 +143,7 @@ class TerminalTreeRows:
             case _:
                 pass
 
-    def arrive(self, text: ArrivingText) -> None:
+    def arrive(self, text: ReplyTextDelta) -> None:
         """Show a piece of a reply that has just been streamed. Plain sub-calls have no row, so
         their text is not shown."""
         row = self.nodes.get(text.call)
@@ -203,10 +209,10 @@ class LiveView:
     def watching(self, running: RunHandle) -> Iterator[None]:
         self._running = running
         self._screen.draw(self.rows)
-        with watch_text(running.id, self._arrive):
+        with watch_reply_text(running.id, self._arrive):
             yield
 
-    def _arrive(self, text: ArrivingText) -> None:
+    def _arrive(self, text: ReplyTextDelta) -> None:
         with self._screen.lock:
             self._tree.arrive(text)
 
@@ -225,7 +231,7 @@ class LiveView:
         )
         if self._tree.notice:
             rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
-        budgets = self._running.state() if self._running is not None else []
+        budgets = self._running.limit_usage() if self._running is not None else []
         rows.append(budget_row([*budgets, ("seconds", elapsed_s, self._max_seconds)]))
         return rows
 
@@ -239,7 +245,7 @@ class LiveView:
         turn = f" · turn {row.turn}" if row.turn else ""
         head = f"{indent}{_MARKS[state]} {name}{one_line(call.model)}{turn}"
         shown = str(call.stop) if is_done else state
-        rows = [Text(f"{head} · {shown} · {ticking(max(since, 0))}", style)]
+        rows = [Text(f"{head} · {shown} · {format_growing_duration(max(since, 0))}", style)]
         if call.depth and not is_done:
             rows.append(Text(f"{indent}  {one_line(call.question)}", "italic dim"))
         if with_code and row.arriving and not is_done:
@@ -280,5 +286,5 @@ def _amount(name: str, spent: float, limit: float) -> str:
     if name == "dollars":
         return f"{dollars(spent)}/{dollars(limit)}"
     if name == "seconds":
-        return f"{ticking(spent)}/{seconds(limit)}"
-    return f"{_NAMES.get(name, name)} {count(spent)}/{count(limit)}"
+        return f"{format_growing_duration(spent)}/{seconds(limit)}"
+    return f"{_NAMES.get(name, name)} {format_count(spent)}/{format_count(limit)}"

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 from ramify import __version__
 from ramify.cli.parser import WRONG, CliCommandSpec, ExitCode, UsageError, unknown_option
-from ramify.cli.terminal_text import error_line, give_up_stdout, protect_terminal
+from ramify.cli.terminal_text import give_up_stdout, print_error, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
 from ramify.install_command import install_command
@@ -100,14 +100,14 @@ def run(arguments: list[str]) -> int:
         return ExitCode.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
-        error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
+        print_error(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
         return ExitCode.USAGE
     except KeyboardInterrupt:
         return ExitCode.STOPPED
     except Exception as error:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
-        error_line(str(error) if isinstance(error, RamifyError) else _unexpected(error))
+        print_error(str(error) if isinstance(error, RamifyError) else _unexpected(error))
         return ExitCode.USAGE if isinstance(error, WRONG) else ExitCode.ERROR
 
 

@@ -29,10 +29,10 @@ from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
     check_mode,
+    make_message_writer,
     make_rlm,
     mcp_tools,
-    open_folder,
-    open_notes,
+    open_folder_store,
     open_store,
     read_schema,
     sandbox_spec,
@@ -40,13 +40,13 @@ from ramify.cli.ask import (
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import on_signal
+from ramify.cli.stop_signals import add_signal_handler
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, error_line, many, write
-from ramify.logging import collect_warnings
-from ramify.maps.api import budget_of
+from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error, write_stderr
+from ramify.logging import hold_warnings_for_run
+from ramify.maps.api import map_limits
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
-from ramify.maps.row_loader import open_paths
+from ramify.maps.open_row_source import open_paths
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -146,15 +146,15 @@ def run(
     sample = 100 if estimate and sample is None else sample
     of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
     settings = fill(given, KINDS)
-    collect_warnings()
-    notes = open_notes(settings, KINDS)
+    hold_warnings_for_run()
+    notes = make_message_writer(settings, KINDS)
     form = form_of(settings.get("progress"), notes)
     if len(words) < 2:
         raise UsageError("no rows: ramify map QUESTION ROWS… --out FILE")
     if out is None and sample is None:
         raise UsageError("no output: give --out FILE, with the ending .jsonl, .csv or .parquet")
     if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", "ramify map"))
+        write_stderr(NO_MODEL.replace("ramify ask", "ramify map"))
         return ExitCode.USAGE
     question, *paths = words
     request = MapRequest(
@@ -163,7 +163,9 @@ def run(
         columns=tuple(column or ()),
         prefix=prefix or "",
         out=None if out is None else Path(out).expanduser(),
-        budget=budget_of(*(settings.get(name) for name in ("max_calls", "max_tokens", "max_cost"))),
+        budget=map_limits(
+            *(settings.get(name) for name in ("max_calls", "max_tokens", "max_cost"))
+        ),
         retry_failed=bool(retry_failed),
         strict=bool(strict),
         sample=sample,
@@ -209,10 +211,10 @@ def _until_the_end(
     try:
         result = asyncio.run(interrupts.watched())
     except asyncio.CancelledError:
-        screen.clear()
+        screen.close_live_view()
         notes.say("ramify: stopped; the same command continues the map")
         return None, interrupts.code
-    screen.clear()
+    screen.close_live_view()
     return result, interrupts.code
 
 
@@ -227,7 +229,7 @@ def _ray_run(
 
     if out is None or request.sample is not None:
         raise UsageError("--try and --estimate ask on this machine: remove --placement ray")
-    store = open_folder(settings, "map --placement ray")
+    store = open_folder_store(settings, "map --placement ray")
     if store is None:
         raise UsageError("--placement ray records what is spent in the store: remove --no-store")
     return RayMapRun(partial(_worker_rlm, settings), paths, request, out, store, workers)
@@ -255,8 +257,8 @@ class _MapInterrupts:
     @contextlib.contextmanager
     def _caught(self, task: asyncio.Task[Any] | None) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        on_signal(signal.SIGINT, lambda: self._interrupted(task))
-        on_signal(signal.SIGTERM, self._terminated)
+        add_signal_handler(signal.SIGINT, lambda: self._interrupted(task))
+        add_signal_handler(signal.SIGTERM, self._terminated)
         try:
             yield
         finally:
@@ -292,7 +294,7 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
         for hours in (whole.hours.value, whole.hours.low, whole.hours.high)
     )
     parts = [
-        f"{whole.num_rows:,} rows, {many(whole.num_questions, 'question')}",
+        f"{whole.num_rows:,} rows, {pluralize(whole.num_questions, 'question')}",
         "cost unknown"
         if cost is None
         else f"{_dollars(cost.value)} ({_dollars(cost.low)} to {_dollars(cost.high)})",
@@ -302,9 +304,9 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
     else:
         parts += [
             f"{time} ({low} to {high}) with one worker",
-            f"{many(whole.workers_for_an_hour, 'worker')} for an hour",
+            f"{pluralize(whole.workers_for_an_hour, 'worker')} for an hour",
         ]
-    print(f"all: {' · '.join(parts)}; from {many(whole.num_sampled, 'question')}, 95 %")
+    print(f"all: {' · '.join(parts)}; from {pluralize(whole.num_sampled, 'question')}, 95 %")
 
 
 def _dollars(amount: float) -> str:
@@ -326,15 +328,16 @@ def _report(
     notes.say(format_map_summary(result))
     if result.stop == "done":
         if result.num_failed:
-            error_line(
-                f"{many(result.num_failed, 'row')} of {result.num_rows:,} failed, with the reason "
+            print_error(
+                f"{pluralize(result.num_failed, 'row')} of {result.num_rows:,} failed, "
+                "with the reason "
                 f"in their error column; the same command with --retry-failed asks them again"
             )
             return ExitCode.NO_ANSWER
         return ExitCode.ANSWERED
     higher = " with a higher limit" if result.stop == "limit" else ""
     collects = "collects them and " if result.num_waiting else ""
-    error_line(f"{result.reason}; the same command{higher} {collects}continues the map")
+    print_error(f"{result.reason}; the same command{higher} {collects}continues the map")
     return stopped_by if result.stop == "stopped" else _CODES[result.stop]
 
 
@@ -349,11 +352,11 @@ def format_map_summary(result: MapResult) -> str:
     bound = "at most " if usage.unknown_calls else ""
     again = result.num_paid_again
     parts = [
-        many(result.num_rows, "row"),
+        pluralize(result.num_rows, "row"),
         ", ".join(counts),
-        *([f"{many(again, 'request')} paid again for lost workers"] if again else []),
-        many(usage.calls, "request"),
-        f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
+        *([f"{pluralize(again, 'request')} paid again for lost workers"] if again else []),
+        pluralize(usage.calls, "request"),
+        f"{bound}{terminal_text.format_count(usage.total_tokens)} tokens",
         bound * (result.cost is not None) + terminal_text.dollars(result.cost),
         terminal_text.seconds(result.seconds),
         f"map {result.id}",

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ramify.cli.settings import VALUE_FORMS
-from ramify.cli.terminal_text import write
+from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
-from ramify.logging import configure
+from ramify.logging import configure_console
 from ramify.nearest_name import nearest_name
 from ramify.types.trajectory import Stop
 
@@ -63,7 +63,7 @@ def exit_of(stop: Stop, answer: Any) -> ExitCode:
     return ExitCode.CUT_SHORT if stop.is_truncated() else ExitCode.ANSWERED
 
 
-def epilog() -> str:
+def exit_codes_epilog() -> str:
     """Return the list of exit codes that ends a command's ``--help``."""
     return "\n".join(
         ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
@@ -106,11 +106,19 @@ class CliOptionSpec(NamedTuple):
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
             parser.add_argument(
-                *names, dest=self.name, action="append", metavar=self.shown_as, help=self.help
+                *names,
+                dest=self.name,
+                action="append",
+                metavar=self.value_placeholder,
+                help=self.help,
             )
         else:
             parser.add_argument(
-                *names, dest=self.name, type=self._value, metavar=self.shown_as, help=self.help
+                *names,
+                dest=self.name,
+                type=self._value,
+                metavar=self.value_placeholder,
+                help=self.help,
             )
 
     def _value(self, text: str) -> Any:
@@ -127,7 +135,7 @@ class CliOptionSpec(NamedTuple):
         return [self.long, f"--no-{self.long[2:]}"] if has_two else [self.long]
 
     @property
-    def shown_as(self) -> str:
+    def value_placeholder(self) -> str:
         """The placeholder for the option's value in ``--help``, such as ``FILE``."""
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
@@ -152,10 +160,10 @@ class CliCommandSpec(NamedTuple):
     def call(self, arguments: list[str]) -> int:
         """Parse the arguments, run the command, and return its exit code. Raises UsageError."""
         known = [form for option in self.options for form in option.forms]
-        values = vars(self.parser().read(arguments, [*known, "--verbose", "--help"]))
+        values = vars(self.parser().parse(arguments, [*known, "--verbose", "--help"]))
         words = values.pop("words")
         # Records go to stderr as a command's own messages do.
-        configure(write, values.pop("verbosity"))
+        configure_console(write_stderr, values.pop("verbosity"))
         if len(words) < self.min_words:
             raise UsageError(f"missing argument: give {self.words}")
         if self.max_words is not None and len(words) > self.max_words:
@@ -203,7 +211,7 @@ class CommandParser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         raise UsageError(message.replace(": expected one argument", " needs a value"))
 
-    def read(self, arguments: list[str], known: Sequence[str]) -> argparse.Namespace:
+    def parse(self, arguments: list[str], known: Sequence[str]) -> argparse.Namespace:
         end = arguments.index("--") if "--" in arguments else len(arguments)
         namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
         if unknown:

@@ -24,28 +24,28 @@ from ramify.cli.ask import (
     NOT_OF_MODE,
     SETTINGS,
     load_sources,
+    make_message_writer,
     make_rlm,
-    open_notes,
     open_store,
     sandbox_spec,
 )
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, epilog
+from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, exit_codes_epilog
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
-    count,
     dollars,
+    format_count,
     json_line,
-    many,
+    pluralize,
     seconds,
-    write,
+    write_stderr,
 )
 from ramify.errors import ConfigError
-from ramify.logging import collect_warnings
+from ramify.logging import hold_warnings_for_run
 from ramify.plans.plan import Plan
-from ramify.plans.plan_cost import PlanCost, PlanModel, model_of
+from ramify.plans.plan_cost import PlanCost, PlanModel, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import strategy_for
 
@@ -95,13 +95,13 @@ def run(
     """Run ``ramify plan``: show the plan for a question and its cost, and run it once the user
     agrees."""
     settings = fill(given, KINDS)
-    collect_warnings()
-    notes = open_notes(settings, KINDS)
+    hold_warnings_for_run()
+    notes = make_message_writer(settings, KINDS)
     form = form_of(settings.get("progress"), notes)
     if not words or not words[0].strip():
         raise UsageError("no question: ramify plan QUESTION PATH…")
     if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", "ramify plan"))
+        write_stderr(NO_MODEL.replace("ramify ask", "ramify plan"))
         return ExitCode.USAGE
     question, *paths = words
     options = {
@@ -121,8 +121,8 @@ def run(
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
     if loaded.is_csv and not (plan and _is_file(plan)):
         chosen = PlanStrategy(chosen.plan.with_table_header(), chosen.reason)
-    model = model_of(leaf_model, rlm.limits)
-    cost, _ = chosen.plan.measured(loaded.context, question, model)
+    model = look_up_model(leaf_model, rlm.limits)
+    cost, _ = chosen.plan.cost_and_bounds(loaded.context, question, model)
     is_sent = bool(yes)
     as_json = bool(settings.get("json"))
     if as_json and not is_sent:
@@ -191,14 +191,17 @@ def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> 
     steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps if step.calls)
     how = "exactly" if cost.is_exact else "at most"
     yield f"calls    {how} {cost.calls:,}" + f" ({steps})" * bool(steps)
-    yield f"tokens   at most {count(cost.input_tokens)} in, {count(cost.output_tokens)} out"
+    yield (
+        f"tokens   at most {format_count(cost.input_tokens)} in, "
+        f"{format_count(cost.output_tokens)} out"
+    )
     if cost.dollars is None:
         yield f"dollars  unknown: {model.name} has no price"
     else:
         likely = dollars(cost.likely_dollars(model))
         yield f"dollars  at most {dollars(cost.dollars)}, about {likely} for English text"
     num = rlm.limits.max_concurrency
-    rounds = many(cost.rounds(num), "round")
+    rounds = pluralize(cost.rounds(num), "round")
     time = seconds(cost.seconds(_CALL_S, num))
     yield f"time     {rounds} of up to {num} calls: about {time} if a call takes {_CALL_S:g} s"
     more = "" if cost.retries.dollars is None else f", {dollars(cost.retries.dollars)}"
@@ -236,5 +239,5 @@ to stdout, everything else to stderr.""",
     "QUESTION PATH…",
     max_words=None,
     options=OPTIONS,
-    epilog=epilog(),
+    epilog=exit_codes_epilog(),
 )

@@ -11,7 +11,7 @@ import sys
 
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.terminal_text import json_line, one_line
-from ramify.errors import nearest
+from ramify.errors import did_you_mean
 from ramify.plugins import PluginEntry, Registry, registries
 from ramify.printable import clean_line
 
@@ -20,7 +20,7 @@ def plugins(words: list[str], json: bool | None) -> int:
     found = list(registries())
     kinds = {each.kind: each for each in found}
     if words and words[0] not in kinds:
-        raise UsageError(f"unknown kind '{words[0]}': {nearest(words[0], kinds)}")
+        raise UsageError(f"unknown kind '{words[0]}': {did_you_mean(words[0], kinds)}")
     chosen = [kinds[words[0]]] if words else found
     entries = [
         entry

@@ -32,15 +32,15 @@ from ramify.cli.parser import CliOptionSpec, ExitCode, UsageError
 from ramify.cli.stop_signals import SignalHandlingWatchdog
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
-    cleaned,
-    console,
-    count,
+    format_count,
     json_line,
     one_line,
+    rich_console,
+    sanitized_renderable,
     size,
-    write,
+    write_stderr,
 )
-from ramify.errors import nearest
+from ramify.errors import did_you_mean
 from ramify.format_quantities import format_rounded_duration
 from ramify.progress import ProgressState, subscribe
 
@@ -79,11 +79,11 @@ class PeriodicProgressLine:
             if not state.is_over:
                 self._tasks[state.id] = state, since
 
-    def say(self, text: str) -> None:
+    def print_now(self, text: str) -> None:
         """Print a line for the command. The next progress line then waits for a full interval
         again."""
         self._said_at = time.monotonic()
-        write(text)
+        write_stderr(text)
 
     def close(self) -> None:
         self._ended.set()
@@ -93,7 +93,7 @@ class PeriodicProgressLine:
         silence_s = FIRST_S
         while not self._ended.wait(max(self._said_at + silence_s - time.monotonic(), 0.1)):
             if time.monotonic() - self._said_at >= silence_s and (line := self._line()):
-                self.say(line)
+                self.print_now(line)
                 silence_s = LINE_INTERVAL_S
 
     def _line(self) -> str:
@@ -126,7 +126,7 @@ def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
     ``--progress``, or else from whether stderr is a terminal. With ``--quiet`` the form is
     ``none``. Raises UsageError if the form is unknown."""
     if given is not None and given not in FORMS:
-        raise UsageError(f"--progress {given}: {nearest(given, FORMS)}")
+        raise UsageError(f"--progress {given}: {did_you_mean(given, FORMS)}")
     if notes.quiet:
         return "none"
     if given is not None:
@@ -167,12 +167,12 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         if self.form == "json":
             self._stack.enter_context(subscribe(self._report_as_json))
-            self.notes.above = lambda text: self.event("note", text=text)
+            self.notes.above = lambda text: self.write_json_event("note", text=text)
         elif self.form == "lines" and self._has_lines:
             lines = PeriodicProgressLine()
             self._stack.callback(lines.close)
             self._stack.enter_context(subscribe(lines))
-            self.notes.above = lines.say
+            self.notes.above = lines.print_now
         elif self.form == "live":
             self._stack.enter_context(_clean_exit_on_sigterm())
             self._drawer = _Drawer(self)
@@ -189,7 +189,7 @@ class ProgressDisplay:
         """End the display and restore the terminal. Calling this again has no effect."""
         self._stack.close()
 
-    def clear(self) -> None:
+    def close_live_view(self) -> None:
         """Remove a live view before the answer is printed. Displays of another form continue."""
         if self.form == "live":
             self.close()
@@ -200,7 +200,7 @@ class ProgressDisplay:
         if self._drawer is not None:
             self._drawer.start(patience_s=0.0)
 
-    def event(self, event: str, /, **fields: Any) -> None:
+    def write_json_event(self, event: str, /, **fields: Any) -> None:
         """Write an event as one JSON line if the display's form is ``json``; otherwise do
         nothing."""
         if self.form == "json":
@@ -220,7 +220,7 @@ class ProgressDisplay:
             self._reported_at[state.id] = now
             if state.is_over:
                 del self._reported_at[state.id]
-            self.event(
+            self.write_json_event(
                 "progress",
                 what=state.what,
                 done=state.done,
@@ -248,9 +248,10 @@ class ProgressDisplay:
 
         with self.lock:
             now = time.monotonic()
-            bars = [bar(task, now - self._since[task.id], width) for task in self._tasks.values()][
-                : max(height // 3, 1)
-            ]
+            bars = [
+                progress_bar_line(task, now - self._since[task.id], width)
+                for task in self._tasks.values()
+            ][: max(height // 3, 1)]
             own = (
                 list(self._picture(width, height - len(bars))) if self._picture is not None else []
             )
@@ -303,7 +304,7 @@ class _Drawer:
     def above(self, text: str) -> None:
         with self._lock:
             print_above = self._print
-        (print_above or write)(text)
+        (print_above or write_stderr)(text)
 
     def _run(self, patience_s: float) -> None:
         if patience_s:
@@ -314,10 +315,12 @@ class _Drawer:
         from rich.live import Live
         from rich.text import Text
 
-        terminal, screen = console(stderr=True), self._screen
+        terminal, screen = rich_console(stderr=True), self._screen
 
         def drawn() -> RenderableType:
-            return cleaned(Group(*screen.rows(terminal.width, max(terminal.height - 3, 4))))
+            return sanitized_renderable(
+                Group(*screen.rows(terminal.width, max(terminal.height - 3, 4)))
+            )
 
         view = Live(
             console=terminal,
@@ -328,7 +331,9 @@ class _Drawer:
         )
         with view:
             with self._lock:
-                self._print = lambda text: terminal.print(cleaned(Text(text)), soft_wrap=True)
+                self._print = lambda text: terminal.print(
+                    sanitized_renderable(Text(text)), soft_wrap=True
+                )
             while not self._stopped.is_set():
                 view.update(drawn(), refresh=True)
                 self._stopped.wait(INTERVAL_S)
@@ -363,7 +368,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             leave()
-        watch.arrived(number, frame)
+        watch.handle_signal(number, frame)
         # Raised inside a task, the exception would also be reported as that task's error.
         loop.call_soon_threadsafe(leave)
 
@@ -374,7 +379,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def bar(task: ProgressState, since_s: float, width: int) -> str:
+def progress_bar_line(task: ProgressState, since_s: float, width: int) -> str:
     """Format a task's progress bar as one line.
 
     ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
@@ -406,7 +411,7 @@ def _bar_chars(task: ProgressState, since_s: float) -> str:
 def _amount(task: ProgressState) -> str:
     if not task.unit:
         return ""
-    shown = (lambda value: size(int(value))) if task.unit == "bytes" else count
+    shown = (lambda value: size(int(value))) if task.unit == "bytes" else format_count
     unit = "" if task.unit == "bytes" else f" {task.unit}"
     return f"{shown(task.done)}{f' of {shown(task.total)}' if task.total else ''}{unit}"
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.cli.loaded_sources_summary import source_table
 from ramify.cli.parser import ExitCode
-from ramify.cli.source_table import source_table
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.prompt_preview import PromptPreview
 from ramify.errors import ConfigError
@@ -111,10 +111,12 @@ def _tokenizer(folder: str) -> Any:
     """Load a tokenizer from a folder, or by its name from the local cache. Raises ConfigError if it
     has no chat template."""
     from ramify.models.load import load_tokenizer
-    from ramify.models.model_config_files import model_folder
+    from ramify.models.model_config_files import local_model_folder
 
     # The folder may hold only a tokenizer and no model.
-    tokenizer = load_tokenizer(Path(folder) if Path(folder).is_dir() else model_folder(folder))
+    tokenizer = load_tokenizer(
+        Path(folder) if Path(folder).is_dir() else local_model_folder(folder)
+    )
     if not tokenizer.chat_template:
         raise ConfigError(f"the tokenizer {folder} has no chat template: give another one")
     return tokenizer

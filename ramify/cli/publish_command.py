@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
-from ramify.cli.terminal_text import write
+from ramify.cli.terminal_text import write_stderr
 
 
 def publish(
@@ -37,7 +37,7 @@ def publish(
         trackers=track or (),
     )
     if not license:
-        write("no licence is stated in the card: give --license, such as apache-2.0")
+        write_stderr("no licence is stated in the card: give --license, such as apache-2.0")
     for name in published.artefacts:
         print(f"artefact of {name}")
     where = published.url or str(published.folder)

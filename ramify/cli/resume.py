@@ -28,7 +28,7 @@ from ramify.types.event import RunStarted
 from ramify.types.message import Reply
 
 
-def find(run: str) -> tuple[RunStore, RecordedRunIndex]:
+def load_recorded_run(run: str) -> tuple[RunStore, RecordedRunIndex]:
     """Open the default store, and read the recorded replies of a run by its id."""
     store = open_configured_store()
     return store, RecordedRunIndex(store.events(run))

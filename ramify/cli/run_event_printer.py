@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.terminal_text import StderrMessageWriter, count, dollars, one_line, seconds
+from ramify.cli.terminal_text import StderrMessageWriter, dollars, format_count, one_line, seconds
 from ramify.clients.rate_limited_requests import RETRYING
 from ramify.engine.run_handle import RunHandle
 from ramify.logging import current_console
@@ -47,7 +47,9 @@ class RunEventPrinter:
                     if isinstance(event, CallStarted | CallEnded)
                     else getattr(event, "call", "")
                 )
-                self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
+                self._screen.write_json_event(
+                    "step", kind=event.__struct_config__.tag, call=call, text=line
+                )
         elif self._notes.verbose:
             self._say_step(event)
         elif self._screen.form != "live":
@@ -89,7 +91,7 @@ def line_of(event: AnyEvent) -> str:
         case ReplyReceived(reply=reply):
             cost = f", {dollars(reply.cost)}" if reply.cost else ""
             origin = ", from the record" if event.cached else ""
-            tokens = count(reply.usage.total_tokens)
+            tokens = format_count(reply.usage.total_tokens)
             return f"call {event.call}, turn {event.turn + 1}: reply, {tokens} tokens{cost}{origin}"
         case CellRan(result=cell):
             error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None

@@ -25,17 +25,17 @@ from ramify.cli.parser import (
     parse_age,
     parse_size,
 )
-from ramify.cli.settings import folder_store, open_configured_store
+from ramify.cli.settings import open_configured_folder_store, open_configured_store
 from ramify.cli.stored_maps import find_map, is_map, print_maps, remove_map
 from ramify.cli.terminal_text import (
-    cleaned,
-    console,
-    count,
     dollars,
+    format_count,
     json_line,
-    many,
     moment,
     one_line,
+    pluralize,
+    rich_console,
+    sanitized_renderable,
     seconds,
     size,
 )
@@ -79,7 +79,7 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
     stored = open_configured_store().runs(None if words else limit or None)
     summaries = wanted.apply(stored)
     if words and not summaries:
-        print(f"none of {many(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
+        print(f"none of {pluralize(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
     if wanted.group:
         _print_groups(wanted.groups(summaries), wanted.group, as_json=bool(json))
         return ExitCode.ANSWERED
@@ -172,7 +172,7 @@ def score(
             store, Registry("function", "ramify.scores", {}).of(by), by
         )
     elif correction:
-        rule = traffic_scores.correction_pattern(correction)
+        rule = traffic_scores.regex_correction_rule(correction)
         done = asyncio.run(traffic_scores.score_corrections(store, rule, "correction"))
     else:
         done = asyncio.run(_judged(store, str(judge), 1.0 if max_cost is None else max_cost))
@@ -184,7 +184,9 @@ def score(
     if done.num_undecided:
         text += f"; {done.num_undecided:,} could not be decided"
     if done.num_busy:
-        text += f"; {many(done.num_busy, 'conversation')} in use by a server: score again later"
+        text += (
+            f"; {pluralize(done.num_busy, 'conversation')} in use by a server: score again later"
+        )
     print(text)
     return ExitCode.ANSWERED
 
@@ -204,7 +206,7 @@ async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringCounts
 def check(words: list[str], all: bool | None) -> int:
     if bool(words) == bool(all):
         raise UsageError("give a RUN to check, or --all")
-    store = folder_store("ramify runs check")
+    store = open_configured_folder_store("ramify runs check")
     paths = [store.path(name) for name in words or [run.id for run in store.runs()]]
     num_damaged = 0
     for path in paths:
@@ -217,7 +219,7 @@ def check(words: list[str], all: bool | None) -> int:
             reason = one_line(damage.reason, 200)
             print(f"  line {damage.number} (byte {damage.offset:,}): {reason}")
         if found.num_damaged > len(found.damage):
-            print(f"  and {many(found.num_damaged - len(found.damage), 'more damaged line')}")
+            print(f"  and {pluralize(found.num_damaged - len(found.damage), 'more damaged line')}")
         for text in found.lost_contexts:
             print(f"  {text}")
         if found.damage and found.damage[0].number == 1:
@@ -225,7 +227,7 @@ def check(words: list[str], all: bool | None) -> int:
         elif found.num_damaged:
             print(f"  keep what is before the damage: ramify runs repair {found.id}")
     if not words:
-        print(f"{many(len(paths), 'run')} checked, {num_damaged} damaged")
+        print(f"{pluralize(len(paths), 'run')} checked, {num_damaged} damaged")
     return ExitCode.ERROR if num_damaged else ExitCode.ANSWERED
 
 
@@ -233,9 +235,9 @@ def _verdict(found: JournalCheckResult) -> str:
     if not found.num_lines:
         state = "nothing is recorded"
     elif found.num_damaged:
-        state = f"damaged at {many(found.num_damaged, 'line')} of {found.num_lines:,}"
+        state = f"damaged at {pluralize(found.num_damaged, 'line')} of {found.num_lines:,}"
     else:
-        state = f"{many(found.num_lines, 'line')}, whole"
+        state = f"{pluralize(found.num_lines, 'line')}, whole"
     if found.num_checked < found.num_lines:
         num = found.num_lines - found.num_checked
         state += f"; {num:,} have no checksum, so only their form was checked"
@@ -245,7 +247,7 @@ def _verdict(found: JournalCheckResult) -> str:
 
 
 def repair(words: list[str]) -> int:
-    store = folder_store("ramify runs repair")
+    store = open_configured_folder_store("ramify runs repair")
     if not store.check(words[0]).num_damaged:
         print(f"{store.path(words[0]).stem} is whole: there is nothing to repair")
         return ExitCode.ANSWERED
@@ -253,7 +255,7 @@ def repair(words: list[str]) -> int:
     damage = done.damage
     print(f"line {damage.number} is damaged: {one_line(damage.reason, 200)}")
     replies = f"{done.num_lost_replies:,} later repl{'y' if done.num_lost_replies == 1 else 'ies'}"
-    print(f"kept {many(done.num_kept, 'line')}; {replies} will be asked again")
+    print(f"kept {pluralize(done.num_kept, 'line')}; {replies} will be asked again")
     print(f"the journal as it was: {done.backup}")
     print(f"continue: ramify ask --resume {done.id}")
     return ExitCode.ANSWERED
@@ -276,7 +278,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
         raise UsageError(f"--keep {keep}: give 0 or more")
     if keep is None and not older_than and not max_size:
         raise UsageError("nothing to prune by: give --older-than AGE, --keep N or --max-size SIZE")
-    store = folder_store("ramify runs prune")
+    store = open_configured_folder_store("ramify runs prune")
     before = store.size()
     removed = store.prune(
         parse_age(older_than, "--older-than") if older_than else None,
@@ -289,10 +291,10 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
         print(f"deleted evaluation {id}")
     after = store.size()
     evaluations = (
-        f" and {many(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
+        f" and {pluralize(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
     )
     freed = f"{size(max(before - after, 0))} freed, {size(after)} left"
-    print(f"{many(len(removed.runs), 'run')}{evaluations} deleted, {freed}")
+    print(f"{pluralize(len(removed.runs), 'run')}{evaluations} deleted, {freed}")
     return ExitCode.ANSWERED
 
 
@@ -315,7 +317,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
         one_line(summary.model),
         str(summary.stop or state),
         f"{summary.num_calls:,}",
-        count(summary.usage.total_tokens),
+        format_count(summary.usage.total_tokens),
         "unknown" if summary.cost is None else dollars(summary.cost),
         seconds(summary.seconds),
     ]
@@ -333,7 +335,7 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
     for task, num in Counter(run.task for run in summaries if run.task).most_common():
         value = f'"{task}"' if " " in task else task
         command = shlex.join(["ramify", "runs", f"task={value}"])
-        print(f"and {many(num, 'run')} of the evaluation of {one_line(task, 60)}: {command}")
+        print(f"and {pluralize(num, 'run')} of the evaluation of {one_line(task, 60)}: {command}")
     return None
 
 
@@ -388,7 +390,7 @@ def _print_groups(groups: list[tuple[str, list[RunSummary]]], field: str, *, as_
 
 
 def _files(summary: RunSummary) -> str:
-    return many(summary.num_files, "file") if summary.num_files else ""
+    return pluralize(summary.num_files, "file") if summary.num_files else ""
 
 
 def _draw(summaries: list[RunSummary]) -> None:
@@ -410,7 +412,7 @@ def _draw(summaries: list[RunSummary]) -> None:
         or max([len(name), *(len(row[index]) for row in rows)])
         for index, name in enumerate(names)
     ]
-    terminal = console()
+    terminal = rich_console()
     for name in _DROPPED_FIRST:
         if sum(widths) + 2 * len(widths) <= terminal.width:
             break
@@ -428,7 +430,7 @@ def _draw(summaries: list[RunSummary]) -> None:
         table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", width=width)
     for row in rows:
         table.add_row(*map(Text, row))
-    terminal.print(cleaned(table))
+    terminal.print(sanitized_renderable(table))
 
 
 COMMANDS = (

@@ -24,26 +24,26 @@ from ramify.cli.ask import (
     SETTINGS,
     make_rlm,
     mcp_tools,
-    open_folder,
+    open_folder_store,
     sandbox_spec,
 )
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, parse_size
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stop_signals import ends_if_loop_blocked_past_deadline, on_stop
+from ramify.cli.stop_signals import add_stop_handler, run_deadline_watchdog
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, write
+from ramify.cli.terminal_text import StderrMessageWriter, write_stderr
 from ramify.cli.traffic_recording_options import (
     RECORD_OPTIONS,
     open_recorder,
+    parse_recording_options,
     policy_among,
-    recording_options,
 )
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger, run_log
 from ramify.store.durable_files import make_folder
-from ramify.trained_policy_settings import folder_of
+from ramify.trained_policy_settings import local_model_folder
 
 if TYPE_CHECKING:
     from ramify.clients.base import Client
@@ -72,17 +72,19 @@ def _map_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
-def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
+def read_server_settings(
+    given: dict[str, Any], command: str
+) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
     """Read the settings of a command that starts a server, and create the writer of its messages to
     stderr. If no model is set, print how to set one, and return None for the settings."""
     _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")))
-    notes.take_warnings()
+    notes.capture_warnings()
     for line in unknown_variables(KINDS):
         notes.warning(line)
     if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", f"ramify {command}"))
+        write_stderr(NO_MODEL.replace("ramify ask", f"ramify {command}"))
         return None, notes
     return settings, notes
 
@@ -129,7 +131,7 @@ def serve(words: list[str], **given: Any) -> int:
         raise UsageError("--meter names the model: remove --model")
     if not is_meter and server_options["meter_record"] is not None:
         raise UsageError("--meter-record is about --meter: add it")
-    settings, notes = begin(
+    settings, notes = read_server_settings(
         {**given, "model": server_options["meter"]} if is_meter else given, "serve"
     )
     if settings is None:
@@ -138,7 +140,7 @@ def serve(words: list[str], **given: Any) -> int:
         from ramify.cli.serve_meter import serve_meter
 
         return serve_meter(
-            settings, server_options, open_folder(settings, "ramify serve"), PORT, notes
+            settings, server_options, open_folder_store(settings, "ramify serve"), PORT, notes
         )
     server_options["max_body"] = parse_size(server_options["max_body"] or "64MB", "--max-body")
     for name, least in (("max_runs", 1), ("grace", 0), ("max_body", 1)):
@@ -146,11 +148,11 @@ def serve(words: list[str], **given: Any) -> int:
         if value is not None and not value >= least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
     grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
-    store = open_folder(settings, "ramify serve")
+    store = open_folder_store(settings, "ramify serve")
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools, notes)
-        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}"):
+        with run_deadline_watchdog("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
@@ -168,7 +170,7 @@ def _logged(given: str | None, store: Store | None) -> Iterator[None]:
         yield
         return
     with run_log(Path(given), f"serve-{os.getpid()}") as log:
-        log.begin()
+        log.release_held_records()
         yield
 
 
@@ -202,10 +204,10 @@ def _recorder(
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
     """Return a function that opens the recorder of conversations once the policy is loaded, or None
     without ``--record``. Raises ConfigError at once if the model is not local."""
-    recording = recording_options(options)
+    recording = parse_recording_options(options)
     if recording is None:
         return None
-    if folder_of(settings["model"]) is None:
+    if local_model_folder(settings["model"]) is None:
         raise ConfigError(
             f"--record keeps token ids, and {settings['model']} gives none: serve a local policy "
             "(--model local:FOLDER), or leave --record out"
@@ -240,7 +242,7 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) 
     def stop() -> None:
         (second_stop if first_stop.is_set() else first_stop).set()
 
-    on_stop(stop)
+    add_stop_handler(stop)
     async with contextlib.AsyncExitStack() as stack:
         with ProgressDisplay(notes, form_of(None, notes)):  # a local policy is loaded here
             await stack.enter_async_context(server)
@@ -273,7 +275,7 @@ def mcp(words: list[str], **given: Any) -> int:
     unused = next((name for name, value in listening.items() if value is not None), None)
     if unused is not None and not http:
         raise UsageError(f"--{unused.replace('_', '-')} is about HTTP: add --http")
-    settings, notes = begin(given, "mcp")
+    settings, notes = read_server_settings(given, "mcp")
     if settings is None:
         return ExitCode.USAGE
     from ramify.engine.mcp_tools import need_extra
@@ -282,10 +284,10 @@ def mcp(words: list[str], **given: Any) -> int:
     from ramify.serve.mcp_server import run
 
     with exporting(notes), mcp_tools(settings) as tools:
-        store = open_folder(settings, "ramify mcp")
+        store = open_folder_store(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
-        with ends_if_loop_blocked_past_deadline("ramify ask --resume {run}"):
+        with run_deadline_watchdog("ramify ask --resume {run}"):
             if http:
                 asyncio.run(_mcp_http(rlm, roots, listening, store))
             else:
@@ -301,7 +303,7 @@ async def _mcp_http(
 
     raise_descriptor_limit()
     stopped = asyncio.Event()
-    on_stop(stopped.set)
+    add_stop_handler(stopped.set)
     address = listen_address(listening, "mcp", PORT, store.root if store is not None else None)
     key = chosen_key(listening)
     async with McpHttpServer(rlm, roots, address=address, key=key) as server:

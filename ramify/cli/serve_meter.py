@@ -18,8 +18,8 @@ from ramify.cli.ask import check_prices
 from ramify.cli.listen_options import SERVE_KEY, chosen_key, listen_address
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.settings import named_models
-from ramify.cli.stop_signals import on_stop
-from ramify.cli.terminal_text import StderrMessageWriter, dollars, many, write
+from ramify.cli.stop_signals import add_stop_handler
+from ramify.cli.terminal_text import StderrMessageWriter, dollars, pluralize, write_stderr
 
 if TYPE_CHECKING:
     from ramify.serve.meter import MeteringProxy
@@ -77,21 +77,23 @@ def _meter(
 
 async def _serve(meter: MeteringProxy, notes: StderrMessageWriter) -> None:
     stopped = asyncio.Event()
-    on_stop(stopped.set)
+    add_stop_handler(stopped.set)
     async with meter:
         where = meter.address.socket
         shown = f" on the Unix socket {where}" if where is not None else ""
-        write(f"the meter of {meter.client.name} at {meter.url}{shown} (Ctrl-C to stop)")
-        write(f"key: {meter.key} (send it as a bearer; {SERVE_KEY} sets another)")
+        write_stderr(
+            f"the meter of {meter.upstream_client.name} at {meter.url}{shown} (Ctrl-C to stop)"
+        )
+        write_stderr(f"key: {meter.key} (send it as a bearer; {SERVE_KEY} sets another)")
         if meter.record_path is not None:
             notes.say(f"ramify: requests are recorded in {meter.record_path}")
         await stopped.wait()
         for seat in meter.seats.values():
-            await seat.end()
+            await seat.cancel_requests()
             usage = seat.usage
             cost = "" if seat.cost is None else f", {dollars(seat.cost)}"
             refused = f", {seat.num_refused:,} refused" if seat.num_refused else ""
-            write(
-                f"{seat.name}: {many(usage.calls, 'request')}, {usage.input_tokens:,} + "
+            write_stderr(
+                f"{seat.name}: {pluralize(usage.calls, 'request')}, {usage.input_tokens:,} + "
                 f"{usage.output_tokens:,} tokens{cost}{refused}"
             )

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.stop_signals import on_stop
+from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import StderrMessageWriter
-from ramify.cli.traffic_recording_options import RECORD_OPTIONS, open_recorder, recording_options
-from ramify.logging import ComponentLogger, join_run
+from ramify.cli.traffic_recording_options import (
+    RECORD_OPTIONS,
+    open_recorder,
+    parse_recording_options,
+)
+from ramify.logging import ComponentLogger, join_parent_run_log
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -40,10 +44,10 @@ def serve_policy(
     enable_return_routed_experts: bool | None = None,
     **more: Any,
 ) -> int:
-    from ramify.inference.base import need_train_extra
-    from ramify.trained_policy_settings import packaged_policy
+    from ramify.inference.base import require_train_extra
+    from ramify.trained_policy_settings import packaged_policy_folder
 
-    need_train_extra("serve-policy")
+    require_train_extra("serve-policy")
     if slots is not None and slots < 1:
         raise UsageError(f"--slots {slots}: give at least 1")
     if weights_root is not None and not Path(weights_root).is_dir():
@@ -54,12 +58,12 @@ def serve_policy(
         WEIGHT_SYNCS.of(weight_sync)
     address = listen_address(more, "serve-policy", PORT)
     key = chosen_key(more)
-    recording = recording_options(more)
-    folder = str(packaged_policy(words[0]) or words[0].removeprefix("local:"))
+    recording = parse_recording_options(more)
+    folder = str(packaged_policy_folder(words[0]) or words[0].removeprefix("local:"))
 
-    join_run(f"engine at port {address.port}")
+    join_parent_run_log(f"engine at port {address.port}")
     notes = StderrMessageWriter()
-    notes.take_warnings()
+    notes.capture_warnings()
     with ProgressDisplay(notes, form_of(None, notes)):
         with report_progress("starting"):
             import torch
@@ -98,7 +102,7 @@ async def _serve(
     server: PolicyServer, client: LocalClient, recorder: TrafficRecorder | None, new_key: str
 ) -> None:
     stopped = asyncio.Event()
-    on_stop(stopped.set)
+    add_stop_handler(stopped.set)
     async with server:
         announce(server.name, server.url, server.address, new_key)
         _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)

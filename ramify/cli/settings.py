@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.user_folders import user_folder
 
 if TYPE_CHECKING:
@@ -119,13 +119,12 @@ def open_configured_store() -> RunStore:
     return open_store()
 
 
-def folder_store(command: str) -> Store:
+def open_configured_folder_store(command: str) -> Store:
     """Open the store of runs that the configuration file names, for a command that needs the
     store's files. Raises ConfigError if the store has no files."""
     _apply_tables()
-    from ramify.store.stores import folder_store
 
-    return folder_store(command)
+    return open_configured_folder_store(command)
 
 
 def _apply_tables() -> None:
@@ -152,7 +151,7 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
     where = f"{path}: [{MODELS}.{alias}]"
     for key in table:
         if key not in _OF_A_MODEL:
-            raise ConfigError(f"{where}: unknown key '{key}': {nearest(key, _OF_A_MODEL)}")
+            raise ConfigError(f"{where}: unknown key '{key}': {did_you_mean(key, _OF_A_MODEL)}")
     fields = {key.replace("-", "_"): value for key, value in table.items()}
     name = fields.pop("model", None)
     if not isinstance(name, str):
@@ -193,7 +192,7 @@ def unknown_variables(
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
-            yield f"{name} is not a variable that ramify reads: {nearest(name, known)}"
+            yield f"{name} is not a variable that ramify reads: {did_you_mean(name, known)}"
 
 
 def variable(name: str) -> str:
@@ -225,7 +224,7 @@ def _from_file(
             values[name] = _convert(value, kinds[name], f"{path}: {key}")
         else:
             known = [*(setting.replace("_", "-") for setting in kinds), *TABLES, MODELS]
-            raise ConfigError(f"{path}: unknown key '{key}': {nearest(key, known)}")
+            raise ConfigError(f"{path}: unknown key '{key}': {did_you_mean(key, known)}")
     return values
 
 
@@ -256,7 +255,9 @@ def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[s
         )
     for key, value in content.items():
         if key not in keys:
-            raise ConfigError(f"{path}: unknown key '{key}' in [{table}]: {nearest(key, keys)}")
+            raise ConfigError(
+                f"{path}: unknown key '{key}' in [{table}]: {did_you_mean(key, keys)}"
+            )
         if key == "path":
             value = str(
                 path.parent / Path(_convert(value, str, f"{path}: [{table}] {key}")).expanduser()

@@ -29,25 +29,25 @@ import msgspec
 
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.settings import open_configured_store
-from ramify.cli.stored_maps import events_of, find_map, folded, is_map, map_lines
+from ramify.cli.stored_maps import events_of, find_map, fold_trajectory, is_map, map_lines
 from ramify.cli.terminal_text import (
     Line,
     StderrMessageWriter,
     dollars,
     json_line,
-    many,
     moment,
     one_line,
-    paint,
+    pluralize,
     seconds,
+    style_by_meaning,
     tree_lines,
     write_lines,
 )
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.printable import clean
 from ramify.types.ending import ending
-from ramify.types.event import mode_of
-from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, as_text
+from ramify.types.event import mode_and_reason
+from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, answer_text
 
 _OUTPUT_LINES = 12
 _NOTE = "[note] "
@@ -82,7 +82,7 @@ def show(
         for event in store.events(run) if of_map is None else of_map:
             print(json_line(event))
         return ExitCode.ANSWERED
-    trajectory = store.load(run) if of_map is None else folded(of_map)
+    trajectory = store.load(run) if of_map is None else fold_trajectory(of_map)
     if json:
         print(json_line(_call_of(trajectory, call) if call else trajectory))
         return ExitCode.ANSWERED
@@ -108,10 +108,10 @@ def _run_lines(
     if trajectory.context:
         context = trajectory.context
         size = f"context: {context.kind}, {context.chars:,} characters"
-        yield ", ".join(filter(None, (size, one_line(context.by_reference, 500))))
+        yield ", ".join(filter(None, (size, one_line(context.reference_text, 500))))
     if gold := trajectory.metadata.get("gold"):
         yield f"expected: {one_line(str(gold), 200)}"
-    mode, why = mode_of(trajectory.metadata)
+    mode, why = mode_and_reason(trajectory.metadata)
     if mode:
         yield f"mode {mode}" + f": {one_line(why, 500)}" * bool(why)
     yield from _strategy_lines(trajectory.metadata)
@@ -126,14 +126,14 @@ def _run_lines(
     for warning in trajectory.warnings:
         yield f"warning: {warning}"
     for error in trajectory.errors:
-        yield paint("bad", f"error: {error}")
+        yield style_by_meaning("bad", f"error: {error}")
     roots = [root for root in trajectory.calls if root.parent is None]
     turns = len(roots[-1].turns) if roots else 0
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
     num_below = max(0, len(trajectory.calls) - len(roots))
     ended = ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)
-    yield paint(tone, f"ended: {ended}")
+    yield style_by_meaning(tone, f"ended: {ended}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
 
@@ -159,7 +159,7 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
     """Yield all lines of one turn: its new messages, its reply, and the output of its code
     cells."""
     if number > len(call.turns):
-        raise ConfigError(f"call {call.id} has {many(len(call.turns), 'turn')}, not {number}")
+        raise ConfigError(f"call {call.id} has {pluralize(len(call.turns), 'turn')}, not {number}")
     turn = call.turns[number - 1]
     yield f"{call.id} turn {number}{_bill(turn)}"
     for message in (*turn.prompt, turn.reply.message):
@@ -254,7 +254,7 @@ def _children_lines(
 
 
 def _child_line(call: Call, indent: str) -> str:
-    answer = one_line(call.error or as_text(call.answer), 70)
+    answer = one_line(call.error or answer_text(call.answer), 70)
     return f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
 
 
@@ -294,7 +294,7 @@ def _end(call: Call, full: bool) -> str:
         return "not ended"
     if call.stop is Stop.SUSPENDED and call.answer is None:
         return f"suspended, waiting for this to be fixed: {call.reason or call.error}"
-    answer = as_text(call.answer)
+    answer = answer_text(call.answer)
     shown = answer if full or call.parent is None else one_line(answer, 300)
     limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"
     return (
@@ -315,7 +315,7 @@ def _conversation(trajectory: Trajectory, call: Call) -> Iterator[str]:
 def _call_of(trajectory: Trajectory, id: str) -> Call:
     known = [call.id for call in trajectory.calls]
     if id not in known:
-        raise ConfigError(f"run {trajectory.id} has no call {id}: {nearest(id, known[:20])}")
+        raise ConfigError(f"run {trajectory.id} has no call {id}: {did_you_mean(id, known[:20])}")
     return trajectory.call(id)
 
 
@@ -352,11 +352,11 @@ _MAX_DIFFERENCES = 10
 def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     import asyncio
 
-    from ramify.cli.resume import find, rebuild_rlm
+    from ramify.cli.resume import load_recorded_run, rebuild_rlm
 
     run = words[0]
-    StderrMessageWriter().take_warnings()
-    store, recorded = find(run)
+    StderrMessageWriter().capture_warnings()
+    store, recorded = load_recorded_run(run)
     rlm = rebuild_rlm(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
 
     async def repeat() -> Trajectory:
@@ -414,7 +414,9 @@ def _is_same(old: Any, new: Any) -> bool:
 def _verdict(old: Trajectory, changes: list[str]) -> str:
     cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
     if not changes:
-        return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
+        return (
+            f"same: {pluralize(len(old.calls), 'call')}, {pluralize(cells, 'cell')}, and the answer"
+        )
     more = (
         [f"… and {len(changes) - _MAX_DIFFERENCES:,} more"]
         if len(changes) > _MAX_DIFFERENCES
@@ -423,7 +425,7 @@ def _verdict(old: Trajectory, changes: list[str]) -> str:
     return clean(
         "\n".join(
             [
-                f"different in {many(len(changes), 'place')}:",
+                f"different in {pluralize(len(changes), 'place')}:",
                 *(f"  {line}" for line in changes[:_MAX_DIFFERENCES]),
                 *more,
             ]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from ramify.cli.parser import ExitCode
-from ramify.cli.terminal_text import error_line
+from ramify.cli.terminal_text import print_error
 from ramify.engine import event_loop_thread
 from ramify.errors import LoopBlocked
 
@@ -30,7 +30,7 @@ PATIENCE_S = 3.0
 """Seconds that the event loop may take to act on a signal."""
 
 
-def on_signal(number: int, do: Callable[[], object]) -> None:
+def add_signal_handler(number: int, do: Callable[[], object]) -> None:
     """Call ``do`` in the running event loop for each signal of the given number. If the loop is
     blocked and does not react, end the command."""
     loop, watch = asyncio.get_running_loop(), SignalHandlingWatchdog(number)
@@ -42,17 +42,17 @@ def on_signal(number: int, do: Callable[[], object]) -> None:
     loop.add_signal_handler(number, act)
     # This replaces asyncio's Python handler only. The loop still wakes up, because the wake-up file
     # descriptor is written in C.
-    signal.signal(number, watch.arrived)
+    signal.signal(number, watch.handle_signal)
 
 
-def on_stop(do: Callable[[], None]) -> None:
+def add_stop_handler(do: Callable[[], None]) -> None:
     """Call ``do`` for each Ctrl-C and each SIGTERM, as long as the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        on_signal(number, do)
+        add_signal_handler(number, do)
 
 
 @contextlib.contextmanager
-def ends_if_loop_blocked_past_deadline(
+def run_deadline_watchdog(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """During the block, end the process if a run passes its deadline while its event loop is
@@ -66,7 +66,7 @@ def ends_if_loop_blocked_past_deadline(
         with contextlib.suppress(Exception):
             restore()
         how = f"; continue with: {command.format(run=error.run_id)}" if error.run_id else ""
-        error_line(f"{'suspended: ' if how else ''}{error}{how}")
+        print_error(f"{'suspended: ' if how else ''}{error}{how}")
         # Nothing else ends a process whose main thread is blocked.
         os._exit(ExitCode.SUSPENDED if how else ExitCode.ERROR)
 
@@ -91,7 +91,7 @@ class SignalHandlingWatchdog:
         self._num_acted = 0
         self._is_overdue = False
 
-    def arrived(self, number: int, frame: FrameType | None) -> None:
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle one arrival of the signal. If the event loop has not reacted to earlier ones in
         time, raise KeyboardInterrupt or SystemExit."""
         if self._is_overdue:

@@ -18,15 +18,15 @@ import msgspec
 from ramify.cli.parser import UsageError
 from ramify.cli.terminal_text import (
     Line,
-    count,
     dollars,
-    error_line,
+    format_count,
     json_line,
-    many,
     moment,
     one_line,
-    paint,
+    pluralize,
+    print_error,
     seconds,
+    style_by_meaning,
 )
 from ramify.errors import RunInUse, StoreError
 from ramify.store.store import Store
@@ -52,7 +52,7 @@ def is_map(name: str) -> bool:
 def find_map(store: RunStore, name: str) -> StoredMap:
     """Open the stored map with the given id. Raises StoreError if the store has no such map."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.open_map_table import open_map_table
+    from ramify.maps.stored_map_tables import open_map_table
 
     path = MapStore(store.root).path(name) if isinstance(store, Store) else None
     if path is None:
@@ -72,11 +72,11 @@ def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
     if not number.isdecimal():
         raise UsageError(f"{name}: give the number of a question, as in {id}:7")
     table = find_map(store, id)
-    row = table.question(int(number))
+    row = table.row_at(int(number))
     return list(store.events(row.run)) if row.run else row_events(table, row.number)
 
 
-def folded(events: Iterable[AnyEvent]) -> Trajectory:
+def fold_trajectory(events: Iterable[AnyEvent]) -> Trajectory:
     """Combine the events of a run into its trajectory, the tree of calls with their turns."""
     from ramify.types.event import TrajectoryFold
 
@@ -89,7 +89,7 @@ def folded(events: Iterable[AnyEvent]) -> Trajectory:
 def print_maps(store: RunStore, *, as_json: bool) -> None:
     """Print a line for each stored map, newest first."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.open_map_table import open_map_table
+    from ramify.maps.stored_map_tables import open_map_table
 
     if not isinstance(store, Store):
         raise UsageError("--maps: this store has no folder, so it has no maps")
@@ -99,7 +99,7 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
         try:
             figures = open_map_table(path).figures()
         except (StoreError, OSError) as error:
-            error_line(str(error))
+            print_error(str(error))
             continue
         if as_json:
             print(json_line(msgspec.structs.asdict(figures)))
@@ -114,7 +114,7 @@ def remove_map(store: RunStore, name: str) -> int:
     if table.is_alive:
         raise RunInUse(f"map {table.id} is being written: stop that process first")
     num_bytes = 0
-    for path in table.files():
+    for path in table.store_files():
         num_bytes += path.stat().st_size
         path.unlink()
     return num_bytes
@@ -129,7 +129,7 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
         [
             _rows(figures),
             f"{figures.failed:,} failed",
-            many(figures.calls, "request"),
+            pluralize(figures.calls, "request"),
             dollars(figures.cost),
             "in progress" if figures.alive else "",
         ]
@@ -145,7 +145,7 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
         equal = f"  ×{1 + row.equal}" if row.equal else ""
         head = f"{row.number} row {row.row}: {one_line(row.text, 60)} → "
         if row.error:
-            yield paint("bad", f"{head}{one_line(row.error, 200)}")
+            yield style_by_meaning("bad", f"{head}{one_line(row.error, 200)}")
         else:
             yield f"{head}{one_line(row.answer or '(open)', 60)}{took}{equal}"
     if len(rows) < len(table.rows):
@@ -165,7 +165,7 @@ def _cells(figures: MapFigures) -> list[str]:
         figures.model,
         _rows(figures).removesuffix(" rows"),
         str(figures.failed),
-        count(figures.calls),
+        format_count(figures.calls),
         dollars(figures.cost),
         one_line(figures.out, 200),
     ]

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from ramify.errors import OldNameWarning
-from ramify.format_quantities import count as count
 from ramify.format_quantities import dollars as dollars
-from ramify.format_quantities import many as many
+from ramify.format_quantities import format_count as format_count
+from ramify.format_quantities import format_growing_duration as format_growing_duration
+from ramify.format_quantities import pluralize as pluralize
 from ramify.format_quantities import seconds as seconds
-from ramify.format_quantities import ticking as ticking
 from ramify.logging import ComponentLogger, current_console
-from ramify.printable import SanitizingTerminalStream, clean, clean_line, escaped
+from ramify.printable import SanitizingTerminalStream, clean, clean_line, escape_json_controls
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class StderrMessageWriter:
         if not self.quiet:
             # A terminal that was closed must not end the work that reports to it.
             with contextlib.suppress(OSError, ValueError):
-                (self.above or write)(text)
+                (self.above or write_stderr)(text)
 
     def warning(self, text: str) -> None:
         """Print a warning, and log it so that the journal of the next run records it, too."""
@@ -102,7 +102,7 @@ class StderrMessageWriter:
         if self.verbose:
             self.say(text)
 
-    def take_warnings(self) -> None:
+    def capture_warnings(self) -> None:
         """Print each log record and each Python warning of this process as one line from now on.
         This includes the warnings about old names of Ramify's settings, which Python would hide."""
         if (console := current_console()) is not None:
@@ -122,20 +122,20 @@ def protect_terminal() -> None:
             setattr(sys, name, SanitizingTerminalStream(stream))
 
 
-def write(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Print a text to stderr, without the escape sequences in it."""
     print(clean(text), file=sys.stderr, flush=True)
 
 
-def error_line(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error to stderr as one line, even if its text has several lines."""
-    write("ramify: " + clean_line(text))
+    write_stderr("ramify: " + clean_line(text))
 
 
 def json_line(value: Any) -> str:
     """Encode a value as one line of JSON that is safe to print on a terminal."""
     try:
-        return escaped(msgspec.json.encode(value)).decode()
+        return escape_json_controls(msgspec.json.encode(value)).decode()
     except UnicodeEncodeError:  # lone surrogates can only be written as escapes
         import json
 
@@ -182,14 +182,14 @@ def _colored(line: Line) -> str:
         segment.style.render(clean(segment.text), color_system=ColorSystem.STANDARD)
         if segment.style
         else clean(segment.text)
-        for segment in line.render(console())
+        for segment in line.render(rich_console())
     )
 
 
 @functools.cache
-def console(*, stderr: bool = False) -> Console:
-    """Return the rich console that draws on the terminal. Pass its content through ``cleaned``
-    first."""
+def rich_console(*, stderr: bool = False) -> Console:
+    """Return the rich console that draws on the terminal. Pass its content through
+    ``sanitized_renderable`` first."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -197,7 +197,7 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=file, highlight=False, markup=False, emoji=False)
 
 
-def cleaned(content: RenderableType) -> RenderableType:
+def sanitized_renderable(content: RenderableType) -> RenderableType:
     """Wrap content for a rich console so that escape sequences in its text are removed when it is
     drawn."""
     return _Cleaned(content)
@@ -231,7 +231,7 @@ _TOGETHER = 8
 """Maximum plain sub-calls of one call that are listed one by one."""
 
 
-def paint(meaning: str, text: str) -> Text:
+def style_by_meaning(meaning: str, text: str) -> Text:
     """Color a text by its meaning, such as ``good`` or ``bad``."""
     from rich.text import Text
 
@@ -263,9 +263,9 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
         is_last = index == len(entries) - 1
         stem = indent + ("└ " if is_last else "├ ")
         if isinstance(entry, list):
-            yield _joined(paint("quiet", stem), _group(entry))
+            yield _joined(style_by_meaning("quiet", stem), _group(entry))
             continue
-        yield _joined(paint("quiet", stem), _row(entry))
+        yield _joined(style_by_meaning("quiet", stem), _row(entry))
         yield from _branches(entry, below, indent + ("  " if is_last else "│ "))
 
 
@@ -292,14 +292,14 @@ def _row(node: CallNode) -> Text:
         tone = "odd" if node.outlier else "good" if node.stop is Stop.FINAL else "warn"
     asked = f"…{node.telling}" if node.telling else node.question
     parts: list[Line] = [f"{node.id} {one_line(asked, 60)}"]
-    parts += [_joined("→ ", paint(tone, one_line(answer, 60)))]
+    parts += [_joined("→ ", style_by_meaning(tone, one_line(answer, 60)))]
     parts += [dollars(node.cost)] if node.cost is not None else []
     if node.ended_s is not None:
         parts.append(seconds(max(0.0, node.ended_s - node.started_s)))
     if node.stop not in (None, Stop.FINAL, Stop.ERROR):
-        parts.append(paint("warn", str(node.stop)))
+        parts.append(style_by_meaning("warn", str(node.stop)))
     if node.outlier and not node.has_failed:
-        parts.append(paint("odd", f"differs: {one_line(node.outlier, 80)}"))
+        parts.append(style_by_meaning("odd", f"differs: {one_line(node.outlier, 80)}"))
     return _joined(*parts, between="  ")
 
 
@@ -316,7 +316,9 @@ def _group(nodes: Sequence[CallNode]) -> Text:
     ends = [node.ended_s for node in nodes if node.ended_s is not None]
     name = {"lm": "llm_query"}.get(nodes[0].kind, nodes[0].kind)
     head = f"{name} × {len(nodes):,}: {done:,} done"
-    parts: list[Line] = [_joined(head, paint("bad", f", {failed:,} failed")) if failed else head]
+    parts: list[Line] = [
+        _joined(head, style_by_meaning("bad", f", {failed:,} failed")) if failed else head
+    ]
     parts += [dollars(sum(costs))] if costs else []
     parts += [seconds(max(0.0, max(ends) - nodes[0].started_s))] if ends else []
     return _joined(*parts, between="  ")

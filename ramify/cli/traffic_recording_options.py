@@ -17,7 +17,7 @@ from ramify.errors import ConfigError
 if TYPE_CHECKING:
     from ramify.clients.base import Client
     from ramify.models.load import Policy
-    from ramify.serve.redaction import Redaction
+    from ramify.serve.redaction import RedactionRules
     from ramify.serve.traffic_recorder import Retention, TrafficRecorder
 
 RECORD_OPTIONS = (
@@ -54,7 +54,7 @@ RECORD_OPTIONS = (
 )
 
 
-def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention] | None:
+def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules, Retention] | None:
     """Return what is redacted from recorded conversations and how long they are kept, as the
     options say. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong
     option."""
@@ -63,7 +63,7 @@ def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention]
         if unused is not None:
             raise UsageError(f"{unused.long} is about recorded conversations: add --record FOLDER")
         return None
-    from ramify.serve.redaction import Redaction
+    from ramify.serve.redaction import RedactionRules
     from ramify.serve.traffic_recorder import Retention
 
     gib = 10.0 if options["record_max_gib"] is None else options["record_max_gib"]
@@ -71,7 +71,7 @@ def recording_options(options: Mapping[str, Any]) -> tuple[Redaction, Retention]
         raise UsageError(f"--record-max-gib {gib:g}: give a number of GiB from 0.001 up")
     keep = options["record_keep"]
     return (
-        Redaction(options["redact"] or (), defaults=options["redact_defaults"] is not False),
+        RedactionRules(options["redact"] or (), defaults=options["redact_defaults"] is not False),
         Retention(
             max_bytes=int(gib * (1 << 30)),
             max_age_s=None if keep is None else parse_age(keep, "--record-keep"),
@@ -98,7 +98,7 @@ def policy_among(clients: Sequence[Client]) -> Policy:
 
 def open_recorder(
     folder: str,
-    recording: tuple[Redaction, Retention],
+    recording: tuple[RedactionRules, Retention],
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:

@@ -38,7 +38,7 @@ from ramify.actors.restarts import ProcessRestartLimiter
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, error_line
+from ramify.cli.terminal_text import StderrMessageWriter, print_error
 from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
@@ -176,7 +176,7 @@ def train(
             f"--preset {preset} needs the recipe: a resumed run keeps the options it began with"
         )
     notes = StderrMessageWriter(bool(quiet))
-    notes.take_warnings()
+    notes.capture_warnings()
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
     if restarts is not None:
@@ -196,16 +196,16 @@ def train(
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
             from ramify.train.execute import train
-            from ramify.train.other_trainer_presets import choices, with_preset
+            from ramify.train.other_trainer_presets import override_choices, with_preset
             from ramify.train.override import override
-            from ramify.train.placement_plan import by
-            from ramify.train.recipe import load_recipe, stored  # imports everything heavy
+            from ramify.train.placement_plan import with_placement
+            from ramify.train.recipe import load_recipe, load_stored_run  # imports everything heavy
 
-            run = load_recipe(recipes[0]) if recipes else stored(str(resume), overrides)
+            run = load_recipe(recipes[0]) if recipes else load_stored_run(str(resume), overrides)
             # Preset and placement come first, so that the overrides can change their fields.
             run = with_preset(run, preset) if preset else run
-            run = by(run, placement) if placement else run
-            run = override(run, overrides, choices(preset))
+            run = with_placement(run, placement) if placement else run
+            run = override(run, overrides, override_choices(preset))
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
@@ -250,7 +250,7 @@ def _end_soon(why: str) -> None:
     way."""
 
     def end() -> None:
-        error_line(why)
+        print_error(why)
         os._exit(ExitCode.ERROR)
 
     timer = threading.Timer(_END_S, end)
@@ -276,7 +276,7 @@ def _listener(
         case "live":
             return _drawing(name, folder, screen, is_resumed)
         case "json":
-            return lambda measured: screen.event(
+            return lambda measured: screen.write_json_event(
                 "measured",
                 step=measured.step,
                 stage=measured.stage,
@@ -402,7 +402,7 @@ def supervise(
     losses = ProcessRestartLimiter(restarts, _log, "trainer")
     command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(folder), *options]
     with run_log(folder / RUN_LOG, name) as log, ForegroundProcess() as trainer:
-        log.begin()
+        log.release_held_records()
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
             if (
@@ -429,17 +429,17 @@ def supervise(
                     f"progress, so it is not restarted (--restarts {restarts})"
                 )
                 _log.error("trainer_lost", text, step=furthest, attempt=attempt)
-                error_line(text)
+                print_error(text)
                 return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
-            losses.failed(
+            losses.record_loss(
                 name,
                 f"the trainer {how} after step {furthest}",
                 f"restarting from {resume or 'the beginning'}",
                 step=furthest,
             )
-            trainer.pause(losses.pause_s(name))
+            trainer.sleep(losses.pause_s(name))
             losses.started(name)
 
 

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from ramify.cli.listen_options import chosen_key, listen_address, listen_options
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
-from ramify.cli.stop_signals import on_stop
-from ramify.cli.terminal_text import write
+from ramify.cli.stop_signals import add_stop_handler
+from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -95,28 +95,28 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
 
 
 def _export(library: RunCatalog, keys: list[str], export: str) -> int:
-    from ramify.viewer.page_script import page
+    from ramify.viewer.page_script import offline_run_page
 
     if len(keys) != 1:
         raise UsageError(
             "--export writes one run: give it, as in ramify view last --export run.html"
         )
-    html = page(library.find(keys[0]))
+    html = offline_run_page(library.find(keys[0]))
     try:
         Path(export).expanduser().write_bytes(html)
     except OSError as error:
         raise ConfigError(f"cannot write {export}: {error.strerror}") from None
-    write(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser without a network")
+    write_stderr(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser without a network")
     return ExitCode.ANSWERED
 
 
 async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
     stopped = asyncio.Event()
-    on_stop(stopped.set)
+    add_stop_handler(stopped.set)
     async with server:
         socket = server.address.socket
         how = f" through the Unix socket {socket}" if socket is not None else ""
-        write(f"open {server.url}{first}{how} (Ctrl-C to stop)")
+        write_stderr(f"open {server.url}{first}{how} (Ctrl-C to stop)")
         if is_opened:
             import webbrowser
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.clients import anthropic_reply_parser
-from ramify.clients.anthropic_reply_parser import Blocks, arguments_of
+from ramify.clients.anthropic_reply_parser import Blocks, decode_arguments
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
 from ramify.clients.batches import AnthropicBatches
 from ramify.clients.chat_json import is_strict
@@ -95,13 +95,13 @@ class AnthropicClient:
         try:
             reply, body = await self._api.ask(fields, request.reply_size_limit(), on_piece)
         except Refused as error:
-            self.adapt(error)
+            self.adapt_to_refusal(error)
             raise
         if reply.message.tool_calls and reply.message.reasoning is not None:
-            self._remember(reply.message, anthropic_reply_parser.thoughts_in(body))
+            self._remember(reply.message, anthropic_reply_parser.thinking_blocks(body))
         return reply
 
-    def adapt(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: Refused) -> None:
         """Change the form of later requests if the server's refusal shows that this helps. The
         error is then marked as worth a retry."""
         if self._enforces_schema and "output_config" in str(error):
@@ -214,7 +214,7 @@ def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
                 "type": "tool_use",
                 "id": call.id,
                 "name": call.name,
-                "input": arguments_of(call.arguments),
+                "input": decode_arguments(call.arguments),
             }
         )
     return blocks

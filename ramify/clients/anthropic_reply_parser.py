@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import counted, finish_of
-from ramify.clients.chat_json import decode_body, encode, named, text_in
+from ramify.clients.base import finish_of, reported_usage
+from ramify.clients.chat_json import decode_body, encode, reported_model_name, text_field
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
 KIND = "message"
@@ -115,7 +115,7 @@ class MessageReplyStream:
         for (index, field), parts in self._parts.items():
             block, text = self._blocks[index], "".join(parts)
             if field == "partial_json":
-                block["input"] = arguments_of(text) if text else {}
+                block["input"] = decode_arguments(text) if text else {}
             else:
                 block[field] = f"{block.get(field) or ''}{text}"
         if self._blocks:
@@ -148,8 +148,10 @@ new_stream = MessageReplyStream
 def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
     """Convert a decoded response into a ``Reply``. Raises ValueError if its fields contradict each
     other."""
-    texts = [text_in(block, "text") for block in blocks if block.get("type") == "text"]
-    thoughts = [text_in(block, "thinking") for block in blocks if block.get("type") == "thinking"]
+    texts = [text_field(block, "text") for block in blocks if block.get("type") == "text"]
+    thoughts = [
+        text_field(block, "thinking") for block in blocks if block.get("type") == "thinking"
+    ]
     message = Message(
         role="assistant",
         content="".join(texts),
@@ -169,20 +171,20 @@ def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> R
         message,
         _usage(body.usage),
         finish,
-        model=named(body.model, model),
+        model=reported_model_name(body.model, model),
         seconds=seconds,
         filter=str(body.stop_reason) if finish == "content_filter" else "",
     )
 
 
-def thoughts_in(body: bytes) -> Blocks:
+def thinking_blocks(body: bytes) -> Blocks:
     """Return the signed thinking blocks in the body of a response, which must be sent back
     unchanged with tool results."""
     kinds = ("thinking", "redacted_thinking")
     return [block for block in decode(body).content or () if block.get("type") in kinds]
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def decode_arguments(text: str) -> dict[str, Any]:
     """Decode the arguments of a tool call to a JSON object, which the API requires. Text that is
     not one is returned in the field ``unparsed``."""
     try:
@@ -202,9 +204,12 @@ def _usage(reported: Any) -> Usage:
     ]
     details = fields.get("output_tokens_details")
     thinking = details.get("thinking_tokens") if isinstance(details, dict) else None
-    counts = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
+    counts = [
+        reported_usage(part, 0).input_tokens if reported_usage(part, 0).calls else None
+        for part in parts
+    ]
     prompt_tokens = None if None in counts else sum(filter(None, counts))
-    return counted(
+    return reported_usage(
         prompt_tokens,
         fields.get("output_tokens"),
         cached=counts[1],

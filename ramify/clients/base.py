@@ -141,7 +141,7 @@ class Request(msgspec.Struct, frozen=True):
         cover the role markers. Pictures count by the rule of the model (see
         ``picture_token_costs.py``).
         """
-        total = 64 + sum(max_tokens_of(message, self.model) for message in self.messages)
+        total = 64 + sum(max_message_tokens(message, self.model) for message in self.messages)
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
@@ -202,7 +202,7 @@ class PromptRenderer(msgspec.Struct, frozen=True):
     """Returns the text of one token."""
 
 
-def max_tokens_of(message: Message, model: str = "") -> int:
+def max_message_tokens(message: Message, model: str = "") -> int:
     """Return an upper bound on the number of tokens of one message, including its pictures."""
     total = 16 + _num_bytes(message.content)
     if message.reasoning:
@@ -301,7 +301,7 @@ class RequestReservation(Protocol):
         """
         ...
 
-    def is_enough(self) -> bool:
+    def is_still_valid(self) -> bool:
         """Return True if the reservation still covers the next attempt.
 
         It does not if another reply has shown that the model may use more than was reserved. The
@@ -321,7 +321,7 @@ class RequestReservation(Protocol):
         ...
 
 
-def counted(
+def reported_usage(
     given: Any,
     produced: Any,
     *,
@@ -369,7 +369,7 @@ def believed(reply: Reply, request: Request, window: int) -> Usage:
     return usage if is_believed else request.max_usage()
 
 
-def dollars(reported: Any) -> float | None:
+def reported_cost(reported: Any) -> float | None:
     """Return the cost that a server reports, or None if it is not a valid amount of money."""
     if isinstance(reported, bool) or not isinstance(reported, int | float):
         return None

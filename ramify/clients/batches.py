@@ -169,7 +169,7 @@ class BatchApi(abc.ABC):
         if result.kind == "cancelled":
             raise ServerFailed(f"{self._api.where}: the batch was cancelled at {self.provider}")
         answer = HttpResponse(result.status, {"content-type": "application/json"}, result.body)
-        return await self._api.read(answer, request.reply_size_limit())
+        return await self._api.parse_reply(answer, request.reply_size_limit())
 
     async def _call(
         self,
@@ -183,7 +183,7 @@ class BatchApi(abc.ABC):
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
-                self._wire.send(self._api.where, route, body) as exchange,
+                self._wire.prepare_exchange(self._api.where, route, body) as exchange,
             ):
                 answer = await exchange.read()
         except TimeoutError:
@@ -205,7 +205,7 @@ class BatchApi(abc.ABC):
     async def _lines(self, path: str) -> AsyncGenerator[bytes]:
         """Download a file and yield its lines as they arrive."""
         route = route_to(self._base + path, self._headers, "GET")
-        async with self._wire.send(self._api.where, route) as exchange:
+        async with self._wire.prepare_exchange(self._api.where, route) as exchange:
             if exchange.status // 100 != 2:
                 raise self._api.refusal(await exchange.read())
             rest = b""
@@ -240,7 +240,7 @@ class BatchCapableClient(Protocol):
         out to have none."""
         ...
 
-    def adapt(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: Refused) -> None:
         """Change the form of later requests if the server's refusal shows that this helps."""
         ...
 

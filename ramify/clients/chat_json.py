@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import Request, counted, dollars, finish_of, picture_base64
+from ramify.clients.base import Request, finish_of, picture_base64, reported_cost, reported_usage
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.lazy_pattern import lazy_pattern
@@ -349,8 +349,8 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
         usage=_usage(completion.usage),
         finish=finish,
         filter=_filter(choice) if finish == "content_filter" else "",
-        model=named(completion.model, model),
-        cost=dollars(_fields(completion.usage).get("cost")),
+        model=reported_model_name(completion.model, model),
+        cost=reported_cost(_fields(completion.usage).get("cost")),
         seconds=seconds,
         prompt_ids=completion.prompt_token_ids,
         token_ids=choice.token_ids,
@@ -358,7 +358,7 @@ def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float
     )
 
 
-def named(reported: Any, model: str) -> str:
+def reported_model_name(reported: Any, model: str) -> str:
     """Return the name of the model that the server reports, or the requested name if it reports
     none."""
     return reported if isinstance(reported, str) and reported else model
@@ -461,11 +461,11 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
             inner = part.get("thinking")
             thinking.append(_parts(inner)[0] if isinstance(inner, list) else str(inner or ""))
         elif isinstance(part, dict):
-            text.append(text_in(part, "text"))
+            text.append(text_field(part, "text"))
     return "".join(text), "".join(thinking) or None
 
 
-def text_in(part: dict[str, Any], field: str) -> str:
+def text_field(part: dict[str, Any], field: str) -> str:
     """Return the text of one part of a reply, which is empty if the field is null or missing.
     Raises ValueError if the field is something else."""
     text = part.get(field)
@@ -485,7 +485,7 @@ def _refusal(wire: _Message) -> str:
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
     text = _parts(wire.content)[0]
-    parts = [text_in(part, "refusal") for part in wire.content if isinstance(part, dict)]
+    parts = [text_field(part, "refusal") for part in wire.content if isinstance(part, dict)]
     return "" if text else "".join(parts) or wire.refusal or ""
 
 
@@ -513,7 +513,7 @@ def _usage(reported: Any) -> Usage:
     fields = _fields(reported)
     inputs = _fields(fields.get("prompt_tokens_details"))
     outputs = _fields(fields.get("completion_tokens_details"))
-    return counted(
+    return reported_usage(
         fields.get("prompt_tokens"),
         fields.get("completion_tokens"),
         total=fields.get("total_tokens"),

@@ -33,7 +33,7 @@ from ramify.clients.base import OnPiece, ReplyPiece, ReplySizeLimit
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.event_stream import ServerSentEventParser
 from ramify.clients.providers import ResolvedEndpoint
-from ramify.clients.reply_decoding import NoReply, Undecodable, decode_reply, is_large
+from ramify.clients.reply_decoding import NoReplyInResponse, Undecodable, decode_reply, is_large
 from ramify.errors import MalformedResponse, ModelError, ReplyLost
 from ramify.http_client.compression import too_long
 from ramify.http_client.http_transport import (
@@ -121,9 +121,9 @@ class JsonApi:
     ) -> None:
         """Create a client for the URL of ``endpoint``, whose JSON has the given format.
 
-        ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
-        bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its tokens,
-        and ``KIND``, which names a reply in errors."""
+        ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for
+        whole bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its
+        tokens, and ``KIND``, which names a reply in errors."""
         is_named = endpoint.url.removesuffix("/chat/completions") in name
         self.where = name if is_named else f"{name} at {endpoint.url}"
         """Model and address. A name of the form ``provider:model@URL`` already contains both."""
@@ -149,7 +149,9 @@ class JsonApi:
             fields = {**fields, **self._format.STREAM_FIELDS}
         data, has_stream = chat_json.encode(fields), False
         started = time.perf_counter()
-        async with self._wire.send(self._name, self._route, data, bound.bytes) as exchange:
+        async with self._wire.prepare_exchange(
+            self._name, self._route, data, bound.bytes
+        ) as exchange:
             kind = exchange.headers.get("content-type", "")
             is_good = exchange.status // 100 == 2
             if is_good and kind.lower().startswith("text/event-stream"):
@@ -170,7 +172,7 @@ class JsonApi:
             self._stop_streaming("its streams do not count tokens")
         return reply, answer.body
 
-    async def read(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
+    async def parse_reply(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
         """Read the reply from a response that arrived in another way, such as in a batch. Raises
         ModelError."""
         if answer.status // 100 != 2:
@@ -284,7 +286,7 @@ class JsonApi:
         model = self._endpoint.model
         try:
             return await decode_reply(self._format, answer.body, model, bound, seconds)
-        except NoReply as error:
+        except NoReplyInResponse as error:
             raise self._no_reply(answer, error) from None
         except Undecodable as error:
             raise self._not_json(answer, error) from None
@@ -307,7 +309,7 @@ class JsonApi:
             return self._bad(text, paid=False)
         return self._unreadable(f"answered {kind}", answer.body, str(error))
 
-    def _no_reply(self, answer: HttpResponse, found: NoReply) -> ModelError:
+    def _no_reply(self, answer: HttpResponse, found: NoReplyInResponse) -> ModelError:
         if not found.has_error:
             kind = self._format.KIND
             return self._bad(f"sent a reply without choices; is it a {kind}s endpoint?")

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients import chat_json
-from ramify.clients.base import Price, Request, dollars, is_known_finish
+from ramify.clients.base import Price, Request, is_known_finish, reported_cost
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.picture_token_costs import known_vision
 from ramify.clients.providers import ModelProviderSpec, ResolvedEndpoint, split_name, split_url
@@ -186,7 +186,7 @@ class LiteLLMClient:
             ) from None
         hidden = getattr(sent, "_hidden_params", None) or {}
         return msgspec.structs.replace(
-            reply, cost=dollars(hidden.get("response_cost")) or reply.cost
+            reply, cost=reported_cost(hidden.get("response_cost")) or reply.cost
         )
 
     def _error_in_body(

@@ -66,10 +66,10 @@ class OpenAIClient:
             )
             return reply
         except Refused as error:
-            self.adapt(error)
+            self.adapt_to_refusal(error)
             raise
 
-    def adapt(self, error: Refused) -> None:
+    def adapt_to_refusal(self, error: Refused) -> None:
         """Change the form of later requests if the server's refusal shows that this helps. The
         error is then marked as worth a retry."""
         if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):

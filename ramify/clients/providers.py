@@ -32,7 +32,7 @@ from urllib.parse import quote
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.nearest_name import nearest_name
@@ -287,7 +287,7 @@ def split_name(name: str) -> tuple[str, str]:
         raise ConfigError(f"model '{name}' has no provider: write provider:model; {advice}")
     if not is_reference(provider) and provider not in CLIENTS:
         raise ConfigError(
-            f"unknown provider '{provider}' in '{name}': {nearest(provider, CLIENTS)}"
+            f"unknown provider '{provider}' in '{name}': {did_you_mean(provider, CLIENTS)}"
         )
     if not model:
         raise ConfigError(f"'{name}' names no model: write {provider}:MODEL")
@@ -362,7 +362,7 @@ def no_key(name: str, variable: str) -> MissingKey:
     return MissingKey(text, name, variable)
 
 
-def resolve(
+def resolve_endpoint(
     name: str,
     *,
     key: str | None = None,
@@ -471,7 +471,7 @@ def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:
     return f"{root}/deployments/{quote(deployment, safe='')}/chat/completions?api-version={version}"
 
 
-def table() -> str:
+def providers_markdown_table() -> str:
     """Format the list of providers as the Markdown table of ``docs/models.md``."""
     rows = ["| name | what | base URL | changed by | key | notes |", "|---|---|---|---|---|---|"]
     for name, spec in PROVIDERS.items():
@@ -533,7 +533,7 @@ class PriceTable:
         entry = self._find(name)
         if entry is not None and entry.price is not None:
             return entry.price
-        return FREE if is_local(name) or is_script(name) else None
+        return FREE if is_self_hosted(name) or is_script(name) else None
 
     def window(self, name: str) -> int | None:
         """Return the context window of a model in tokens, or None if it is unknown."""
@@ -559,7 +559,7 @@ def is_script(name: str) -> bool:
     return name.startswith(("scripted:", "offline:"))
 
 
-def is_local(name: str) -> bool:
+def is_self_hosted(name: str) -> bool:
     """Return True if a model runs on the user's own machines, so that its tokens are free."""
     if is_in_process(name):
         return True

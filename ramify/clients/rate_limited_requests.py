@@ -39,12 +39,12 @@ from ramify.clients.base import (
     Request,
     RequestReservation,
     believed,
-    dollars,
+    reported_cost,
 )
 from ramify.clients.chat_json import redacted
 from ramify.clients.deadlines import TimeoutScheduler, TimeoutScope
 from ramify.clients.model_config import Model
-from ramify.clients.providers import CLIENTS, ModelProviderSpec, PriceTable, resolve
+from ramify.clients.providers import CLIENTS, ModelProviderSpec, PriceTable, resolve_endpoint
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -56,7 +56,7 @@ from ramify.errors import (
 )
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.logging import ComponentLogger
-from ramify.secrets import remember, without_secrets
+from ramify.secrets import redact_likely_secrets, remember
 from ramify.types.message import Reply
 
 _log = ComponentLogger("clients")
@@ -147,7 +147,7 @@ class RateLimitedClientPool:
             client = self._clients[name] = self._connect(Model(name))
         return client
 
-    def bound(self, model: Model) -> Client:
+    def client_for_model(self, model: Model) -> Client:
         """Return the client of a model object, which uses the key with which the object was
         created."""
         for known, client in self._bound:
@@ -157,7 +157,7 @@ class RateLimitedClientPool:
         self._bound.append((model, client))
         return client
 
-    def adopt(self, client: AnyClient) -> AnyClient:
+    def register(self, client: AnyClient) -> AnyClient:
         """Register an existing client under its model's name, and return the client. The caller
         remains responsible for closing it."""
         self._clients[client.name] = client
@@ -200,7 +200,7 @@ class RateLimitedClientPool:
                 if wait_s is not None:
                     await self._sleep(wait_s)
         finally:
-            retries.record()
+            retries.log_outage()
 
     async def close(self) -> None:
         """Close the connections and every client that this pool created. Calling this again has no
@@ -245,7 +245,7 @@ class RateLimitedClientPool:
             account.charge_full_reservation(str(lost))
             raise lost from None
         except ModelError as error:
-            if isinstance(error, RateLimited) and retries.are_worth(error):
+            if isinstance(error, RateLimited) and retries.is_wait_acceptable(error):
                 gate.slow_down(entered, self.backoff_s(error, retries.failed + 1))
             (account.charge_full_reservation if error.may_be_paid else account.release)(str(error))
             raise
@@ -293,7 +293,7 @@ class RateLimitedClientPool:
         slots in the rate limiters are released."""
         is_enough = False
         try:
-            is_enough = account.is_enough()
+            is_enough = account.is_still_valid()
         finally:
             if not is_enough:
                 self._gate.release()
@@ -308,7 +308,7 @@ class RateLimitedClientPool:
         return takes_pieces
 
     async def _enter(self, client: Client, gate: AdaptiveConcurrencyLimiter) -> int:
-        if not gate.enter():
+        if not gate.try_acquire():
             began_s, was_slowed = _now_s(), gate.is_slowed
             try:
                 await gate.acquire()
@@ -316,7 +316,7 @@ class RateLimitedClientPool:
                 if was_slowed or gate.is_slowed:
                     _record_wait(client, "rate_limit", _now_s() - began_s)
         entered = gate.round
-        if not self._gate.enter():
+        if not self._gate.try_acquire():
             try:
                 await self._gate.acquire()
             except BaseException:
@@ -344,7 +344,9 @@ class RateLimitedClientPool:
         if isinstance(connect, ModelProviderSpec):
             from ramify.clients.openai import OpenAIClient
 
-            endpoint = resolve(name, key=key, base_url=base_url, headers=headers, environ=environ)
+            endpoint = resolve_endpoint(
+                name, key=key, base_url=base_url, headers=headers, environ=environ
+            )
             window = window or (_LOCAL_WINDOW if connect.local else ASSUMED_WINDOW)
             client: Client = OpenAIClient(
                 name, endpoint, self._wire, window=window, price=price, streams=model.stream
@@ -438,7 +440,7 @@ class RequestRetries:
         self._waited_s = 0.0
         self._num_retries = 0
 
-    def are_worth(self, error: ModelError) -> bool:
+    def is_wait_acceptable(self, error: ModelError) -> bool:
         """Return True if the wait that the server asked for is short enough to try again."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
@@ -455,7 +457,7 @@ class RequestRetries:
         # What cannot be reached was failing all the while that a connection was tried.
         since_s = self.sent_s if isinstance(error, Unreachable) else _now_s()
         self._began_s = min(self._began_s, since_s)
-        if not error.transient or self._is_used_up() or not self.are_worth(error):
+        if not error.transient or self._is_used_up() or not self.is_wait_acceptable(error):
             error.waited_s = self._out_s()
             raise error
         wait_s = gate.opens_in_s() if is_limited else self._pool.backoff_s(error, self.failed)
@@ -465,7 +467,7 @@ class RequestRetries:
         self._waited_s += wait_s
         return None if is_limited else wait_s
 
-    def record(self) -> None:
+    def log_outage(self) -> None:
         """Log how long the request kept failing, if it was retried and that took a second or
         longer."""
         if self._patience_s and self._num_retries:
@@ -551,7 +553,7 @@ class AdaptiveConcurrencyLimiter:
             else max(0.0, self._opens_at - asyncio.get_running_loop().time())
         )
 
-    def enter(self) -> bool:
+    def try_acquire(self) -> bool:
         """Take a slot for a request if one is free. Returns False if the caller must wait with
         ``acquire``."""
         if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
@@ -562,7 +564,7 @@ class AdaptiveConcurrencyLimiter:
     async def acquire(self) -> int:
         """Wait for a slot for a request. Returns the number of the current round, which the caller
         passes to ``slow_down`` if the request meets a rate limit."""
-        if not self.enter():
+        if not self.try_acquire():
             await self._wait_for_slot()
         return self.round
 
@@ -634,7 +636,7 @@ def _record_wait(client: Client, reason: str, wait_s: float) -> None:
 def _unexpected(client: Client, error: Exception) -> MalformedResponse:
     """Log the traceback of an exception that a client should not raise, and return the
     MalformedResponse to raise instead."""
-    text = " ".join(redacted(without_secrets(str(error))).split())[:200]
+    text = " ".join(redacted(redact_likely_secrets(str(error))).split())[:200]
     bad = MalformedResponse(
         f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
         "the traceback"
@@ -650,7 +652,7 @@ def _asked_s(error: ModelError) -> float:
 def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
     """Return a reply with a usage that is plausible, and with its cost at the given price."""
     usage = believed(reply, request, window)
-    cost = price.of(usage) if price is not None else dollars(reply.cost)
+    cost = price.of(usage) if price is not None else reported_cost(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish
     if usage is reply.usage and cost == reply.cost and not is_full:

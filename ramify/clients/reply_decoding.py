@@ -39,7 +39,7 @@ class Undecodable(Exception):
     """Raised if the body of a response does not have the expected format."""
 
 
-class NoReply(Exception):
+class NoReplyInResponse(Exception):
     """Raised if a response contains no reply, or an error in addition to the reply."""
 
     def __init__(self, code: int | None, *, has_error: bool, is_beside_reply: bool) -> None:
@@ -82,20 +82,20 @@ async def decode_reply(
 ) -> Reply:
     """Decode the body of a response to a reply. Large bodies are decoded in a helper process.
 
-    Raises Undecodable or NoReply; ValueError if fields of the reply contradict each other;
-    ServerFailed if the server aborted the reply; and MalformedResponse, which is not retried, if
-    the reply exceeds ``bound``.
+    Raises Undecodable or NoReplyInResponse; ValueError if fields of the reply contradict each
+    other; ServerFailed if the server aborted the reply; and MalformedResponse, which is not
+    retried, if the reply exceeds ``bound``.
     """
     if len(body) > bound.bytes:
         raise too_long(bound.bytes)
     if not is_large(body):
         return _reply(_decode_in_place(format, body, model, bound, seconds))
-    from ramify.actors.untrusted_data_process import HelperError, in_helper
+    from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper
 
     task = _encode(_Task(format.__name__, model, bound, seconds))
     try:
         answer = await in_helper(f"{__name__}:{decode_in_helper.__name__}", task, body)
-    except HelperError as error:
+    except HelperProcessDied as error:
         return _reply(_Decoded(None, "too much", f"the reply cannot be decoded: {error}"))
     # Building a long text takes long. In a thread it may slow the loop, but it blocks no callback.
     return _reply(await asyncio.to_thread(msgspec.msgpack.decode, answer, type=_Decoded))
@@ -110,7 +110,7 @@ def _reply(decoded: _Decoded) -> Reply:
     if decoded.reply is not None:
         return decoded.reply
     if decoded.failed == "no reply":
-        raise NoReply(
+        raise NoReplyInResponse(
             decoded.code,
             has_error=decoded.has_error,
             is_beside_reply=decoded.is_beside_reply,

@@ -15,8 +15,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Request, counted
-from ramify.clients.chat_json import decode_body, is_strict, named, picture_url, text_in
+from ramify.clients.base import Request, reported_usage
+from ramify.clients.chat_json import (
+    decode_body,
+    is_strict,
+    picture_url,
+    reported_model_name,
+    text_field,
+)
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.clients.reply_decoding import is_large
 from ramify.errors import ServerFailed
@@ -155,8 +161,8 @@ def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: floa
     itself or may be incomplete, and ServerFailed if the server says that it failed."""
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
-    text = "".join(text_in(part, "text") for part in parts)
-    refusal = "".join(text_in(part, "refusal") for part in parts)
+    text = "".join(text_field(part, "text") for part in parts)
+    refusal = "".join(text_field(part, "refusal") for part in parts)
     calls = tuple(
         ToolCall(str(item.get("call_id")), str(item.get("name")), str(item.get("arguments")))
         for item in items
@@ -169,7 +175,7 @@ def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: floa
         Message("assistant", text or refusal, _reasoning(items), calls),
         _usage(response.usage),
         finish,
-        model=named(response.model, model),
+        model=reported_model_name(response.model, model),
         seconds=seconds,
         filter=stopped_by if finish == "content_filter" else "",
     )
@@ -240,7 +246,7 @@ def _usage(reported: Any) -> Usage:
         details if isinstance(details, dict) else {}
         for details in (fields.get("input_tokens_details"), fields.get("output_tokens_details"))
     )
-    return counted(
+    return reported_usage(
         fields.get("input_tokens"),
         fields.get("output_tokens"),
         total=fields.get("total_tokens"),

@@ -108,7 +108,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return self.text
 
-    def untyped(self) -> Any:
+    def untyped_value(self) -> Any:
         """Return the value of the answer when the question demands no particular type.
 
         The text is read as JSON or as a Python literal, with two exceptions that stay text:
@@ -149,7 +149,7 @@ def _argument(text: str) -> ast.expr | None:
 _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
 
 
-def expressions(final: FinalAnswer | None) -> tuple[str, ...]:
+def answer_code(final: FinalAnswer | None) -> tuple[str, ...]:
     """Return the code that computes a final answer which the model wrote as an expression, such as
     ``FINAL(len(found))``.
 
@@ -229,7 +229,7 @@ def without_thinking(text: str) -> str:
     return "".join(part.text for part in _parts(text))
 
 
-def fences(text: str) -> Iterator[tuple[str, str, bool]]:
+def unrun_fences(text: str) -> Iterator[tuple[str, str, bool]]:
     """Yield the code fences of a reply that will not be run, such as unmarked ones. Each is a tuple
     of the fence's language, its content, and whether it was closed."""
     for part in _parts(text):
@@ -463,7 +463,7 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
         answer = arguments.get("answer", arguments.get("value"))
         if answer is None:
             return None, None, f"tool call '{FINAL_TOOL}' has no 'answer'"
-        return None, answer_of(answer), None
+        return None, answer_from_tool_argument(answer), None
     code = arguments.get("code", arguments.get("input"))
     if call.name in _LANGUAGES and isinstance(code, str):
         return code, None, None
@@ -475,7 +475,7 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
     )
 
 
-def answer_of(value: Any) -> FinalAnswer:
+def answer_from_tool_argument(value: Any) -> FinalAnswer:
     """Convert the argument of a tool call that gives the final answer, a JSON value, to a
     ``FinalAnswer``. A text that would be read as another value is quoted."""
     if isinstance(value, str) and FinalAnswer(value).literal() == value:

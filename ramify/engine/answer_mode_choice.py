@@ -96,12 +96,12 @@ def _has_texts_of_tables(question: Question) -> bool:
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
-def choose_free(_facts: ModeChoiceInput) -> ModeChoice:
+def always_session(_facts: ModeChoiceInput) -> ModeChoice:
     """Always choose a session, in which the model writes code and calls models."""
     return ModeChoice("free", "it was asked for")
 
 
-def choose_direct(_facts: ModeChoiceInput) -> ModeChoice:
+def always_direct(_facts: ModeChoiceInput) -> ModeChoice:
     """Always choose one plain model call, however long the context is."""
     return ModeChoice("direct", "it was asked for")
 
@@ -159,7 +159,7 @@ def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeChoice
     root, limits = models.rlm(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
-    of_question = question.tools.keys() - of_tables if question.has_session_tools else ()
+    of_question = question.tools.keys() - of_tables if question.has_required_tools else ()
     tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
     return ModeChoiceInput(
         question,

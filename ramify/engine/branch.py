@@ -115,7 +115,7 @@ class BranchedCall:
         try:
             outcome = await self._run_turns_safely()
         finally:
-            self._rlm_call.run.end(self._rlm_call.call, self.own or outcome)
+            self._rlm_call.run.end_call(self._rlm_call.call, self.own or outcome)
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.engine.recorded_answer import jsonable
+from ramify.engine.answer_serialization import jsonable
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:

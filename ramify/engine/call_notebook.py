@@ -76,7 +76,7 @@ class Notebook:
         self._opening = None if failed else opening
         self._cell_history = previous._cell_history
         if self._session is not None:
-            self.run.ending.interrupts(self._session)
+            self.run.ending.register_session(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
         """Return a second notebook, for ``call``, whose session is a copy of the current one.
@@ -84,7 +84,7 @@ class Notebook:
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
-        self.run.ending.interrupts(fork._session)
+        self.run.ending.register_session(fork._session)
         return fork
 
     def start_opening_session(self) -> None:
@@ -99,7 +99,7 @@ class Notebook:
             self.start_opening_session()
             assert self._opening is not None
             self._session, self._opening = await asyncio.shield(self._opening), None
-            self.run.ending.interrupts(self._session)
+            self.run.ending.register_session(self._session)
         return self._session
 
     async def execute(
@@ -241,7 +241,7 @@ class Notebook:
         session = await run.open_session(call)
         try:
             if run.recording is None:
-                tools.prepare()
+                tools.warm_up()
             for module, source in sources.items():
                 await session.install(module, source)
             for name, value in tools.values.items():
@@ -281,7 +281,7 @@ class RecordedHostCall(msgspec.Struct, frozen=True):
     or error that it received."""
 
     arguments_hash: int
-    """``fingerprint`` of the call."""
+    """``host_call_hash`` of the call."""
     value: Any = None
     error: HostCallError | None = None
 
@@ -289,7 +289,7 @@ class RecordedHostCall(msgspec.Struct, frozen=True):
 class _Cell(msgspec.Struct, frozen=True):
     code: str
     outcome: int
-    """``fingerprint`` of the cell's visible output."""
+    """``host_call_hash`` of the cell's visible output."""
     seconds: float
     interrupted: str | None
     answers: tuple[RecordedHostCall, ...]
@@ -370,7 +370,7 @@ class _RecordingHost:
         """Answer one function call that the cell makes, and record the answer or the error. A
         ReplayDiverged error is also kept in ``fatal``, because it must end the run even if the
         cell's code catches it."""
-        arguments_hash = fingerprint(name, args, kwargs)
+        arguments_hash = host_call_hash(name, args, kwargs)
         try:
             value = await self._answer()(name, args, kwargs)
         except HostCallError as error:
@@ -396,7 +396,7 @@ class _RecordedHost:
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the recorded answer to a function call of the cell, or raise the recorded error.
         Raises HostCallError if the record has no such call."""
-        answers = self._answers.get(fingerprint(name, args, kwargs))
+        answers = self._answers.get(host_call_hash(name, args, kwargs))
         if not answers:
             self._unknown = name
             raise HostCallError("RuntimeError", f"{name}: this was not asked before")
@@ -411,7 +411,7 @@ class _RecordedHost:
         return "did not ask all that it had asked before" if any(self._answers.values()) else None
 
 
-def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def host_call_hash(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return a hash of a function call that session code makes to the host, valid only in this
     process. It takes about a millisecond per megabyte of text and does not copy the text."""
     try:

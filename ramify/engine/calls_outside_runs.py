@@ -4,9 +4,9 @@ trajectory.
 
     calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
-         │                        └── DirectRequest, DirectReply, DirectFailure, before each is
+         │                        └── DirectRequestEvent, DirectReply, DirectFailure, before each is
          │                            acted on; who records them can resume the question
-         └── reserve ── emit(DirectRequest) ── send ── settle ── emit(DirectReply)
+         └── reserve ── emit(DirectRequestEvent) ── send ── settle ── emit(DirectReply)
 
 The prompt, the check of the reply, retries and rate limits are those of a run's plain call. Other
 features of a run are left out, because they cost three times the CPU time of the request itself:
@@ -26,9 +26,9 @@ import msgspec
 from ramify.clients.base import Price, Request
 from ramify.clients.rate_limited_requests import priced
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, bound
-from ramify.engine.model_requests import check_prices, filtered, recordable, reply_cut
-from ramify.engine.plain_call import answer_plainly, asked_for, direct_prompt
+from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, max_request_amount
+from ramify.engine.model_requests import check_prices, filtered, recordable, truncation_error
+from ramify.engine.plain_call import answer_plainly, direct_prompt, with_answer_format
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.resources import RlmSetup, RunModels
@@ -41,7 +41,7 @@ from ramify.types.picture import has_pictures
 from ramify.types.trajectory import Stop
 
 
-class DirectRequest(msgspec.Struct, frozen=True):
+class DirectRequestEvent(msgspec.Struct, frozen=True):
     """The event that is emitted right before a request is sent to the model."""
 
     turn: int
@@ -73,7 +73,7 @@ class DirectFailure(msgspec.Struct, frozen=True):
     """Dollars that may have been billed."""
 
 
-DirectEvent = DirectRequest | DirectReply | DirectFailure
+DirectEvent = DirectRequestEvent | DirectReply | DirectFailure
 
 
 class DirectCalls:
@@ -117,7 +117,7 @@ class DirectCalls:
         return way_to_answer(self.setup, question, self._models, None) == "plain call"
 
     @property
-    def max_tokens(self) -> int:
+    def max_reply_tokens(self) -> int:
         """The maximum number of tokens in one reply, including hidden reasoning."""
         return self._max_tokens
 
@@ -142,7 +142,7 @@ class DirectCalls:
         before, prompt = direct_prompt(
             self.setup.scaffold, self.setup.instructions, self.setup.examples, question
         )
-        return [*before, Message("user", asked_for(prompt, question.kind))]
+        return [*before, Message("user", with_answer_format(prompt, question.kind))]
 
     async def answer(
         self,
@@ -186,16 +186,16 @@ class DirectCalls:
     def is_allowed(self, request: Request, price: Price | None) -> bool:
         """Return True if the limits of one question allow ``request`` even if it uses the maximum
         number of tokens."""
-        most, limit = bound_of(request, price), self.limit
+        most, limit = request_bound(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
-    def received(self, reply: Reply, request: Request, price: Price | None) -> Reply:
+    def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
         """Prepare a reply for the record if it did not come from ``send`` but, for example, from a
         batch API. Adds the cost at ``price``, and assumes the maximum usage of the request if the
         server reported none."""
         reply = priced(reply, request, self.client.window, price)
-        cost = None if price is None else bound_of(request, price).cost
+        cost = None if price is None else request_bound(request, price).cost
         return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
 
     def request(self, messages: tuple[Message, ...], schema: dict[str, Any] | None) -> Request:
@@ -203,16 +203,16 @@ class DirectCalls:
 
     def _cut(self, text: str) -> ReplyCut:
         setting = self._setting if text.strip() else "max_reasoning_tokens"
-        return reply_cut(self.client.name, self._max_tokens, setting, text)
+        return truncation_error(self.client.name, self._max_tokens, setting, text)
 
 
-def bound_of(request: Request, price: Price | None) -> BudgetAmount:
+def request_bound(request: Request, price: Price | None) -> BudgetAmount:
     """Return the maximum usage and cost of one attempt at ``request``."""
-    return bound(request.max_input_tokens(), request.sampling.max_tokens, price)
+    return max_request_amount(request.max_input_tokens(), request.sampling.max_tokens, price)
 
 
 def _enforced(question: Question) -> dict[str, Any] | None:
-    return question.kind.enforced if question.kind else None
+    return question.kind.enforceable_schema if question.kind else None
 
 
 class _DirectCall:
@@ -298,16 +298,16 @@ class _DirectAccount:
                     stop,
                 )
 
-    def is_enough(self) -> bool:
+    def is_still_valid(self) -> bool:
         """Return True if the reservation still covers the attempt. In that case, also emit the
         event that announces the request, because the request is sent right afterwards."""
-        if not self._reservation.is_enough():
+        if not self._reservation.is_still_valid():
             return False
         most, cost = self.most()
         try:
-            self._call.emit(DirectRequest(self._call.turn, self._new, most, cost))
+            self._call.emit(DirectRequestEvent(self._call.turn, self._new, most, cost))
         except BaseException:
-            self._reservation.release_unspent()
+            self._reservation.release()
             raise
         return True
 
@@ -316,7 +316,7 @@ class _DirectAccount:
         self._reservation.settle(usage, cost, f"turn {self._call.turn}")
 
     def release(self, error: str) -> None:
-        self._reservation.release_unspent()
+        self._reservation.release()
         self._call.emit(DirectFailure(self._call.turn, error, Usage(), None))
 
     def charge_full_reservation(self, error: str) -> None:

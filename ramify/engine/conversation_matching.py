@@ -65,7 +65,7 @@ class ExternallyDrivenCall(msgspec.Struct):
     stop: Stop = Stop.FINAL
     """The limit that ended the call; ``FINAL`` if none did."""
 
-    def end_of(self, num_turns: int) -> int:
+    def length_after(self, num_turns: int) -> int:
         """Return the length of the conversation, in messages, after the first ``num_turns`` turns
         of this call. For a fork, the messages that it inherited are included, although their turns
         do not count."""
@@ -82,7 +82,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
-        return self.call.messages[self.end_of(num_turns) : end]
+        return self.call.messages[self.length_after(num_turns) : end]
 
 
 class RequestPlace(NamedTuple):
@@ -159,7 +159,7 @@ def _sent_before(
             continue
         num_common = _num_common(each.call.messages, messages, may_differ)
         num_turns = sum(turn.num_messages <= num_common for turn in each.turns)
-        start = each.end_of(num_turns)
+        start = each.length_after(num_turns)
         if start > num_common or start >= len(messages):
             continue
         place = RequestPlace(each, num_turns, start, None, None)

@@ -158,7 +158,7 @@ def _place(frame: FrameType | None) -> str:
     return ", called from ".join(dict.fromkeys(places))
 
 
-def waiting_at(task: asyncio.Task[Any]) -> str:
+def innermost_await(task: asyncio.Task[Any]) -> str:
     """Return the file, line and function of the innermost coroutine that ``task`` is waiting
     for."""
     place: str = "its end"
@@ -251,7 +251,7 @@ def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
             _loop = None
 
 
-def leave(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
+def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
     """Schedule the coroutine ``work`` on an event loop without waiting for it. The loop is ``on``
     if given, otherwise that of the synchronous API. If there is no such loop, ``work`` is
     discarded.
@@ -301,7 +301,7 @@ class SyncApiResources:
         if pinned is not None and pinned is _loop and waits:
             run(self._unpin())
         elif pinned is not None:
-            leave(self._unpin(), pinned)
+            spawn(self._unpin(), pinned)
         return pinned is not None
 
 

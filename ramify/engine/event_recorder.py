@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = ComponentLogger("engine")
 
 
-def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
+def as_listeners(listener: Listener | None) -> tuple[Listener, ...]:
     """Return a tuple that contains ``listener``, or an empty tuple if it is None. Raises
     ConfigError for a coroutine function, which would never be awaited."""
     if inspect.iscoroutinefunction(listener):
@@ -57,9 +57,9 @@ def tracing() -> tuple[Listener, ...]:
     empty tuple if this process has not set up OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
-    from ramify.engine.spans import span_listeners
+    from ramify.engine.spans import tracing_listeners
 
-    return span_listeners()
+    return tracing_listeners()
 
 
 class EventRecorder:
@@ -101,7 +101,7 @@ class EventRecorder:
     def is_stored(self) -> bool:
         return self._journal is not None
 
-    def live_text(self) -> LiveReplyFileWriter | None:
+    def live_reply_file(self) -> LiveReplyFileWriter | None:
         """Return the file in which replies are shown while they arrive, or None for a run that is
         not stored."""
         return None if self._journal is None else self._journal.live_text()
@@ -155,7 +155,7 @@ class EventRecorder:
             return True
         return journal is not None and (self._held is None or journal.trouble is not None)
 
-    def add_ended(self, call: Call) -> None:
+    def add_journaled_call(self, call: Call) -> None:
         """Add a whole call that the journal already contains, from its beginning to its end, to the
         trajectory. Allowed only if ``needs_events`` is False."""
         self._fold.add_ended(call)
@@ -210,7 +210,7 @@ class EventRecorder:
         if self._on_close is not None:
             self._on_close()
 
-    async def events(self) -> AsyncIterator[AnyEvent]:
+    async def upcoming_events(self) -> AsyncIterator[AnyEvent]:
         """Yield every event from now on, until the run ends."""
         queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
         self.listen(queue.put_nowait)

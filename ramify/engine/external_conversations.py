@@ -35,7 +35,7 @@ from ramify.engine.conversation_matching import (
 from ramify.engine.live_call import CallMessageHistory, LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.errors import LimitReached
-from ramify.types.message import Message, Reply, sendable
+from ramify.types.message import Message, Reply, encodable_message
 from ramify.types.trajectory import AgentCallReason, Fork, Stop
 
 if TYPE_CHECKING:
@@ -80,17 +80,19 @@ class RunModelClient:
         the root call's."""
         return self._run.models.rlm(depth).window
 
-    def model(self, depth: int = 0) -> Client:
+    def client_at(self, depth: int = 0) -> Client:
         """Return the client of the model that answers at ``depth``, where 0 is the root call's."""
         return self._run.models.rlm(depth)
 
-    def calls(self, thread: str) -> list[str]:
+    def call_ids(self, thread: str) -> list[str]:
         """Return the ids of the calls that belong to the agent named ``thread``, in order of
         creation."""
         known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
-    async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+    async def shared_resource(
+        self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
+    ) -> T:
         """Return an object that all runs of this RLM on one event loop share. The context manager
         that ``open()`` returns is entered at the first call with ``key``, and exited when the RLM
         closes its connections."""
@@ -143,7 +145,7 @@ class RunModelClient:
         Raises ModelError if any reply could not be obtained, LimitReached if the run may not ask
         any more, and ConfigError if the model's chat template cannot render the messages.
         """
-        given = tuple(map(sendable, messages))
+        given = tuple(map(encodable_message, messages))
         request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
         # The task inherits the run's context, and is cancelled with its caller.
         asking = asyncio.get_running_loop().create_task(
@@ -204,7 +206,7 @@ class RunModelClient:
         self._num_calls += 1
         begun = ExternallyDrivenCall(call, request.tools, learns)
         agent.calls.append(begun)
-        self._run.begin(call, cause=cause)
+        self._run.begin_call(call, cause=cause)
         return begun
 
     def _forked(
@@ -218,13 +220,13 @@ class RunModelClient:
         turns."""
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
-        num_messages = origin.end_of(num_turns)
+        num_messages = origin.length_after(num_turns)
         call = origin.call.forked(num_turns, num_messages)
         fork = ExternallyDrivenCall(
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
         )
         agent.calls.append(fork)
-        self._run.begin(call, Fork(origin.call.id, num_turns - 1), cause)
+        self._run.begin_call(call, Fork(origin.call.id, num_turns - 1), cause)
         return fork
 
     async def _turn(
@@ -279,7 +281,7 @@ class RunModelClient:
             )
         )
 
-    def end(self, outcome: CallOutcome) -> None:
+    def end_calls(self, outcome: CallOutcome) -> None:
         """Record the end of all calls. ``outcome`` is the outcome of the run."""
         calls = [each for agent in self._agents.values() for each in agent.calls]
         if self._num_other_sampling and calls:
@@ -292,7 +294,7 @@ class RunModelClient:
             replies = [message for message in each.call.messages if message.role == "assistant"]
             answer = replies[-1].content if replies else None
             own = CallOutcome(each.stop, answer) if outcome.stop is Stop.FINAL else outcome
-            self._run.end(each.call, own)
+            self._run.end_call(each.call, own)
 
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:

@@ -26,9 +26,9 @@ from ramify.engine.action import (
     CODE_TOOL,
     FINAL_TOOL,
     ParsedAction,
-    answer_of,
-    fences,
+    answer_from_tool_argument,
     read_action,
+    unrun_fences,
     without_thinking,
 )
 from ramify.lazy_pattern import lazy_pattern
@@ -134,7 +134,7 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
         code = next((arguments[key] for key in ("code", "input", "script") if key in arguments), "")
         if name == FINAL_TOOL and "answer" in arguments:
             answer = arguments["answer"]
-            final = answer_of(answer)
+            final = answer_from_tool_argument(answer)
         elif isinstance(code, str) and code.strip() and _RUNS_CODE.search(name):
             codes.append(code)
             notes.append(_TOOL_AS_TEXT)
@@ -154,7 +154,7 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
     """Return the action of a message whose code is not in a marked fence. Unmarked fences are run
     if they contain Python. Otherwise, the action gets a note that names the model's mistake."""
-    found = list(itertools.islice(fences(text), _MOST_FENCES))
+    found = list(itertools.islice(unrun_fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
     codes = [code for body in bare if _is_code(code := _unprompted(body))]
     if codes:

@@ -152,10 +152,10 @@ class CellHost:
             )
         pictures = self._run.pictures
         if any(images) and self._is_blind(client):
-            why = self._run.models.blind(client)
+            why = self._run.models.pictures_unsupported_message(client)
             data = _all_failed(num_prompts, why, "error")
             raise HostCallError("SubcallError", why, data)
-        return [pictures.of_request(each, f"images[{i}]") for i, each in enumerate(images)]
+        return [pictures.resolve_images(each, f"images[{i}]") for i, each in enumerate(images)]
 
     def _is_blind(self, client: Client) -> bool:
         """Return True if pictures must not be sent to the model of ``client``. When a run is
@@ -176,7 +176,7 @@ class CellHost:
         repeated = self._repeated(call, prompt, kind, pictures)
         if repeated is not None:
             return repeated
-        self._run.begin(call)
+        self._run.begin_call(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
             if why := self._does_not_fit(call, prompt):
@@ -184,7 +184,7 @@ class CellHost:
             else:
                 outcome = await ask_plain(self._run, call, prompt, kind, pictures=pictures)
         finally:
-            self._run.end(call, outcome)
+            self._run.end_call(call, outcome)
         return outcome
 
     def _repeated(
@@ -249,7 +249,9 @@ class CellHost:
             own = self._call.context
             try:
                 has_files = own is not None and own.files
-                return prompt, SharedContext(own.with_texts(value) if own and has_files else value)
+                return prompt, SharedContext(
+                    own.resolve_text_references(value) if own and has_files else value
+                )
             except (LookupError, SandboxError):  # a text that this session does not have
                 raise HostCallError(
                     "ValueError", "contexts: a text in a file that is not in `context`"
@@ -290,15 +292,15 @@ class CellHost:
             return ()
         pictures = run.pictures.in_context(call.context.value)
         if pictures and run.models.sees(call.client) is False:
-            raise HostCallError("ValueError", run.models.blind(call.client))
+            raise HostCallError("ValueError", run.models.pictures_unsupported_message(call.client))
         return pictures
 
     def _not_asked(self, call: LiveCall, why: str) -> CallOutcome:
         """Record a call that failed before anything was sent to a model, and return its outcome.
         ``why`` is the reason."""
-        self._run.begin(call)
+        self._run.begin_call(call)
         outcome = CallOutcome(Stop.ERROR, error=why)
-        self._run.end(call, outcome)
+        self._run.end_call(call, outcome)
         return outcome
 
     # --- history and tools ------------------------------------------------------------------------
@@ -344,7 +346,7 @@ class CellHost:
             outcome = await _answered(strategy, calls)
         finally:
             if calls.has_begun:
-                run.end(call, outcome)
+                run.end_call(call, outcome)
         if isinstance(outcome.failure, ReplayDiverged | HostCallError):
             raise outcome.failure
         if outcome.stop is not Stop.FINAL:
@@ -410,7 +412,7 @@ class CellHost:
         began = run.recorder.now()
         try:
             result = run.pictures.returned(await call(name, args, kwargs))
-            packed, error = SharedContext(result).pack(), None
+            packed, error = SharedContext(result).to_jsonable(), None
         except HostCallError as failure:
             packed, error = None, f"{failure.kind}: {failure}"
         except NotAPicture as failure:
@@ -448,7 +450,7 @@ class CellHost:
         if error is not None:
             kind, _, text = error.partition(": ")
             raise HostCallError(kind, text)
-        return SharedContext.unpack(packed)
+        return SharedContext.from_jsonable(packed)
 
     def _sub_call(
         self, kind: Any, client: Client, question: str, context: SharedContext | None = None

@@ -80,7 +80,7 @@ class LeafCalls:
         return self._run.setup.limits
 
     @property
-    def is_of_session(self) -> bool:
+    def is_session_started(self) -> bool:
         """True if the strategy was started by code in a session, and False if it answers the run's
         own question."""
         return self._rest is not None
@@ -107,8 +107,8 @@ class LeafCalls:
         self._step += 1
         if num and not self.has_begun:
             self.has_begun = True
-            self._run.begin(self._root)
-            self._run.pass_limit(self._root)
+            self._run.begin_call(self._root)
+            self._run.continue_past_limit(self._root)
         outcomes: list[CallOutcome] = [CallOutcome(Stop.CANCELLED)] * num
         waiting = iter(enumerate(leaves))
         most = min(num, _BEGUN_PER_SLOT * self.limits.max_concurrency)
@@ -144,7 +144,7 @@ class LeafCalls:
         if repeated is not None:
             await asyncio.sleep(0)  # a strategy may repeat a million leaves, and is not alone
             return repeated
-        run.begin(call)
+        run.begin_call(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
             outcome = await ask_plain(
@@ -159,7 +159,7 @@ class LeafCalls:
             # recorded and the next one begins.
             await asyncio.sleep(0)
         finally:
-            run.end(call, outcome)
+            run.end_call(call, outcome)
         return outcome
 
 

@@ -111,7 +111,7 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
         """The length in tokens that is reserved for the root call's final reply."""
         return min(self.max_reply_tokens, 4096)
 
-    def patience_at(self, last_word: Stop | None) -> float:
+    def retry_patience_s(self, last_word: Stop | None) -> float:
         """Return for how many seconds a failing request is retried. The time is short for the final
         request of a run whose user asked it to finish, because that user is waiting. ``last_word``
         is the reason for a final request, or None."""
@@ -150,7 +150,9 @@ class BudgetAmount(NamedTuple):
 _NOTHING = BudgetAmount()
 
 
-def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> BudgetAmount:
+def max_request_amount(
+    max_input_tokens: int, max_output_tokens: int, price: Price | None
+) -> BudgetAmount:
     """Return the maximum amount that one request can use. The cost assumes the highest input price,
     with or without the provider's cache."""
     cost = 0.0
@@ -185,7 +187,7 @@ class LargestOverrun(NamedTuple):
             max(self.cost, cost),
         )
 
-    def raised(self, most: Usage) -> Usage:
+    def with_overrun(self, most: Usage) -> Usage:
         """Return ``most``, the expected maximum usage of a request, increased by as much as earlier
         replies of the model have exceeded it."""
         return msgspec.structs.replace(
@@ -353,10 +355,10 @@ class BudgetLedger:
             self.cost = (self.cost or 0.0) + cost
         self._admit()
 
-    def release_unspent(self, reserved: BudgetAmount) -> None:
+    def release(self, reserved: BudgetAmount) -> None:
         """Release a reservation whose request cost nothing."""
         if self.shared is not None:
-            self.shared.release_unspent(reserved)
+            self.shared.release(reserved)
         self._free(reserved)
 
     def _free(self, reserved: BudgetAmount) -> None:
@@ -419,7 +421,7 @@ class BudgetLedger:
         kept = ", and one is kept for the final reply" if self.held.calls else ""
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
-    def state(self) -> list[tuple[str, float, float]]:
+    def limit_usage(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum of each finite limit, for progress bars
         and for messages to the model."""
         rows = [
@@ -450,7 +452,7 @@ class Reservation:
         self._price = price
         self._excess: LargestOverrun | None = None
         """The reports from which the amount was computed; None before the first time."""
-        self.update()
+        self.recompute()
 
     @property
     def cost(self) -> float | None:
@@ -458,15 +460,17 @@ class Reservation:
         no price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
-    def update(self) -> bool:
+    def recompute(self) -> bool:
         """Recompute the reserved amount if the model has reported a larger excess since the last
         time. Return True if the amount has changed."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         if excess is self._excess:
             return False
         self._excess, before = excess, self.amount
-        self.usage = self._most if excess is _NO_EXCESS else excess.raised(self._most)
-        self.amount = bound(self.usage.input_tokens, self.usage.output_tokens, self._price)
+        self.usage = self._most if excess is _NO_EXCESS else excess.with_overrun(self._most)
+        self.amount = max_request_amount(
+            self.usage.input_tokens, self.usage.output_tokens, self._price
+        )
         if excess.cost > self.amount.cost:
             self.amount = self.amount._replace(cost=excess.cost)
         return self.amount != before
@@ -474,27 +478,25 @@ class Reservation:
     async def reserve(self) -> None:
         """Wait until the amount for one attempt fits the budget, and reserve it. Raises
         LimitReached if it can never fit."""
-        self.update()
+        self.recompute()
         while True:
             reserved = self.amount
             await self._ledger.reserve(reserved)
-            if not self.update():
+            if not self.recompute():
                 return
-            self._ledger.release_unspent(
-                reserved
-            )  # a report in the meantime showed that it is too small
+            self._ledger.release(reserved)  # a report in the meantime showed that it is too small
 
-    def is_enough(self) -> bool:
+    def is_still_valid(self) -> bool:
         """Return True if the attempt may still be sent with this reservation. Otherwise release the
         reservation, because another reply has used more than was reserved for it."""
         if not self._ledger.is_waiting_for_excess:
             return True
-        self.release_unspent()
+        self.release()
         return False
 
-    def release_unspent(self) -> None:
+    def release(self) -> None:
         """Release the reservation of an attempt that cost nothing."""
-        self._ledger.release_unspent(self.amount)
+        self._ledger.release(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
         """Record the usage of an attempt, or the upper bound if the usage is unknown. If the
@@ -504,11 +506,11 @@ class Reservation:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
         if is_excess:
-            self.expect(usage, cost, request)
+            self.record_excess(usage, cost, request)
         self._ledger.settle(reserved, usage, cost)
         return self._ledger.last_excess if is_excess else ""
 
-    def expect(self, usage: Usage, cost: float | None, request: str) -> None:
+    def record_excess(self, usage: Usage, cost: float | None, request: str) -> None:
         """Make later requests to the model reserve at least as much as this attempt has used."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)

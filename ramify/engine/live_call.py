@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.clients.base import Client, KnownPrefix, Request, max_tokens_of
+from ramify.clients.base import Client, KnownPrefix, Request, max_message_tokens
 from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, Parent
 
@@ -91,7 +91,7 @@ class CallMessageHistory(msgspec.Struct):
             self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
         for message in self.messages[len(bounds) - 1 : num]:
-            bounds.append(bounds[-1] + max_tokens_of(message, model))
+            bounds.append(bounds[-1] + max_message_tokens(message, model))
         return bounds[num]
 
     def known_tokens(self) -> int:
@@ -107,7 +107,7 @@ class CallMessageHistory(msgspec.Struct):
                 return KnownPrefix(num_messages, self.ids[:num_ids])
         return None
 
-    def without_path(self, reply: Reply) -> tuple[Reply, int]:
+    def strip_stored_ids(self, reply: Reply) -> tuple[Reply, int]:
         """Remove the prompt token ids from ``reply`` that the call has already stored. Return the
         shortened reply and the number of ids removed. If the call does not keep token ids, all
         per-token data is removed."""
@@ -123,7 +123,7 @@ class CallMessageHistory(msgspec.Struct):
     def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
         """Add a turn to the history. The prompt of the turn was the first ``reused`` messages of
         the history followed by ``new``. Both ``reply`` and ``reused_ids`` come from
-        ``without_path``."""
+        ``strip_stored_ids``."""
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self.max_tokens[reused + 1 :]
         logprobs = reply.logprobs
@@ -186,7 +186,7 @@ class LiveCall:
         return self.history.messages
 
     @property
-    def surprisals(self) -> Sequence[float | None]:
+    def mean_surprisals(self) -> Sequence[float | None]:
         """The surprisal of each reply so far: the mean negative log-probability per sampled token,
         in nats; None for a reply without log-probabilities."""
         return self.history.surprisals

@@ -43,7 +43,7 @@ class LiveReplyWriter:
     def close(self) -> None:
         """Stop writing, and delete the file. Call this after every reply has been recorded."""
         self._timer.cancel()
-        self._file.end()
+        self._file.delete()
 
     def _tick(self) -> None:
         try:
@@ -60,7 +60,7 @@ class LiveReplyWriter:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._tick)
 
 
-def arriving_reply(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
+def join_pieces(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
     """Join the pieces of an unfinished reply, and return the last part of its text and of its
     reasoning. The reasoning is omitted if it is followed by a long text."""
     texts: list[str] = []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_call import LiveCall
@@ -27,7 +28,6 @@ from ramify.engine.model_requests import ModelRequests, TurnRequest
 from ramify.engine.prompt_facts import facts_of
 from ramify.engine.prompt_text import ContextFacts, context_facts
 from ramify.engine.question import PAGE_PICTURE, Question
-from ramify.engine.recorded_answer import jsonable
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
 from ramify.engine.run_ending import RunEnder
 from ramify.engine.run_pictures import RunPictures
@@ -103,11 +103,13 @@ class SharedRunState:
         """Tools by depth; the last ones also serve all deeper sessions."""
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         self._system_prompts: dict[tuple[int, ContextFacts], str] = {}
-        live_text = recorder.live_text()
-        self._arriving = LiveReplyWriter(self.requests.arriving, live_text) if live_text else None
+        live_text = recorder.live_reply_file()
+        self._arriving = (
+            LiveReplyWriter(self.requests.arriving_replies, live_text) if live_text else None
+        )
         self.ending.start()
 
-    def finish(self) -> None:
+    def release_resources(self) -> None:
         """Release the event-loop resources of the finished run."""
         self.ending.finish()
         if self._arriving is not None:
@@ -121,7 +123,7 @@ class SharedRunState:
     def scaffold(self) -> Scaffold:
         return self.setup.scaffold
 
-    def pass_limit(self, call: LiveCall) -> None:
+    def continue_past_limit(self, call: LiveCall) -> None:
         """When a resumed run has higher limits, continue ``call`` past the turn at which a limit
         ended the recorded run. Events that the recorded run had after that turn remain charged, but
         are otherwise ignored."""
@@ -157,12 +159,12 @@ class SharedRunState:
             call.id, turn, cell
         )
 
-    def standing(self) -> list[tuple[str, float, float]]:
+    def limit_usage(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum for each limit that all calls of the
         run share, including the time in seconds."""
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
-        return [*self.requests.ledger.state(), ("seconds", spent, most)]
+        return [*self.requests.ledger.limit_usage(), ("seconds", spent, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
         """Return how much of each limit ``call`` may still use, by the name of the limit. The part
@@ -182,7 +184,7 @@ class SharedRunState:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def begin(
+    def begin_call(
         self, call: LiveCall, fork: Fork | None = None, cause: AgentCallReason | None = None
     ) -> None:
         self.recorder.emit(
@@ -200,7 +202,7 @@ class SharedRunState:
             )
         )
 
-    def end(self, call: LiveCall, outcome: CallOutcome) -> None:
+    def end_call(self, call: LiveCall, outcome: CallOutcome) -> None:
         self._report_limit(call, outcome.stop)
         is_suspended = self.ending.suspension is not None and outcome.stop is Stop.CANCELLED
         self.recorder.emit(
@@ -259,7 +261,7 @@ class SharedRunState:
         if stop not in _LIMITS or limit in reported:
             return
         reported.add(limit)
-        spent: dict[str, Any] = {name: num for name, num, _ in self.requests.ledger.state()}
+        spent: dict[str, Any] = {name: num for name, num, _ in self.requests.ledger.limit_usage()}
         text = f"call {call.id} ends at the limit {stop}"
         _log.warning("limit", text, limit=str(stop), call=call.id, **spent)
 

@@ -72,7 +72,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         if not servers:
             raise ConfigError("no MCP server: give a command or an address")
         need_extra("MCP servers")
-        self.servers = tuple(map(recorded, servers))
+        self.servers = tuple(map(redacted_server, servers))
         """The servers for the run's record, without the values of environment variables."""
         self._functions: dict[str, Callable[..., Any]] = {}
         self._connections = [_McpConnection(server, timeout_s, start_s) for server in servers]
@@ -168,7 +168,9 @@ class _McpConnection:
         """Call ``tool`` on the server and return its result. Must run on the event loop of the
         connection."""
         if self._client is None:
-            raise RuntimeError(f"the MCP server {recorded(self._server)} is not connected any more")
+            raise RuntimeError(
+                f"the MCP server {redacted_server(self._server)} is not connected any more"
+            )
         return await self._client.call_tool(tool, arguments, read_timeout_seconds=self._timeout_s)
 
 
@@ -181,7 +183,7 @@ def need_extra(what: str) -> None:
         raise ConfigError(f"{what} need the official SDK: {install_command('mcp')}")
 
 
-def recorded(server: str) -> str:
+def redacted_server(server: str) -> str:
     """Return the server's command or address without its secrets, for the record of a run. For
     example, ``"TOKEN=abc serve --x"`` becomes ``"TOKEN= serve --x"``, and an address loses its user
     and query."""
@@ -230,7 +232,8 @@ def _client(server: str, errors: Any) -> Client:
     variables, (command, *arguments) = _split(server)
     if shutil.which(command, path=variables.get("PATH")) is None:
         raise ConfigError(
-            f"the MCP server {recorded(server)} cannot be used: no program {command!r} was found "
+            f"the MCP server {redacted_server(server)} cannot be used: no program "
+            f"{command!r} was found "
             "here: install it, or give its whole path"
         )
     if os.name == "posix" and shutil.which(command):
@@ -268,7 +271,7 @@ def _unreachable(server: str, error: BaseException, errors: Any, start_s: float)
         else f"{type(error).__name__}: {error}"
     )
     return ConfigError(
-        f"the MCP server {recorded(server)} cannot be used "
+        f"the MCP server {redacted_server(server)} cannot be used "
         f"({why}{f'; its last output: {last}' if last else ''}): check the command"
     )
 

@@ -21,9 +21,9 @@ import msgspec
 from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
 from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits, Reservation
-from ramify.engine.live_reply_writer import arriving_reply
+from ramify.engine.live_reply_writer import join_pieces
 from ramify.engine.reply_token_limits import ReplyTokenLimits
-from ramify.engine.run_ending import RunEnder, closed
+from ramify.engine.run_ending import RunEnder, closing_error
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -33,9 +33,9 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.format_quantities import plain
-from ramify.progress import report_text
+from ramify.progress import report_reply_text
 from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
-from ramify.types.message import Message, Reply, Usage, encodable, sendable
+from ramify.types.message import Message, Reply, Usage, encodable, encodable_message
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -131,9 +131,9 @@ class ModelRequests:
                 limit = min(limit, self._last_word_limit)
         if asked is not None:
             limit = min(limit, asked.max_tokens)
-        messages = tuple(map(sendable, new))
+        messages = tuple(map(encodable_message, new))
         if recording is not None and last_word is None:
-            messages = recording.edited(call.id, call.turn, messages)
+            messages = recording.with_edited_texts(call.id, call.turn, messages)
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
@@ -165,21 +165,21 @@ class ModelRequests:
                         on_send=turn.announce,
                         on_piece=turn.take_piece,
                         on_retry=lambda text: self.recorder.note(call.id, text),
-                        patience_s=self.setup.limits.patience_at(last_word),
+                        patience_s=self.setup.limits.retry_patience_s(last_word),
                     )
             except ModelError as error:
                 if can_be_fixed(error) and ending.closing is None:
-                    await ending.suspended(error)
+                    await ending.suspend_and_wait(error)
                 raise
             except LimitReached as error:
                 if error.is_shared:
-                    await ending.suspended(error)
+                    await ending.suspend_and_wait(error)
                 raise
             if call.parent is None:
                 ending.measure_reply(reply.seconds)
             reply, reused_ids = self._received(turn, reply)
         turn.answered(reply, reused_ids, found is not None)
-        self.over(turn)
+        self.remove_in_flight(turn)
         if reply.finish == "content_filter":
             raise filtered(call.client.name, reply)
         return reply
@@ -196,19 +196,19 @@ class ModelRequests:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         return sampling
 
-    def arriving(self) -> list[ArrivingReply]:
+    def arriving_replies(self) -> list[ArrivingReply]:
         """Return the replies of which a part has arrived."""
         return [
-            arriving_reply(turn.call.id, turn.call.turn, turn.arrived)
+            join_pieces(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
             if turn.arrived
         ]
 
-    def over(self, turn: TurnRequest) -> None:
+    def remove_in_flight(self, turn: TurnRequest) -> None:
         """Remove ``turn`` from the requests that may still be answered, because its outcome is now
         recorded. If the run is being suspended and this was the last such request, the run ends."""
         self.under_way.discard(turn)
-        self.ending.suspend_if_quiet()
+        self.ending.finish_suspension_if_idle()
 
     def warn_of_excess(self, call: LiveCall, text: str) -> None:
         """Record a note that a reply used more than was reserved. Only the first such note is a
@@ -310,7 +310,7 @@ class ModelRequests:
     def raise_last_word(self) -> None:
         """Hold back more of the budget for the root call's final answer. Called when a reply has
         used more than was reserved for it, because the final answer may do the same."""
-        if self.ledger.held.calls and self._last_word is not None and self._last_word.update():
+        if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
             self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
@@ -322,24 +322,24 @@ class ModelRequests:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
                 # The run closes while a request that had been cut off is sent again.
                 self._repeat_attempts(recording, turn)
-                recording.replace_request(call.id, call.turn)
-            turn.adopt(recording)
+                recording.drop_request(call.id, call.turn)
+            turn.use_recorded_prompt(recording)
             recording.check_prompt_matches(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
             if reply is not None and recording.is_fork:
-                return _free(reply), recording.reused_ids(call.id, call.turn)
+                return _free(reply), recording.num_reused_ids(call.id, call.turn)
             if reply is not None:
                 turn.book_recorded(reply)
-                return reply, recording.reused_ids(call.id, call.turn)
+                return reply, recording.num_reused_ids(call.id, call.turn)
             code = recording.given.get((call.id, call.turn))
             if code is not None:
-                return call.history.without_path(self.setup.scaffold.reply_with(code))
+                return call.history.strip_stored_ids(self.setup.scaffold.code_reply(code))
         # Branches send equal requests to get different replies, so they bypass the cache.
         if self.cache is not None and not call.is_branch:
             reply = self.cache.find(turn.digest, call.client.name, turn.request)
             if reply is not None:
-                return call.history.without_path(_free(reply))
+                return call.history.strip_stored_ids(_free(reply))
         return None
 
     def _repeat_attempts(self, recording: RecordedRunIndex, turn: TurnRequest) -> None:
@@ -356,14 +356,14 @@ class ModelRequests:
         for attempt in recording.attempts_at(*place):
             self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost, is_recorded=True)
-        if recording.in_flight(*place):
+        if recording.is_in_flight(*place):
             turn.charge_in_flight()
 
     def _check_open(self, turn: TurnRequest) -> None:
         """Raise LimitReached if the run is about to end and this is not a final request. For the
         final request of the root call, release the budget that was held back."""
         if self.ending.closing is not None and not turn.last_word:
-            raise closed(self.ending.closing)
+            raise closing_error(self.ending.closing)
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = BudgetAmount()
 
@@ -373,7 +373,7 @@ class ModelRequests:
         reply = recordable(reply, self.setup.scaffold.stop, turn.most())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
-        return turn.call.history.without_path(reply)
+        return turn.call.history.strip_stored_ids(reply)
 
 
 class TurnRequest:
@@ -399,7 +399,7 @@ class TurnRequest:
         recording = requests.recording
         # A run that is continued with another model keeps the hashes of its calls.
         recorded = recording.model_of(call.id) if recording is not None else None
-        self.digest = prompt_hash(recorded or model, self.request)
+        self.digest = request_hash(recorded or model, self.request)
         self._requests = requests
         self._reused = reused
         most = Usage(
@@ -416,7 +416,7 @@ class TurnRequest:
         self._excess = ""
         """A sentence, if the reply used more than was reserved."""
 
-    def adopt(self, recording: RecordedRunIndex) -> None:
+    def use_recorded_prompt(self, recording: RecordedRunIndex) -> None:
         """Use the recorded prompt instead of the new one if the two differ only in the limits that
         they mention. If the limits of the run have changed, system messages are not compared,
         because the rest of their text follows from settings that have already been compared."""
@@ -477,7 +477,7 @@ class TurnRequest:
             run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
             self.arrived.append(piece)
-            report_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
+            report_reply_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
 
     # --- the ``RequestReservation`` of each attempt
     # ----------------------------------------------------
@@ -487,14 +487,14 @@ class TurnRequest:
         await self._reservation.reserve()
         ending = self._requests.ending
         if ending.suspension is not None:
-            self._reservation.release_unspent()
-            await ending.suspended(ending.suspension)
+            self._reservation.release()
+            await ending.suspend_and_wait(ending.suspension)
         self._requests.under_way.add(self)
 
-    def is_enough(self) -> bool:
-        is_enough = self._reservation.is_enough()
+    def is_still_valid(self) -> bool:
+        is_enough = self._reservation.is_still_valid()
         if not is_enough:
-            self._requests.over(self)
+            self._requests.remove_in_flight(self)
         return is_enough
 
     def settle(self, usage: Usage, cost: float | None) -> None:
@@ -503,7 +503,7 @@ class TurnRequest:
             self._requests.raise_last_word()
 
     def release(self, error: str) -> None:
-        self._reservation.release_unspent()
+        self._reservation.release()
         self._attempted(error, Usage(), None)
 
     def charge_full_reservation(self, error: str) -> None:
@@ -517,7 +517,7 @@ class TurnRequest:
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost
         ):
-            self._reservation.expect(usage, reply.cost, self._name)
+            self._reservation.record_excess(usage, reply.cost, self._name)
         ledger.charge(usage, reply.cost, is_recorded=True)
 
     def charge_in_flight(self) -> None:
@@ -548,7 +548,7 @@ class TurnRequest:
                 text=encodable("".join(piece.text for piece in self.arrived)),
             )
         )
-        self._requests.over(self)
+        self._requests.remove_in_flight(self)
 
 
 def _free(reply: Reply) -> Reply:
@@ -558,7 +558,7 @@ def _free(reply: Reply) -> Reply:
     return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
-def prompt_hash(model: str, request: Request) -> str:
+def request_hash(model: str, request: Request) -> str:
     """Return a hash of everything that determines the reply to a request: the model, the prompt,
     the sampling options, the schema and the tools."""
     import hashlib
@@ -567,7 +567,7 @@ def prompt_hash(model: str, request: Request) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
+def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
     """Return the error for a reply of ``call`` that was truncated at its token limit. ``text`` is
     the part that arrived."""
     limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
@@ -575,10 +575,10 @@ def cut_reply(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
         name = "max_reasoning_tokens"
     if call.shrunk is not None:
         name = call.shrunk[1]
-    return reply_cut(call.client.name, limit, name, text)
+    return truncation_error(call.client.name, limit, name, text)
 
 
-def reply_cut(model: str, limit: int, setting: str, text: str) -> ReplyCut:
+def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCut:
     """Return the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
     names the option that raises this limit, and ``text`` is the part that arrived."""
     return ReplyCut(
@@ -592,7 +592,7 @@ def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | N
     """Prepare a reply for the record: replace characters that cannot be encoded, and restore a
     closing tag that the server removed as a stop text. If the server reported no usage, use the
     upper bounds in ``most``."""
-    message = sendable(reply.message)
+    message = encodable_message(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
         message = msgspec.structs.replace(
             message, content=retool_protocol.closed(message.content, stop)

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.engine.action import ParsedAction, prose_of
 from ramify.engine.scaffold import Scaffold
-from ramify.types.message import Message, sendable
+from ramify.types.message import Message, encodable_message
 
 _LONG_CHARS = 100_000
 """Longer replies are parsed in a helper process. A usual reply of 8,192 tokens has about 30,000
@@ -42,15 +42,15 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
     the result has an empty action that states the error."""
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
-    from ramify.actors.untrusted_data_process import HelperError, in_helper
+    from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper
 
     try:
         reading = _encode(_Reading(scaffold, message, is_cut))
     except UnicodeEncodeError:
-        reading = _encode(_Reading(scaffold, sendable(message), is_cut))
+        reading = _encode(_Reading(scaffold, encodable_message(message), is_cut))
     try:
         answer = await in_helper(f"{__name__}:{read_in_helper.__name__}", reading)
-    except HelperError as error:
+    except HelperProcessDied as error:
         return ParsedReply(
             ParsedAction(ignored=(f"the whole reply: reading it failed, since {error}",)), ""
         )

@@ -20,7 +20,7 @@ from ramify.lazy_pattern import lazy_pattern
 from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.types.message import Message
-from ramify.types.picture import digest_in, shown
+from ramify.types.picture import picture_digest, shown
 from ramify.types.trajectory import Cell, Stop
 
 LAST_WORD = (
@@ -155,7 +155,7 @@ def nudge(num_idle: int, max_idle: int) -> str:
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
-def kept(note: Mapping[str, Any], has_failed: bool) -> list[str]:
+def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
     """Return notes that tell the model where values of its last cell are kept: replies that arrived
     before the cell or one of its calls failed, and values that the cell assigned to reserved
     names."""
@@ -281,25 +281,27 @@ def count_text_chars(value: Any) -> int:
     return len(str(value)) if value is not None else 0
 
 
-def rendered(value: Any) -> str:
+def render_context(value: Any) -> str:
     """Return a context as plain text, for a model that receives it in its prompt."""
     if isinstance(value, str):
         return value
-    if digest_in(value) is not None:
+    if picture_digest(value) is not None:
         return shown(value)
     if isinstance(value, MappedText):
         return value[:]
     if isinstance(value, Mapping):
-        return "\n\n".join(f"=== {key} ===\n{rendered(item)}" for key, item in value.items())
+        return "\n\n".join(f"=== {key} ===\n{render_context(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
-        return "\n\n".join(f"=== {index} ===\n{rendered(item)}" for index, item in enumerate(value))
+        return "\n\n".join(
+            f"=== {index} ===\n{render_context(item)}" for index, item in enumerate(value)
+        )
     if isinstance(value, Table):
-        rows = (value.columns, *value.rows())
+        rows = (value.columns, *value.row_tuples())
         return "\n".join("\t".join(map(str, row)) for row in rows)
     return str(value.tolist() if isinstance(value, NumberArray) else value)
 
 
 def plain_prompt(question: str, value: Any) -> str:
     """Return one message that contains both the context and the question."""
-    text = rendered(value) if value is not None else ""
+    text = render_context(value) if value is not None else ""
     return f"{text}\n\nQuestion: {question}" if text.strip() else question

@@ -18,7 +18,7 @@ from typing import Any
 
 from ramify.engine import observation_messages
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.prompt_text import PromptExample, instructions
+from ramify.engine.prompt_text import PromptExample, user_instructions
 from ramify.engine.question import Question, opening
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import AnswerType, TypeMismatch
@@ -43,16 +43,16 @@ def direct_prompt(
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
-        instructions(text, examples),
+        user_instructions(text, examples),
     )
     before = opening("\n\n".join(filter(None, texts)), question.before)
     return before, f"{prompt}\n\n{question.about}" if question.about else prompt
 
 
-def asked_for(prompt: str, kind: AnswerType | None) -> str:
+def with_answer_format(prompt: str, kind: AnswerType | None) -> str:
     """Return ``prompt`` followed by a description of the required form of the answer, if there is
     one."""
-    return f"{prompt}\n\n{kind.alone()}" if kind else prompt
+    return f"{prompt}\n\n{kind.json_only_instruction()}" if kind else prompt
 
 
 async def answer_plainly(

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 
 from ramify.clients.base import Client
-from ramify.engine.limits import BudgetAmount, bound
+from ramify.engine.limits import BudgetAmount, max_request_amount
 from ramify.engine.prompt_text import (
     CHARS_PER_TOKEN,
     BudgetFacts,
@@ -23,8 +23,8 @@ from ramify.engine.prompt_text import (
     MountedPath,
     PromptFacts,
     PromptModelFacts,
-    instructions,
     round_down_to_two_digits,
+    user_instructions,
 )
 from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
 from ramify.engine.tool_set import ToolSet
@@ -97,7 +97,7 @@ def facts_of(
 def check_instructions(setup: RlmSetup, models: RunModels) -> None:
     """Raise ConfigError if the user's instructions cannot be added to every prompt: they are too
     long for a model's window, or the prompt format has no system message."""
-    num = len(instructions(setup.instructions, setup.examples))
+    num = len(user_instructions(setup.instructions, setup.examples))
     if not num:
         return
     for depth in range(min(setup.limits.max_depth, 1) + 1):
@@ -132,8 +132,8 @@ def _fitting_chars(
     by_tokens = limit.tokens // 2 - reply_tokens
     fitting = [by_window, by_tokens]
     if math.isfinite(limit.cost) and model.price is not None:
-        per_byte = bound(1_000_000, 0, model.price).cost / 1e6
-        left = limit.cost / 2 - bound(0, reply_tokens, model.price).cost
+        per_byte = max_request_amount(1_000_000, 0, model.price).cost / 1e6
+        left = limit.cost / 2 - max_request_amount(0, reply_tokens, model.price).cost
         if per_byte:
             fitting.append(int(left / per_byte))
     return round_down_to_two_digits(max(0, int(min(fitting) / bytes_per_char)))

@@ -112,13 +112,13 @@ class _PreviewPool(RateLimitedClientPool):
         self._reply_above = reply_above
         self.kept: PromptPreview | None = None
 
-    def bound(self, model: Model) -> Client:
+    def client_for_model(self, model: Model) -> Client:
         try:
-            return super().bound(model)
+            return super().client_for_model(model)
         except ConfigError:
             # A missing key does not matter, since nothing is sent. Any other error occurs again
             # below and is reported there.
-            return super().bound(model.with_key(_UNUSED_KEY))
+            return super().client_for_model(model.with_key(_UNUSED_KEY))
 
     async def ask(
         self,
@@ -158,7 +158,7 @@ async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPrev
     if depth:
         question = msgspec.structs.replace(question, direct=False)
     setup = msgspec.structs.replace(setup, blobs=None)
-    reply = setup.scaffold.reply_with(f"rlm_query({question.text!r})")
+    reply = setup.scaffold.code_reply(f"rlm_query({question.text!r})")
     pools: list[_PreviewPool] = []
 
     def make_pool(max_in_flight: int) -> RateLimitedClientPool:

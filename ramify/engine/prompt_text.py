@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.sandbox.base import NumberArray, Table, stays_in_files
 from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, MappedText
 from ramify.types.picture import MAX_PICTURES
@@ -173,7 +173,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
         return next((model for model in self.models if role in model.roles), None)
 
 
-def examples_of(given: object) -> tuple[PromptExample, ...]:
+def as_examples(given: object) -> tuple[PromptExample, ...]:
     """Convert the user's examples to ``PromptExample`` objects. They may be given as pairs, as
     dicts or as such objects. Raises ConfigError for an example without a question or an answer."""
     if given is None:
@@ -189,7 +189,7 @@ def _example(item: object, number: int) -> PromptExample:
     if isinstance(item, Mapping):
         for name in item:
             if name not in PromptExample.__struct_fields__:
-                remedy = nearest(str(name), PromptExample.__struct_fields__)
+                remedy = did_you_mean(str(name), PromptExample.__struct_fields__)
                 raise ConfigError(f"example {number}: unknown field '{name}': {remedy}")
         item = (item.get("question"), item.get("answer"))
     elif isinstance(item, PromptExample):
@@ -261,7 +261,7 @@ def _facts_of_values(
     )
     if not is_frame:
         shape += f" {_TABLE.format('context')}"
-    rows = "\n".join(_short(row) for row in value.rows(0, _NUM_ROWS))
+    rows = "\n".join(_short(row) for row in value.row_tuples(0, _NUM_ROWS))
     shape += f" The first rows:\n{rows}" if rows else ""
     return ContextFacts("frame" if is_frame else "table", chars, shape, type=name)
 
@@ -421,7 +421,7 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 # --- the system message ---------------------------------------------------------------------------
 
 
-def sections(facts: PromptFacts) -> dict[str, str]:
+def marker_replacements(facts: PromptFacts) -> dict[str, str]:
     """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. The
     text is empty if it does not apply to this run."""
     return {
@@ -436,7 +436,7 @@ def sections(facts: PromptFacts) -> dict[str, str]:
         "machine": _machine(facts),
         "method": _method(facts),
         "limits": _limits(facts),
-        "instructions": instructions(facts.instructions, facts.examples),
+        "instructions": user_instructions(facts.instructions, facts.examples),
     }
 
 
@@ -792,7 +792,7 @@ def _limits(facts: PromptFacts) -> str:
     )
 
 
-def instructions(text: str, examples: Sequence[PromptExample]) -> str:
+def user_instructions(text: str, examples: Sequence[PromptExample]) -> str:
     """Return the user's instructions and examples in the form in which they are added to a
     prompt."""
     parts = []

@@ -23,17 +23,17 @@ from ramify.clients.model_config import Model
 from ramify.engine import observation_messages
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import PromptExample, examples_of
+from ramify.engine.prompt_text import PromptExample, as_examples
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
-from ramify.errors import ConfigError, StrictKeywordsMeta, nearest
+from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
 from ramify.nearest_name import nearest_name
 from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
 from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
-from ramify.sources.convert_to_context import as_context, is_opened
+from ramify.sources.convert_to_context import as_context, needs_io
 from ramify.types.event import Listener, ModeChosen
 from ramify.types.message import Message, encodable
 
@@ -172,7 +172,7 @@ def _place_of(name: str, more: Iterable[str]) -> str:
     }
     close = nearest_name(name, [*options, *places])
     if close in options or close is None:
-        return nearest(name, options)
+        return did_you_mean(name, options)
     what = "" if close == name else f"did you mean '{close}'? "
     return f"{what}{'it belongs to a model: ' * (close in _OF_A_MODEL)}give {places[close]}"
 
@@ -184,7 +184,7 @@ def _check_kinds(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
-    examples_of(options.examples)
+    as_examples(options.examples)
     for name in ("cite", "cache"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -193,7 +193,7 @@ def _check_kinds(options: RunOptions) -> None:
         raise ConfigError(f"direct is {options.direct!r:.40}: give True, False or 'always'")
     if options.mode is not None:
         if options.mode not in MODES:
-            raise ConfigError(f"unknown mode '{options.mode}': {nearest(options.mode, MODES)}")
+            raise ConfigError(f"unknown mode '{options.mode}': {did_you_mean(options.mode, MODES)}")
         other = "strategy" if options.strategy is not None else "direct"
         if options.strategy is not None or options.direct is not True:
             raise ConfigError(
@@ -285,7 +285,7 @@ class Question(msgspec.Struct, frozen=True):
     ``LoadedContext.recorded_sources``."""
 
     @property
-    def has_session_tools(self) -> bool:
+    def has_required_tools(self) -> bool:
         """True if the question comes with tools that are needed to answer it. Only a session can
         offer tools, so one plain call is then not enough."""
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
@@ -302,7 +302,10 @@ class Question(msgspec.Struct, frozen=True):
         and nothing requires a session. Raises ConfigError if the question demands a plain call but
         requires a session."""
         needs_session = (
-            self.needs_session or has_tools or self.has_session_tools or self.on_session is not None
+            self.needs_session
+            or has_tools
+            or self.has_required_tools
+            or self.on_session is not None
         )
         if self.direct == ALWAYS:
             if needs_session:
@@ -331,10 +334,10 @@ def source_or_value(prompt: Any) -> Any:
         return prompt  # refused below
 
 
-async def read_prompt(prompt: Any) -> Any:
+async def read_if_file(prompt: Any) -> Any:
     """Read a prompt that is a path or an open file, in a thread. Return any other prompt
     unchanged."""
-    return await asyncio.to_thread(source_or_value, prompt) if is_opened(prompt) else prompt
+    return await asyncio.to_thread(source_or_value, prompt) if needs_io(prompt) else prompt
 
 
 class _SourceFacts(NamedTuple):
@@ -392,7 +395,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
     if is_source:
         instructions = getattr(prompt, "instructions", "")
-        examples = examples_of(getattr(prompt, "examples", ()))
+        examples = as_examples(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
@@ -460,7 +463,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         kind,
         cite,
         on_session,
-        None if tables is None else tables.use,
+        None if tables is None else tables.set_context,
         conduct,
         instructions=instructions,
         examples=examples,

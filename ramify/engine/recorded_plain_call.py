@@ -15,8 +15,8 @@ from ramify.clients.base import Sampling
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
-from ramify.engine.model_requests import cut_reply, reply_cut
-from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, asked_for
+from ramify.engine.model_requests import truncated_reply_error, truncation_error
+from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, with_answer_format
 from ramify.engine.typed import AnswerType
 from ramify.errors import ReplyCut
 from ramify.types.message import Message, Reply
@@ -37,9 +37,9 @@ async def ask_plain(
     run. The messages in ``before`` precede the prompt, to which ``pictures`` are attached.
     ``sampling`` may lower the maximum length of the reply. A failed model does not raise: the
     outcome holds the error."""
-    run.pass_limit(call)
-    first = [*before, Message("user", asked_for(prompt, kind), pictures=pictures)]
-    schema = kind.enforced if kind else None
+    run.continue_past_limit(call)
+    first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
+    schema = kind.enforceable_schema if kind else None
 
     async def ask(new: list[Message], reused: int | None) -> Reply:
         return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
@@ -47,7 +47,7 @@ async def ask_plain(
     def cut(text: str) -> ReplyCut:
         if sampling is not None and sampling.max_tokens < run.requests.reply_tokens(call):
             name, most = call.client.name, sampling.max_tokens
-            return reply_cut(name, most, "reply_tokens of the leaf", text)
-        return cut_reply(run.requests, call, text)
+            return truncation_error(name, most, "reply_tokens of the leaf", text)
+        return truncated_reply_error(run.requests, call, text)
 
     return await answer_plainly(ask, call.client.name, first, kind, cut, max_repairs)

@@ -18,13 +18,13 @@ import math
 from msgspec.structs import replace
 
 from ramify.clients.base import Sampling
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import context_ref
-from ramify.engine.limits import bound
+from ramify.engine.limits import max_request_amount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
-from ramify.engine.plain_call import LONG_CHARS, asked_for
-from ramify.engine.recorded_answer import jsonable
+from ramify.engine.plain_call import LONG_CHARS, with_answer_format
 from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.types.event import ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply
@@ -44,11 +44,11 @@ def repeat_plain(
     recording = run.recording
     if recording is None or run.ending.suspension is not None:
         return None
-    recorded = recording.answered_call(call.id)
+    recorded = recording.reusable_call(call.id)
     if recorded is None:
         return None
     request, replied = recorded
-    reply, message = replied.reply, Message("user", asked_for(prompt, kind))
+    reply, message = replied.reply, Message("user", with_answer_format(prompt, kind))
     if request.reused or len(request.prompt) != 1 or request.prompt[0] != message:
         return None
     if not _is_within_reservation(run, call, message, reply, sampling):
@@ -86,7 +86,7 @@ def _is_within_reservation(
         return False
     if reply.cost is None or not math.isfinite(run.requests.ledger.limit.cost):
         return True
-    return reply.cost <= bound(num_bytes, limit, call.client.price).cost
+    return reply.cost <= max_request_amount(num_bytes, limit, call.client.price).cost
 
 
 def _record(
@@ -100,15 +100,15 @@ def _record(
     one only if a listener receives them, since the journal already has them."""
     recorder, reply, ledger = run.recorder, replied.reply, run.requests.ledger
     if recorder.needs_events:
-        run.begin(call)
+        run.begin_call(call)
         ledger.charge(reply.usage, reply.cost, is_recorded=True)
         recorder.emit(replace(request, at_s=recorder.now(), last_word=None))
         recorder.emit(replace(replied, at_s=recorder.now(), cached=True))
-        run.end(call, outcome)
+        run.end_call(call, outcome)
         return
     now = recorder.now()
     ledger.charge(reply.usage, reply.cost, is_recorded=True)
-    recorder.add_ended(
+    recorder.add_journaled_call(
         Call(
             call.id,
             call.kind,

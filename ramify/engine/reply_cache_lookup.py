@@ -49,13 +49,16 @@ class ReusableReplies:
         self._runs = store.root / "runs"
         for path in sorted(self._runs.glob("*.jsonl")):
             size = path.stat().st_size
-            if size != self._cache.read_bytes(path.stem):
+            if size != self._cache.registered_journal_bytes(path.stem):
                 self._cache.add_run(path.stem, size, _places(path))
 
     def find(self, prompt_hash: str, model: str, request: Request) -> Reply | None:
         """Return the recorded reply to the same request, or to one that differs only in its limits.
         Return None if there is none."""
-        for key in (prompt_hash, request_key(model, request.messages, request.sampling)):
+        for key in (
+            prompt_hash,
+            request_key_without_limits(model, request.messages, request.sampling),
+        ):
             reply = self._cache.get(key) or self._recorded(key)
             if reply is not None:
                 return reply
@@ -64,11 +67,15 @@ class ReusableReplies:
     def keep(self, prompt_hash: str, model: str, request: Request, reply: Reply) -> None:
         """Add the reply to a request that was just sent, so that later requests can reuse it."""
         is_whole = reply.finish != "length" and reply.token_ids is None
-        key = request_key(model, request.messages, request.sampling) if is_whole else prompt_hash
+        key = (
+            request_key_without_limits(model, request.messages, request.sampling)
+            if is_whole
+            else prompt_hash
+        )
         self._cache.put(key, reply)
 
     def _recorded(self, key: str) -> Reply | None:
-        place = self._cache.place(key)
+        place = self._cache.journal_place(key)
         if place is None:
             return None
         path = self._runs / f"{place.run}.jsonl"
@@ -81,7 +88,9 @@ class ReusableReplies:
         return None
 
 
-def request_key(model: str, messages: tuple[Message, ...], sampling: Sampling) -> str:
+def request_key_without_limits(
+    model: str, messages: tuple[Message, ...], sampling: Sampling
+) -> str:
     """Return a hash that identifies a request regardless of its limits, such as the maximum length
     of the reply."""
     asked = [observation_messages.without_limits(message) for message in messages]
@@ -136,7 +145,9 @@ class _RepliesOfRun:
                 if reply.token_ids is None:
                     yield asked.prompt_hash
                     if reply.finish != "length":
-                        yield request_key(self._models[event.call], prompt, self._sampling)
+                        yield request_key_without_limits(
+                            self._models[event.call], prompt, self._sampling
+                        )
             case _:
                 pass
 

@@ -50,7 +50,7 @@ _LIMIT_OF = {
 """Limits of which at least one must be raised to continue a run that ended with this stop."""
 
 
-def options_of(
+def rerun_options(
     defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
 ) -> RunOptions:
     """Return the options for repeating a recorded run. Raises ConfigError if ``changes`` contains
@@ -63,11 +63,11 @@ def options_of(
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 
 
-def setup_of(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
+def rerun_setup(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
     """Return the settings for repeating a recorded run with ``options``. Instructions and examples
     come from the record, and so does the search over continuations unless ``options`` contains
     one."""
-    now = setup.for_run(options).of_record(recording.started.config)
+    now = setup.for_run(options).with_recorded_instructions(recording.started.config)
     if options.search is not None:
         return now
     search = recorded_search(recording.started.config, setup.search)
@@ -150,7 +150,7 @@ def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
     return False
 
 
-def remedy(recording: RecordedRunIndex) -> str:
+def limit_hint(recording: RecordedRunIndex) -> str:
     """Return a hint about how to continue a run that ended at a limit, such as a higher limit to
     give. Return an empty string if the run did not end at a limit."""
     ended = recording.ended
@@ -177,7 +177,7 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
     if started.context is None:
         return None
     blob = require_store(store, "resume").blobs.get(started.context.digest)
-    return SharedContext.decode(blob, started.context.files).value
+    return SharedContext.from_encoded(blob, started.context.files).value
 
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
@@ -187,9 +187,11 @@ def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, An
     sources = started.config.get("sources")
     if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
-    from ramify.sources.load_sources import load_tools  # it imports the readers of all files
+    from ramify.sources.load_sources import (
+        reload_recorded_tools,  # it imports the readers of all files
+    )
 
-    return load_tools(started.id, sources)
+    return reload_recorded_tools(started.id, sources)
 
 
 def question_of(
@@ -256,13 +258,13 @@ def _recorded_tools(
     return tools
 
 
-def from_record(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
+def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
     """Return the result of a run that has already ended. ``kind`` is the requested type of its
     answer, if any. Raises ConfigError if the recorded answer does not have that type."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:
-        answer = SharedContext.unpack(ended.typed_answer)
+        answer = SharedContext.from_jsonable(ended.typed_answer)
     citations: tuple[Citation, ...] = ()
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])

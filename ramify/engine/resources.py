@@ -23,10 +23,10 @@ from ramify.clients.providers import load_clients
 from ramify.engine.branch_search import BranchSearch, search_of
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import PromptExample, examples_of
+from ramify.engine.prompt_text import PromptExample, as_examples
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.strategies import record_of, session_plans
+from ramify.engine.strategies import plan_tool, record_of
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
@@ -65,8 +65,8 @@ class RunModels:
 
         def connect(spec: Model | Client) -> Client:
             if not isinstance(spec, Model):
-                return pool.adopt(spec)
-            client = pool.bound(spec)
+                return pool.register(spec)
+            client = pool.client_for_model(spec)
             self._bound[id(client)] = spec
             return client
 
@@ -114,7 +114,7 @@ class RunModels:
         is_stated = bound is not None and bound.vision is not None and hasattr(client, "vision")
         return bound.vision if bound is not None and is_stated else known
 
-    def blind(self, client: Client) -> str:
+    def pictures_unsupported_message(self, client: Client) -> str:
         """Return the error message for pictures that were given to a model that cannot read them,
         with advice on what to do."""
         seeing = [self._aliases[id(each)] for each in self.all if self.sees(each) is not False]
@@ -347,7 +347,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
 
-    async def connect(self, resources: LoopResources) -> RunModels:
+    async def connect_models(self, resources: LoopResources) -> RunModels:
         await load_clients(
             spec.provider for spec in (*self.model, *self.sub_model) if isinstance(spec, Model)
         )
@@ -368,11 +368,11 @@ class RlmSetup(msgspec.Struct, frozen=True):
         which come with the question. Raises ConfigError if the options for this depth name a tool
         that does not exist."""
         own = self.child_tools if depth else self.tools
-        given = own.plus({n: t for n, t in tools.items() if not own.replaces(n, t)})
+        given = own.plus({n: t for n, t in tools.items() if not own.overrides_optional(n, t)})
         if not self.scaffold_at(depth).lists_tools:
             given = given.without_optional()
         if self.scaffold_at(depth).plans:
-            given = given.plus(session_plans())
+            given = given.plus(plan_tool())
         names = self.at(depth).tools
         return given if names is None else given.only(names)
 
@@ -392,13 +392,13 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.instructions:
             changes["instructions"] = options.instructions
         if options.examples:
-            changes["examples"] = examples_of(options.examples)
+            changes["examples"] = as_examples(options.examples)
         search = self.search if options.search is None else search_of(options.search)
         special = {} if search is None else search_config(search)
         if options.strategy is not None:
             special["strategy"] = record_of(options.strategy)
         setup = msgspec.structs.replace(self, **changes, search=search, budget=options.budget)
-        plain = setup.plain() if changes else {}
+        plain = setup.as_plain_data() if changes else {}
         recorded = {name: plain[name] for name in changes}
         if not {"model", "sub_model"}.isdisjoint(changes):
             recorded["models"] = plain.get("models", [])
@@ -410,25 +410,25 @@ class RlmSetup(msgspec.Struct, frozen=True):
             config["mode"] = options.mode
         return msgspec.structs.replace(setup, config=config)
 
-    def instructed(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:
+    def with_instructions(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:
         """Return a copy of the settings with other instructions and examples."""
         setup = msgspec.structs.replace(self, instructions=text, examples=tuple(examples))
         config = {name: v for name, v in self.config.items() if name not in INSTRUCTIONS}
         return msgspec.structs.replace(setup, config={**config, **setup._instructions()})
 
-    def with_task(self, question: Question) -> RlmSetup:
+    def with_question_instructions(self, question: Question) -> RlmSetup:
         """Return a copy of the settings to which the instructions and examples of ``question`` are
         added."""
         if not question.instructions and not question.examples:
             return self
         text = "\n\n".join(filter(None, [self.instructions, question.instructions]))
-        return self.instructed(text, (*self.examples, *question.examples))
+        return self.with_instructions(text, (*self.examples, *question.examples))
 
-    def of_record(self, config: Mapping[str, Any]) -> RlmSetup:
+    def with_recorded_instructions(self, config: Mapping[str, Any]) -> RlmSetup:
         """Return a copy of the settings with the instructions and examples of a recorded run, whose
         configuration is ``config``."""
         examples = msgspec.convert(config.get("examples", ()), tuple[PromptExample, ...])
-        return self.instructed(config.get("instructions", ""), examples)
+        return self.with_instructions(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
         """Return the instructions and the examples as plain data, without those that are empty."""
@@ -437,7 +437,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
         return plain
 
-    def plain(self) -> dict[str, Any]:
+    def as_plain_data(self) -> dict[str, Any]:
         """Return the settings as plain data, exactly as they are written to the journal."""
         servers, tools = self.tools.servers, self.tools.recorded()
         config = {

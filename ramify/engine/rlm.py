@@ -30,16 +30,16 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.engine import event_loop_thread, rerun
 from ramify.engine.branch_search import search_of
-from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
+from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import examples_of
+from ramify.engine.prompt_text import as_examples
 from ramify.engine.question import (
     ModelSpec,
     RlmKeywords,
     RunKeywords,
     RunOptions,
     question,
-    read_prompt,
+    read_if_file,
 )
 from ramify.engine.resources import (
     DepthOptions,
@@ -143,9 +143,9 @@ class RLM:
             search,
             tuple(depths),
             options.instructions,
-            examples_of(options.examples),
+            as_examples(options.examples),
         )
-        self._setup = msgspec.structs.replace(setup, config=setup.plain())
+        self._setup = msgspec.structs.replace(setup, config=setup.as_plain_data())
         self._options = msgspec.structs.replace(
             options,
             sub_model=None,
@@ -174,14 +174,14 @@ class RLM:
         """
         async with self._shared.use() as resources:
             resources.sandbox()
-            return list((await self._setup.connect(resources)).all)
+            return list((await self._setup.connect_models(resources)).all)
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
         """Provide the client pool of this RLM's runs. Other requests, such as those of judges, can
         use it to share the connections and rate limits."""
         async with self._shared.use() as resources:
-            await self._setup.connect(resources)
+            await self._setup.connect_models(resources)
             yield resources.pool
 
     @contextlib.asynccontextmanager
@@ -200,7 +200,7 @@ class RLM:
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
-            models = await setup.connect(resources)
+            models = await setup.connect_models(resources)
             if isinstance(shared, Limits):
                 check_prices(shared, models.all)
                 is_priced = any(client.price is not None for client in models.all)
@@ -239,7 +239,7 @@ class RLM:
         """Answer the question ``query`` about ``prompt``, as ``completion`` does, but on the
         caller's event loop. Cancelling this coroutine cancels the whole tree of calls."""
         again = self._again(options, changes)
-        prompt = await read_prompt(prompt)
+        prompt = await read_if_file(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
 
     async def stream(
@@ -251,7 +251,7 @@ class RLM:
     ) -> AsyncIterator[AnyEvent]:
         """Start a run and yield its events as they happen; the last one is ``RunEnded``. If the
         caller stops iterating early, the run is cancelled."""
-        running = self.start(await read_prompt(prompt), query, options, **changes)
+        running = self.start(await read_if_file(prompt), query, options, **changes)
         try:
             async for event in running.events():
                 yield event
@@ -275,7 +275,7 @@ class RLM:
         options = self._options.updated(options, changes)
         parsed = question(prompt, query, options.answer_type, options.cite)
         resolved = parsed.asked_with(options)
-        setup = self._setup.for_run(options).with_task(resolved)
+        setup = self._setup.for_run(options).with_question_instructions(resolved)
         cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
         recorder = self._recorder(resolved.text, options)
         return RunHandle(setup, resolved, self._shared, recorder, cache=cache)
@@ -283,7 +283,7 @@ class RLM:
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
         """Create the recorder of a new run. If there is a store, the recorder writes the run's
         journal to it."""
-        listeners = (*checked_listener(options.on_event), *tracing())
+        listeners = (*as_listeners(options.on_event), *tracing())
         if self.store is None:
             return EventRecorder(new_id(), None, listeners)
         journal = self.store.create(self.store.new_id(question))
@@ -305,10 +305,12 @@ class RLM:
         from ramify.engine.prompt_preview import preview
 
         options = self._options.updated(options, changes)
-        prompt = await read_prompt(prompt)
+        prompt = await read_if_file(prompt)
         parsed = question(prompt, query, options.answer_type, options.cite)
         resolved = parsed.asked_with(options)
-        return await preview(self._setup.for_run(options).with_task(resolved), resolved, depth)
+        return await preview(
+            self._setup.for_run(options).with_question_instructions(resolved), resolved, depth
+        )
 
     def prompt(
         self,
@@ -330,7 +332,7 @@ class RLM:
 
         resolved = question(prompt, query, None, False)
         async with self._shared.use() as resources:
-            models = await self._setup.connect(resources)
+            models = await self._setup.connect_models(resources)
             return way_to_answer(self._setup, resolved, models, None) == "plain call"
 
     def conversation(
@@ -365,14 +367,14 @@ class RLM:
         may differ if they are given here: the change is noted in the journal. ``cite``, ``cache``,
         ``metadata`` and ``direct`` are taken from the record.
         """
-        chosen = rerun.options_of(
+        chosen = rerun.rerun_options(
             self._options, options, changes
         )  # reports wrong ones even if it has ended
         recording = self._recording(run, "resume")
         limits = self._setup.for_run(chosen).limits
         if recording.ended is not None and not rerun.is_raised(recording, limits):
             store = require_store(self.store, "resume")
-            return rerun.from_record(store, run, recording.ended, chosen.answer_type)
+            return rerun.recorded_result(store, run, recording.ended, chosen.answer_type)
         again = self._again(options, changes)
         return checked(await self._restart(run, recording, chosen), again)
 
@@ -381,7 +383,7 @@ class RLM:
         and can be resumed."""
         ended = self._recording(run, "resume").ended
         store = require_store(self.store, "resume")
-        return rerun.from_record(store, run, ended) if ended is not None else None
+        return rerun.recorded_result(store, run, ended) if ended is not None else None
 
     def restart(
         self,
@@ -397,30 +399,30 @@ class RLM:
         ``prompt`` provides the run's tools again and prepares its sessions; the context itself
         comes from the record. Raises ConfigError if the run has ended.
         """
-        options = rerun.options_of(self._options, options, changes)
+        options = rerun.rerun_options(self._options, options, changes)
         return self._restart(run, self._recording(run, "resume"), options, prompt)
 
     def _restart(
         self, run: str, recording: RecordedRunIndex, options: RunOptions, prompt: Any = None
     ) -> RunHandle:
-        setup = rerun.setup_of(self._setup, recording, options)
+        setup = rerun.rerun_setup(self._setup, recording, options)
         started = recording.questions[-1]
         if recording.ended is not None:
             if not rerun.is_raised(recording, setup.limits):
-                remedy = rerun.remedy(recording) or "ask it as a new run"
+                remedy = rerun.limit_hint(recording) or "ask it as a new run"
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
         else:
             recording.continue_past_interruption()
         changed = rerun.check_settings_match_recording(started, setup, options)
         recording.has_other_limits = True
-        listeners = (*checked_listener(options.on_event), *tracing())
+        listeners = (*as_listeners(options.on_event), *tracing())
         journal = require_store(self.store, "resume").reopen(run)
         recorder = EventRecorder(
             started.id,
             journal,
             listeners,
-            held=recording.holds,
+            held=recording.must_not_append,
             since_s=recording.last_s,
             on_close=journal.close,
         )
@@ -438,12 +440,12 @@ class RLM:
         """Run the code of a stored run again with its recorded replies, without calling any model,
         and return the result. Raises ReplayDiverged if the run sends a request that differs from
         the recorded one."""
-        options = rerun.options_of(self._options, options, changes)
+        options = rerun.rerun_options(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
-        setup = rerun.setup_of(self._setup, recording, options)
+        setup = rerun.rerun_setup(self._setup, recording, options)
         rerun.check_models_match_recording(recording.started, setup)
         recording.has_other_limits = bool(recording.limits)
-        recorder = EventRecorder(recording.started.id, None, checked_listener(options.on_event))
+        recorder = EventRecorder(recording.started.id, None, as_listeners(options.on_event))
         return checked(await self._rerun(recording, setup, options, recorder), self.resume)
 
     def start_fork(
@@ -464,9 +466,9 @@ class RLM:
         store = require_store(self.store, "fork")
         point = fork_point(store.events(run), turn, changes)
         recording, started = point.recording, point.recording.started
-        options = rerun.options_of(self._options, options, changes)
-        setup = self._setup.for_run(msgspec.structs.replace(options, metadata=point.config()))
-        setup = setup.of_record(started.config)
+        options = rerun.rerun_options(self._options, options, changes)
+        setup = self._setup.for_run(msgspec.structs.replace(options, metadata=point.run_metadata()))
+        setup = setup.with_recorded_instructions(started.config)
         changed = rerun.check_settings_match_recording(started, setup, options)
         recording.has_other_limits = True
         recorder = self._recorder(started.question, options)
@@ -487,11 +489,11 @@ class RLM:
         from ramify.engine.run_fork import fork_point
 
         point = fork_point(require_store(self.store, "fork").events(run), turn, changes)
-        chosen = rerun.options_of(self._options, options, changes)
+        chosen = rerun.rerun_options(self._options, options, changes)
         setup = self._setup.for_run(chosen)
         rerun.check_settings_match_recording(point.recording.started, setup, chosen)
         async with self._shared.use() as resources:
-            limits, clients = setup.limits, (await setup.connect(resources)).all
+            limits, clients = setup.limits, (await setup.connect_models(resources)).all
             return point.estimate(limits, clients, limits.max_reply_tokens)
 
     async def afork(

@@ -24,7 +24,7 @@ from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.action import (
     FinalAnswer,
     ParsedAction,
-    expressions,
+    answer_code,
     prose_of,
     read_action,
 )
@@ -34,7 +34,7 @@ from ramify.engine.foreign_reply_syntax import syntax_hint
 from ramify.engine.host import CellHost
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
-from ramify.engine.model_requests import cut_reply
+from ramify.engine.model_requests import truncated_reply_error
 from ramify.engine.nonblocking_reply_parsing import read_reply
 from ramify.engine.question import opening
 from ramify.engine.truncated_replies import complete_truncated
@@ -65,7 +65,7 @@ _REFUSED_CHARS = 500
 """Characters of the reason why an answer was not accepted that the journal keeps."""
 
 
-class ForkableCallState(msgspec.Struct):
+class PerTurnCallState(msgspec.Struct):
     """The state of one call that changes from turn to turn, apart from its message history and its
     session. A fork of the call starts with a copy."""
 
@@ -92,7 +92,7 @@ class ForkableCallState(msgspec.Struct):
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 
-    def copy(self) -> ForkableCallState:
+    def copy(self) -> PerTurnCallState:
         """Return an independent copy, so that the call can be continued a second time from this
         turn."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
@@ -113,7 +113,7 @@ class RlmCall:
         self.notebook = Notebook(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
-        self._state = ForkableCallState()
+        self._state = PerTurnCallState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
@@ -140,7 +140,7 @@ class RlmCall:
         """Run a child call from start to end, in a session that is opened for it, and return the
         outcome."""
         run = self.run
-        run.begin(call)
+        run.begin_call(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
         child = RlmCall(run, call)
         try:
@@ -152,7 +152,7 @@ class RlmCall:
             stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
             outcome = CallOutcome(stop, error=str(error), failure=error)
         finally:
-            run.end(call, outcome)
+            run.end_call(call, outcome)
         if outcome.answer is None and outcome.error is None:
             why = f"the child ended without an answer ({outcome.stop})"
             return msgspec.structs.replace(outcome, error=why)
@@ -168,7 +168,7 @@ class RlmCall:
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
         fork._state = self._state.copy()
-        self.run.begin(call, Fork(origin.id, origin.turn - 1))
+        self.run.begin_call(call, Fork(origin.id, origin.turn - 1))
         return fork
 
     async def close(self) -> None:
@@ -180,7 +180,7 @@ class RlmCall:
         """Take one turn: ask the model, and run the code in its reply. Return the outcome of the
         call if this was the last turn, and None otherwise."""
         run, call = self.run, self.call
-        run.pass_limit(call)
+        run.continue_past_limit(call)
         stop = run.must_stop(call)
         if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._state.pending)
@@ -215,7 +215,7 @@ class RlmCall:
         read = await read_reply(self.scaffold, reply.message, self._state.is_cut)
         action, self._state.last_prose = read.action, read.prose
         self._state.last_text = "" if action.was_attempted else reply.message.content
-        run.pass_limit(call)
+        run.continue_past_limit(call)
         try:
             outcome, messages = await self._act(action)
         except SessionDied as died:
@@ -268,7 +268,7 @@ class RlmCall:
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
-        if not action.codes and (codes := expressions(action.final)):
+        if not action.codes and (codes := answer_code(action.final)):
             _, final = await self._run_cells(msgspec.structs.replace(action, codes=codes), turn, [])
             reports = list[str]()
         else:
@@ -318,7 +318,7 @@ class RlmCall:
         if not self._state.is_cut:
             refused = self._state.refused_answer
             return CallOutcome(Stop.NO_CODE, partial=words, refused_answer=refused)
-        cut = cut_reply(self.run.requests, self.call, self._state.last_text)
+        cut = truncated_reply_error(self.run.requests, self.call, self._state.last_text)
         stop = Stop.MAX_TOKENS if words else Stop.NO_CODE
         return CallOutcome(stop, None, str(cut) if words else None, cut, words)
 
@@ -394,7 +394,7 @@ class RlmCall:
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self.notebook.shown(ran, note)
-        notes += observation_messages.kept(note, cell.error is not None)
+        notes += observation_messages.kept_value_notes(note, cell.error is not None)
         if recorded is not None:
             cell = self.notebook.replace_with_recorded(cell, recorded)
         run.recorder.emit(
@@ -425,7 +425,7 @@ class RlmCall:
                     form = "FINAL_VAR" if final.variable else "FINAL"
                     self._refuse(f"{form}({name}): {error}", notes)
                     return _NOTHING
-        return self._state.kind.literal(name) if self._state.kind else final.untyped()
+        return self._state.kind.literal(name) if self._state.kind else final.untyped_value()
 
     def _refuse(self, why: str, notes: list[str]) -> None:
         """Record an answer that is not accepted, for the model and for readers of the run."""
@@ -477,7 +477,7 @@ class RlmCall:
             self._state.is_cut = reply.finish == "length"
             answer = await self._last_answer(reply.message, stop)
             if self._state.is_cut:
-                cut = cut_reply(self.run.requests, self.call, self._state.last_text)
+                cut = truncated_reply_error(self.run.requests, self.call, self._state.last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
             return CallOutcome(stop, answer, refused_answer=self._state.refused_answer)
         return self._cut_short(stop)
@@ -514,7 +514,7 @@ class RlmCall:
         if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
-        codes = action.codes or expressions(action.final)
+        codes = action.codes or answer_code(action.final)
         last = msgspec.structs.replace(action, codes=codes)
         try:
             _, final = await self._run_cells(last, self.call.turn - 1, [])
@@ -550,7 +550,7 @@ class RlmCall:
             self.call.num_turns_before + self.call.turn,
             self.run.setup.max_turns(self.call.depth),
         )
-        standing = [*self.run.standing(), ("turns", float(turn), float(most))]
+        standing = [*self.run.limit_usage(), ("turns", float(turn), float(most))]
         warnings = observation_messages.running_low(standing, self._state.told)
         text = observation_messages.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:

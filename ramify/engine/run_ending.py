@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import AsyncIterator, Set
 from typing import Any, NoReturn
 
-from ramify.engine.event_loop_thread import waiting_at
+from ramify.engine.event_loop_thread import innermost_await
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.limits import Limits
 from ramify.errors import LimitReached, LoopBlocked, RamifyError
@@ -108,7 +108,7 @@ class RunEnder:
         for session in self._sessions:
             session.interrupt(str(stop))
 
-    def interrupts(self, session: Session) -> None:
+    def register_session(self, session: Session) -> None:
         """Register ``session``, so that its code is interrupted when the run ends early."""
         self._sessions.add(session)
 
@@ -128,7 +128,7 @@ class RunEnder:
             yield
         except asyncio.CancelledError:
             if self.closing is not None and task.uncancel() <= cancels:
-                raise closed(self.closing) from None
+                raise closing_error(self.closing) from None
             raise
         finally:
             self._in_flight.discard(task)
@@ -143,7 +143,7 @@ class RunEnder:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise closed(Stop.DEADLINE) from None
+            raise closing_error(Stop.DEADLINE) from None
 
     # --- suspending -------------------------------------------------------------------------------
 
@@ -151,29 +151,29 @@ class RunEnder:
         """Suspend the run because of ``error``: send nothing more, and cancel the run as soon as
         the replies that are still expected have been recorded."""
         self.suspension = self.suspension or error
-        self.suspend_if_quiet()
+        self.finish_suspension_if_idle()
 
-    def suspend_if_quiet(self) -> None:
+    def finish_suspension_if_idle(self) -> None:
         """Cancel the run if it is being suspended and no more replies are expected."""
         if self.suspension is not None and not self._unrecorded:
             # Later, because a task that cancels itself as it ends would end cancelled.
             asyncio.get_running_loop().call_soon(self._cancel_main)
 
-    async def suspended(self, error: RamifyError) -> NoReturn:
+    async def suspend_and_wait(self, error: RamifyError) -> NoReturn:
         """Suspend the run because of ``error``, and wait until the current task is cancelled.
         Session code that is waiting for a reply therefore never sees the error."""
         self.suspend(error)
         await asyncio.Future()
         raise AssertionError
 
-    def overdue(self, error: RamifyError | None = None) -> None:
+    def cancel_overdue(self, error: RamifyError | None = None) -> None:
         """Cancel a run that has not ended by its deadline. ``error`` is given if the event loop was
         blocked; otherwise, the error that is created says what the run is waiting for."""
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(
                 f"the run did not end within {stall_s:g} s of its deadline; it waits at "
-                f"{waiting_at(main)}",
+                f"{innermost_await(main)}",
                 self._recorder.id if self._recorder.is_stored else "",
             )
         self.suspension = self.suspension or error
@@ -185,7 +185,7 @@ class RunEnder:
             main.cancel(_SUSPENDED)
 
 
-def closed(stop: Stop) -> LimitReached:
+def closing_error(stop: Stop) -> LimitReached:
     """Return the LimitReached error for a request that is refused or cancelled because the run is
     ending early. ``stop`` is the reason why the run ends."""
     why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}

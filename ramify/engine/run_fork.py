@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Request
-from ramify.engine.limits import BudgetLedger, Limits, bound
+from ramify.engine.limits import BudgetLedger, Limits, max_request_amount
 from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.format_quantities import plain
 from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.types.event import (
@@ -132,12 +132,12 @@ class ForkPoint:
         self._recorded_cost = sum(costs) if costs else None
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def turn_messages(self) -> tuple[Message, ...]:
         """The messages that were added to the conversation to request this turn, as recorded."""
         return self._recorded[self.turn][0].prompt
 
     @property
-    def code(self) -> str | None:
+    def turn_code(self) -> str | None:
         """The code that was run in this turn, as recorded; None if the call is a plain call, which
         runs no code."""
         return "\n\n".join(self._codes) if self.call.kind == "rlm" else None
@@ -149,7 +149,7 @@ class ForkPoint:
             raise ConfigError(
                 f"{whose} is a plain call, which runs no code: give an edited prompt instead"
             )
-        most = len(self.messages)
+        most = len(self.turn_messages)
         if len(texts) > most:
             raise ConfigError(
                 f"turn {self.turn + 1} of {whose} adds {most} messages to its prompt, and "
@@ -158,7 +158,7 @@ class ForkPoint:
         if any(not text.strip() for text in texts):
             raise ConfigError("an edited message of the prompt is empty: give its text")
 
-    def config(self) -> dict[str, Any]:
+    def run_metadata(self) -> dict[str, Any]:
         """Return the metadata of the new run. It contains the entries of the original run's
         configuration that are not settings and, under the key ``forked``, the original run, the
         turn and the edit."""
@@ -187,8 +187,8 @@ class ForkPoint:
         tokens = None
         if self._edited != "code":
             _, recorded, reply = self._recorded[self.turn]
-            edited = self.recording.edited(self.call.id, self.turn, self.messages)
-            messages = (*recorded[: len(recorded) - len(self.messages)], *edited)
+            edited = self.recording.with_edited_texts(self.call.id, self.turn, self.turn_messages)
+            messages = (*recorded[: len(recorded) - len(self.turn_messages)], *edited)
             chars, before = _num_chars(messages), _num_chars(recorded)
             counted = reply.reply.usage.input_tokens
             tokens = chars // 4 if not counted else -(-counted * chars // max(1, before))
@@ -216,7 +216,7 @@ class ForkPoint:
     def _check_budget(
         self, ledger: BudgetLedger, client: Client, request: Request, reply_tokens: int
     ) -> None:
-        most = bound(request.max_input_tokens(), reply_tokens, client.price)
+        most = max_request_amount(request.max_input_tokens(), reply_tokens, client.price)
         exceeded = ledger.would_pass(most)
         if exceeded is Stop.MAX_COST:
             raise ConfigError(
@@ -238,7 +238,7 @@ def _call_of(calls: dict[str, CallStarted], id: str | None) -> CallStarted:
             "branches can be forked"
         )
     if id is not None and id not in calls:
-        raise ConfigError(f"the run has no call {id}: {nearest(id, list(calls)[:20])}")
+        raise ConfigError(f"the run has no call {id}: {did_you_mean(id, list(calls)[:20])}")
     return roots[0] if id is None else calls[id]
 
 

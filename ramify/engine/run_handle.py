@@ -25,6 +25,7 @@ from ramify.engine.answer_mode_choice import (
     first_choice,
     make_mode_chosen_event,
 )
+from ramify.engine.answer_serialization import jsonable, typed_record
 from ramify.engine.call_outcome import CallOutcome, failed
 from ramify.engine.event_loop_thread import LoopWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
@@ -32,7 +33,6 @@ from ramify.engine.live_run import SharedRunState, store_context
 from ramify.engine.policy_scope import out_of_scope
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.recorded_answer import jsonable, typed_record
 from ramify.engine.resources import LoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tools
@@ -129,7 +129,7 @@ class RunHandle:
     async def events(self) -> AsyncIterator[AnyEvent]:
         """Yield every event of the run from now on, until it ends. An error of the run is not
         raised here but by ``result``."""
-        async for event in self.recorder.events():
+        async for event in self.recorder.upcoming_events():
             yield event
 
     def wrap_up(self) -> None:
@@ -143,10 +143,10 @@ class RunHandle:
         """End the run at once, without an answer."""
         self._task.cancel()
 
-    def state(self) -> list[tuple[str, float, float]]:
+    def limit_usage(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum for each limit of the run, for a
         progress bar."""
-        return self._run.requests.ledger.state() if self._run is not None else []
+        return self._run.requests.ledger.limit_usage() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class RunHandle:
         try:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
-                models = await self._setup.connect(resources)
+                models = await self._setup.connect_models(resources)
                 check_pictures(self._question, models)
                 self._check_scope()
                 choice = await first_choice(
@@ -200,10 +200,10 @@ class RunHandle:
                 )
                 limits = self._setup.limits
                 watch = LoopWatch(
-                    limits.max_seconds, limits.stall_s, self._blocked, run.ending.overdue
+                    limits.max_seconds, limits.stall_s, self._blocked, run.ending.cancel_overdue
                 )
                 if self._question.pictures:
-                    await asyncio.to_thread(run.pictures.store)
+                    await asyncio.to_thread(run.pictures.store_all)
                 self._started(context, way)
                 if isinstance(choice, ModeChoice):
                     self.recorder.emit(make_mode_chosen_event(choice, self.recorder.now()))
@@ -277,7 +277,7 @@ class RunHandle:
         ending.start()
         ending.join(_CLOSE_S)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._task.get_loop().call_soon_threadsafe(run.ending.overdue, error)
+            self._task.get_loop().call_soon_threadsafe(run.ending.cancel_overdue, error)
         if (release := self._on_blocked) is not None:
             release(error)
         else:
@@ -361,7 +361,7 @@ class RunHandle:
             return failed(error, self.recorder.is_stored)
         finally:
             if run is not None:
-                run.finish()
+                run.release_resources()
             if self._conversation is None or self._earlier is not None:
                 self.recorder.close()
         return outcome

@@ -23,8 +23,8 @@ from ramify.types.picture import (
     NotAPicture,
     Picture,
     PictureBytes,
-    digest_in,
-    picture_of,
+    picture_digest,
+    picture_from_bytes,
     pictures_in,
 )
 
@@ -61,7 +61,7 @@ class RunPictures:
     def add(self, data: bytes, name: str = "") -> Picture:
         """Add a picture that a session or a tool has produced. Raises NotAPicture if the bytes are
         not a supported picture."""
-        picture = picture_of(data, name)
+        picture = picture_from_bytes(data, name)
         self.has_any = True
         if self._blobs is None:
             self._sources.setdefault(picture.digest, data)
@@ -69,11 +69,11 @@ class RunPictures:
             self._blobs.put(data, picture.digest)
         return self._known.setdefault(picture.digest, picture)
 
-    def find(self, value: Any, at: str) -> Picture:
+    def resolve_value(self, value: Any, at: str) -> Picture:
         """Return the picture that a session sent as ``value``: the dict that stands for a picture
         of the context, or the bytes of a picture. ``at`` names the argument in error messages.
         Raises HostCallError if it is neither."""
-        digest = digest_in(value)
+        digest = picture_digest(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
                 "TypeError",
@@ -87,7 +87,7 @@ class RunPictures:
             if known is None:
                 name = value.get("name")
                 data = self._read(digest)
-                known = picture_of(data, name[:1000] if isinstance(name, str) else "")
+                known = picture_from_bytes(data, name[:1000] if isinstance(name, str) else "")
                 self._known[digest] = known
             return known
         except NotAPicture as error:
@@ -97,10 +97,10 @@ class RunPictures:
                 "ValueError", f"{at} is not a picture of this run: {error}"
             ) from None
 
-    def of_request(self, values: Any, at: str) -> tuple[Picture, ...]:
+    def resolve_images(self, values: Any, at: str) -> tuple[Picture, ...]:
         """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
         value is not a picture, or if the pictures are too many or too large for one request."""
-        if isinstance(values, bytes) or digest_in(values) is not None:
+        if isinstance(values, bytes) or picture_digest(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
             raise HostCallError(
@@ -112,27 +112,27 @@ class RunPictures:
                 f"{at}: {len(values):,} pictures, and one request takes at most {MAX_PICTURES}: "
                 "ask about parts of them",
             )
-        pictures = tuple(self.find(value, f"{at}[{i}]") for i, value in enumerate(values))
-        if why := picture_size_error(pictures):
+        pictures = tuple(self.resolve_value(value, f"{at}[{i}]") for i, value in enumerate(values))
+        if why := request_size_error(pictures):
             raise HostCallError("ValueError", f"{at}: {why}")
         return pictures
 
     def in_context(self, value: Any) -> tuple[Picture, ...]:
         """Return all pictures of a context, so that a plain model call can show them. Raises
         HostCallError if they do not fit into one request."""
-        return self.of_request(pictures_in(value), "the pictures of the context")
+        return self.resolve_images(pictures_in(value), "the pictures of the context")
 
     def returned(self, result: Any) -> Any:
         """Return the result of a tool with each picture (``PictureBytes``) replaced by the dict
         that stands for it in a session. Raises NotAPicture if the bytes are not a supported
         picture."""
         if isinstance(result, PictureBytes):
-            return self.add(result.data, result.name).value()
+            return self.add(result.data, result.name).as_reference()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
             return [self.returned(item) for item in result]
         return result
 
-    def store(self) -> None:
+    def store_all(self) -> None:
         """Write the pictures of the context to the store. Raises ConfigError if a picture has
         changed since it was first read."""
         if self._blobs is None:
@@ -163,7 +163,7 @@ class RunPictures:
         return self._blobs.get(digest)
 
 
-def picture_size_error(pictures: Sequence[Picture]) -> str:
+def request_size_error(pictures: Sequence[Picture]) -> str:
     """Return why the pictures are too large for one request, or an empty string if they are not."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:

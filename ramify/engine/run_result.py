@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.recorded_answer import jsonable
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.typed import Citation
 from ramify.errors import LoopBlocked, RamifyError, Suspended
 from ramify.types.ending import ending

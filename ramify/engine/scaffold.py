@@ -23,7 +23,12 @@ from ramify.engine.foreign_reply_syntax import read_any
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError, StrictKeywordsMeta
 from ramify.plugins import Registry
-from ramify.trained_policy_settings import FILE, TrainedPolicySettings, folder_of, read_card
+from ramify.trained_policy_settings import (
+    FILE,
+    TrainedPolicySettings,
+    local_model_folder,
+    read_card,
+)
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
 
@@ -203,8 +208,8 @@ class Scaffold(
         if not text:
             return ""
         facts = PromptFacts() if facts is None else facts
-        filled = prompt_text.sections(facts) if "{{" in text else {}
-        added = prompt_text.instructions(facts.instructions, facts.examples)
+        filled = prompt_text.marker_replacements(facts) if "{{" in text else {}
+        added = prompt_text.user_instructions(facts.instructions, facts.examples)
         if added and "{{instructions}}" not in text:
             text = f"{text.rstrip()}\n\n{{{{instructions}}}}"
             filled["instructions"] = added
@@ -226,7 +231,7 @@ class Scaffold(
             "|".join(map(re.escape, filled)), lambda marker: filled[marker[0]], self.first
         )
 
-    def reply_with(self, code: str) -> Reply:
+    def code_reply(self, code: str) -> Reply:
         """Return a reply that runs ``code``, in the format of this scaffold, as if the model had
         written it."""
         if self.protocol == "retool":
@@ -390,7 +395,7 @@ def card_of(model: object) -> TrainedPolicySettings:
     if isinstance(model, Model):
         model = model.name
     if isinstance(model, str):
-        folder = folder_of(model)
+        folder = local_model_folder(model)
         return TrainedPolicySettings() if folder is None else read_card(folder)
     card = getattr(model, "card", None)
     return card if isinstance(card, TrainedPolicySettings) else TrainedPolicySettings()

@@ -57,7 +57,7 @@ class _Budget:
         is remembered by the object's ``id()``, so the object must not be freed before the
         budget."""
         if id(value) not in self._sizes:
-            self._sizes[id(value)] = nodes(value)
+            self._sizes[id(value)] = count_nodes(value)
         return self._sizes[id(value)]
 
 
@@ -73,7 +73,7 @@ class JsonSchema:
         import jsonschema
         import referencing
 
-        self._size = nodes(schema)
+        self._size = count_nodes(schema)
         if not trusted:
             _check_stranger(schema, self._size)
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -100,7 +100,7 @@ class JsonSchema:
         import jsonschema
         from referencing.exceptions import Unresolvable
 
-        budget = _Budget(MAX_STEPS + STEPS_PER_NODE * nodes(value), self._size)
+        budget = _Budget(MAX_STEPS + STEPS_PER_NODE * count_nodes(value), self._size)
         token = _budget.set(budget)
         try:
             problem = jsonschema.exceptions.best_match(self._validator.iter_errors(value))
@@ -115,7 +115,7 @@ class JsonSchema:
         return None if problem is None else f"at {problem.json_path}: {problem.message[:500]}"
 
 
-def nodes(value: Any) -> int:
+def count_nodes(value: Any) -> int:
     """Return the number of values contained in ``value``, including itself. A long text counts as
     several values."""
     count, open_ = 0, [value]

@@ -63,7 +63,7 @@ _PYTHON = "python"
 """Tool name of a cell."""
 
 
-def span_listeners() -> tuple[Listener, ...]:
+def tracing_listeners() -> tuple[Listener, ...]:
     """Return a tuple with a listener that creates spans for one run or conversation. The tuple is
     empty if this process has no tracer provider that records spans. Requires that
     ``opentelemetry.trace`` is already imported."""
@@ -75,7 +75,7 @@ def span_listeners() -> tuple[Listener, ...]:
 
 
 @contextlib.contextmanager
-def continued(headers: Mapping[str, str]) -> Iterator[None]:
+def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
     """Provide a context manager in which new runs become part of the caller's OpenTelemetry trace,
     which the HTTP header ``traceparent`` names. Without this header, it has no effect."""
     if _API not in sys.modules or "traceparent" not in headers:

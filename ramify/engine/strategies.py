@@ -34,15 +34,15 @@ STRATEGIES = Registry(
 Mode = Literal["auto", "free", "plan", "direct"]
 MODES: Mapping[str, str] = {
     "auto": "ramify.plans.mode_rules:choose_mode",
-    "free": "ramify.engine.answer_mode_choice:choose_free",
+    "free": "ramify.engine.answer_mode_choice:always_session",
     "plan": "ramify.plans.mode_rules:choose_plan",
-    "direct": "ramify.engine.answer_mode_choice:choose_direct",
+    "direct": "ramify.engine.answer_mode_choice:always_direct",
 }
 """Mode -> the place of a function that gets ``ModeChoiceInput`` and returns a ``ModeChoice`` or a
 ``ModeChoiceCall``. It is imported when a question has the mode, so the engine imports no plans."""
 
 
-def session_plans() -> dict[str, Any]:
+def plan_tool() -> dict[str, Any]:
     """Return the tool with which session code can run plans, as a dict whose key is the tool's
     name."""
     tool = load_object("ramify.plans.session_plans:SessionPlans", "the plans of a session")()

@@ -28,7 +28,7 @@ from typing import Any
 
 from ramify.engine import observation_messages
 from ramify.engine.event_loop_thread import in_thread
-from ramify.errors import ConfigError, HostCallError, nearest
+from ramify.errors import ConfigError, HostCallError, did_you_mean
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
 """Functions by name, or a list of named functions. Other values are bound unchanged."""
@@ -119,7 +119,7 @@ class ToolSet:
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
         return ToolSet({**self._given(), **tools})
 
-    def replaces(self, name: str, tool: Any) -> bool:
+    def overrides_optional(self, name: str, tool: Any) -> bool:
         """Return True if ``tool`` is optional and the user has given another tool with the same
         name."""
         is_taken = name in self.functions or name in self.values
@@ -140,7 +140,7 @@ class ToolSet:
         every = self._given()
         for name in names:
             if name not in every:
-                raise ConfigError(f"depths: unknown tool '{name}': {nearest(name, every)}")
+                raise ConfigError(f"depths: unknown tool '{name}': {did_you_mean(name, every)}")
         return ToolSet({name: every[name] for name in names})
 
     def without_optional(self) -> ToolSet:
@@ -150,7 +150,7 @@ class ToolSet:
         optional = optional_tools(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
-    def prepare(self) -> None:
+    def warm_up(self) -> None:
         """Let each tool start its work in the background, such as building an index, because a
         session is being opened."""
         for tool in self.functions.values():

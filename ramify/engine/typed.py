@@ -30,7 +30,7 @@ from ramify.engine.action import FinalAnswer
 from ramify.errors import ConfigError
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.sources.base import SourcePlace
-from ramify.sources.document_places import place_at
+from ramify.sources.document_places import place_at_line
 
 T = TypeVar("T")
 
@@ -100,14 +100,14 @@ class AnswerType(msgspec.Struct, frozen=True):
         return value
 
     @property
-    def enforced(self) -> dict[str, Any] | None:
+    def enforceable_schema(self) -> dict[str, Any] | None:
         """The schema that a provider may enforce for a plain reply, if there is one."""
         return self.schema
 
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
-    def alone(self) -> str:
+    def json_only_instruction(self) -> str:
         """Return the instruction for a reply that must consist only of the answer as JSON."""
         return f"{self.instruction()} Reply with the JSON value alone."
 
@@ -297,14 +297,14 @@ def cited_type(
         if not cited.citations:
             raise TypeMismatch("there are no citations; give at least one")
         for index, citation in enumerate(cited.citations):
-            problem = unsupported(citation, context)
+            problem = citation_error(citation, context)
             if problem:
                 raise TypeMismatch(f"citation {index}: {problem}")
         return CitedAnswer(
             inner.convert(cited.answer) if inner else cited.answer,
             tuple(
                 msgspec.structs.replace(
-                    each, place=place_at(places.get(each.source, ()), each.first_line)
+                    each, place=place_at_line(places.get(each.source, ()), each.first_line)
                 )
                 for each in cited.citations
             ),
@@ -313,7 +313,7 @@ def cited_type(
     return AnswerType(schema, convert)
 
 
-def unsupported(citation: Citation, context: Any) -> str | None:
+def citation_error(citation: Citation, context: Any) -> str | None:
     """Return the reason why ``citation`` is not supported by ``context``, or None if it is
     supported."""
     text = _source(citation.source, context)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 
 from ramify.engine import event_loop_thread
-from ramify.engine.event_recorder import EventRecorder, checked_listener, tracing
+from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import RunHandle
@@ -83,11 +83,11 @@ class UserConversation:
         state = self._opened()
         parsed = question(self._prompt, query, options.answer_type, options.cite)
         parsed = msgspec.structs.replace(parsed, mode=options.mode)
-        for listener in checked_listener(options.on_event):
+        for listener in as_listeners(options.on_event):
             state.recorder.listen(listener)
         try:
             running = RunHandle(
-                self._setup.for_run(options).with_task(parsed),
+                self._setup.for_run(options).with_question_instructions(parsed),
                 parsed,
                 self._shared,
                 state.recorder,

@@ -33,7 +33,7 @@ from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import direct_prompt
-from ramify.engine.prompt_text import instructions
+from ramify.engine.prompt_text import user_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.resources import LoopResources, RlmSetup, RunModels
@@ -134,7 +134,9 @@ def check_pictures(question: Question, models: RunModels) -> None:
             "returns, and not its context"
         )
     if question.pictures and all(models.sees(client) is False for client in models.all):
-        raise ConfigError(f"the context has pictures, and {models.blind(models.rlm(0))}")
+        raise ConfigError(
+            f"the context has pictures, and {models.pictures_unsupported_message(models.rlm(0))}"
+        )
 
 
 async def answer(
@@ -184,7 +186,7 @@ async def _answer_by_conversations(
         failure.__cause__ = error
         outcome = failed(failure, run.recorder.is_stored)
     finally:
-        conversations.end(outcome)
+        conversations.end_calls(outcome)
     return outcome
 
 
@@ -194,8 +196,8 @@ async def _answer_by_strategy(
     """Answer the question with its strategy, and return the outcome. The run's root call is
     recorded without turns, because only the calls below it ask a model."""
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
-    run.begin(root)
-    run.pass_limit(root)
+    run.begin_call(root)
+    run.continue_past_limit(root)
     return await _ended_by_strategy(run, root, question, LeafCalls(run, root, question))
 
 
@@ -215,7 +217,7 @@ async def _ended_by_strategy(
         failure.__cause__ = error
         outcome = failed(failure, run.recorder.is_stored)
     finally:
-        run.end(root, outcome)
+        run.end_call(root, outcome)
     return outcome
 
 
@@ -225,21 +227,21 @@ async def _answer_as_asked(
     """Ask a model which mode to use, and then answer the question in that mode. The call that makes
     the choice is recorded as the first child of the root call."""
     root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
-    run.begin(root)
+    run.begin_call(root)
     calls = LeafCalls(run, root, question)
     try:
         choice = await _chosen(calls, question, asked)
     except ReplayDiverged as error:
         outcome = failed(error, run.recorder.is_stored)
-        run.end(root, outcome)
+        run.end_call(root, outcome)
         return outcome
     except BaseException:
-        run.end(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
+        run.end_call(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
         raise
     run.recorder.emit(make_mode_chosen_event(choice, run.recorder.now(), is_asked=True))
     question = applied(question, choice)
     if question.strategy is not None:
-        run.pass_limit(root)
+        run.continue_past_limit(root)
         return await _ended_by_strategy(run, root, question, calls)
     return await _answer_in_session(run, question, context, None, root)
 
@@ -278,12 +280,12 @@ async def _answer_by_plain_call(
     before, prompt = direct_prompt(
         run.scaffold, run.setup.instructions, run.setup.examples, question
     )
-    run.begin(call)
+    run.begin_call(call)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
         outcome = await ask_plain(run, call, prompt, question.kind, before, pictures)
     finally:
-        run.end(call, outcome)
+        run.end_call(call, outcome)
     return outcome
 
 
@@ -314,7 +316,7 @@ async def _answer_in_session(
     if conversation is not None:
         conversation.last, conversation.num_questions = root, number + 1
     if begun is None:
-        run.begin(call, fork)
+        run.begin_call(call, fork)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
         outcome = await (branched or root).answer(message, question.kind, question.before)
@@ -326,7 +328,7 @@ async def _answer_in_session(
             await chosen.close()
         else:
             conversation.last = chosen
-        run.end(call, own or outcome)
+        run.end_call(call, own or outcome)
     return msgspec.structs.replace(outcome, answered_by=chosen.call.id if own else "")
 
 
@@ -336,4 +338,4 @@ def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
     question."""
     if (now.instructions, now.examples) == (before.instructions, before.examples):
         return ""
-    return instructions(now.instructions, now.examples)
+    return user_instructions(now.instructions, now.examples)

@@ -78,7 +78,7 @@ class AgentServedModel:
     def __init__(self, seat: AgentModelAccess) -> None:
         self._seat = seat
         self.window = seat.conversations.window(seat.depth)
-        client = seat.conversations.model(seat.depth)
+        client = seat.conversations.client_at(seat.depth)
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
@@ -108,7 +108,7 @@ class AgentServedModel:
             raise Refused("the tokens of this model's prompts cannot be counted here")
         return len(self._rendering.ids(request))
 
-    def text_of(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         return "" if self._rendering is None else self._rendering.text_of(id)
 
 
@@ -140,7 +140,7 @@ class ModelEndpoint:
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
-    def seats(self) -> Iterator[dict[str, AgentModelAccess]]:
+    def open_seats(self) -> Iterator[dict[str, AgentModelAccess]]:
         """Provide a dict to which a run adds its *seats*, each of which gives one agent access to a
         model. The seats are removed from the endpoint when the ``with`` block ends."""
         mine = _Seats(self._seats)
@@ -151,7 +151,7 @@ class ModelEndpoint:
                 self._seats.pop(name, None)
 
     @contextmanager
-    def seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
+    def temporary_seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
         """Yield a new API key for ``seat``, which gives one agent access to a model. When the
         ``with`` block ends, the key becomes invalid, and requests that are still unanswered are
         cancelled."""

@@ -22,7 +22,7 @@ from ramify.engine.observation_messages import count_text_chars
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import ALWAYS
 from ramify.engine.rlm import RLM
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.evaluate.attempt import DOES_NOT_FIT, attempt
 from ramify.evaluate.run import AttemptFunction
 from ramify.tasks.base import Item, Task, TaskStart
@@ -72,7 +72,7 @@ async def room_of(rlm: RLM) -> ModelRoom:
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
-        return ModelRoom(window, min(calls.max_tokens, window // 4), calls.client.price)
+        return ModelRoom(window, min(calls.max_reply_tokens, window // 4), calls.client.price)
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
@@ -116,5 +116,5 @@ MODES: Mapping[str, AttemptFunction] = {
 def mode_of(name: str) -> AttemptFunction:
     """Return the function of the mode called ``name``. Raises ConfigError for an unknown name."""
     if name not in MODES:
-        raise ConfigError(f"unknown mode '{name}': {nearest(name, MODES)}")
+        raise ConfigError(f"unknown mode '{name}': {did_you_mean(name, MODES)}")
     return MODES[name]

@@ -48,8 +48,8 @@ from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.batch_scoring import score_step_in_time
 from ramify.tasks.score_with_timeout import scored_in_time
-from ramify.types.event import scores_of
-from ramify.types.fork_segment import line_of, root_segments
+from ramify.types.event import score_events
+from ramify.types.fork_segment import path_trajectory, root_segment
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = ComponentLogger("evaluate")
@@ -167,7 +167,7 @@ async def attempt(
                 await asyncio.to_thread(
                     rlm.store.append,
                     run,
-                    scores_of(trajectory, time.time() - trajectory.started_at),
+                    score_events(trajectory, time.time() - trajectory.started_at),
                 )
     except RamifyError as error:
         failure = failure or str(error)
@@ -242,10 +242,10 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
     """Return the paths through a rollout that are scored separately: one for each end if the
     rollout has forked and ``every_line`` is true, and otherwise the whole trajectory as the only
     path."""
-    ends = list(root_segments(trajectory).ends()) if every_line and trajectory.calls else []
+    ends = list(root_segment(trajectory).path_ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
-    return [_Line(end, share, line_of(trajectory, end)) for end, share in ends]
+    return [_Line(end, share, path_trajectory(trajectory, end)) for end, share in ends]
 
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
@@ -314,7 +314,7 @@ def _gold(item: Item) -> dict[str, str]:
     return {} if gold is None else {"gold": text}
 
 
-async def check_begins(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
+async def check_task_start(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
     """Check that the task can begin an attempt, by preparing one and ending it at once, without
     asking a model. Raises RamifyError, which names the task and the item, if the task's own code
     fails."""

@@ -159,7 +159,7 @@ def difference(
     return paired_difference(first, second, seed), len(both)
 
 
-def flips(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
+def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
     """Return the items on which two evaluations disagree: ``better`` if only the first answers the
     item right, and ``worse`` if only the second does. An item is right if at least half of its
     scored attempts are."""

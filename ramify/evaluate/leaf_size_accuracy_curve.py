@@ -39,12 +39,12 @@ def sizes_for(room: ModelRoom) -> list[int]:
     """Return the sizes that a calibration measures by default: the smallest one, and then each time
     twice as much as long as that fits into the model's window."""
     sizes = [FIRST_SIZE]
-    while room.fits(text_tokens(2 * sizes[-1])):
+    while room.fits(to_text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
     return sizes
 
 
-def text_tokens(size: int) -> int:
+def to_text_tokens(size: int) -> int:
     """Convert a size in tokens of three bytes (as for calls of sub-models) to a length in tokens of
     four characters (as in the options of a suite)."""
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN

@@ -31,7 +31,7 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
 from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelRoom, mode_of
-from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationStore, split_of
+from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationStore, choose_split
 from ramify.evaluate.systems.attempt import system_of
 from ramify.store.durable_files import (
     EVALUATIONS,
@@ -129,7 +129,7 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return any(cell.system for cell in self.cells)
 
     @property
-    def first(self) -> EvaluationPlan:
+    def first_plan(self) -> EvaluationPlan:
         """The plan of the first cell. All cells have the same split, the same number of items and
         the same number of attempts as this one."""
         return self.cells[0].plan
@@ -175,7 +175,7 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
                         settings=settings,
                     )
                     task = tasks.of(plan)
-                    split = split_of(task, axes.split)
+                    split = choose_split(task, axes.split)
                     num = min(plan.items, len(task.splits[split]))
                     plan = msgspec.structs.replace(plan, items=num, split=split)
                     coordinates = {**place, "model": model, "mode": mode, "scaffold": scaffold}
@@ -184,13 +184,15 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
     return MatrixPlan(
         id,
         tuple(
-            MatrixCell(in_order(place), plan, f"{id}-{number:0{width}}-{_file_words(place)}")
+            MatrixCell(
+                sort_coordinates(place), plan, f"{id}-{number:0{width}}-{_file_words(place)}"
+            )
             for number, (place, plan) in enumerate(plans)
         ),
     )
 
 
-def in_order(place: Mapping[str, str]) -> dict[str, str]:
+def sort_coordinates(place: Mapping[str, str]) -> dict[str, str]:
     """Return the coordinates of a cell in the order of ``AXES``, which is the order in reports."""
     return {axis: place[axis] for axis in AXES if axis in place}
 
@@ -331,14 +333,14 @@ class EvaluationMatrixStore:
             os.close(fd)
         os.replace(part, path)
 
-    def has(self, cell: MatrixCell) -> bool:
+    def has_record(self, cell: MatrixCell) -> bool:
         """Return True if the evaluation of a cell has been started, so that its record exists."""
         return (self._folder / f"{cell.record}.jsonl").exists()
 
-    def record(self, cell: MatrixCell) -> EvaluationFileWriter:
+    def open_record(self, cell: MatrixCell) -> EvaluationFileWriter:
         """Open the record file of a cell for writing, and create it if it does not exist yet."""
         path = self._folder / f"{cell.record}.jsonl"
-        return EvaluationFileWriter(path, None if self.has(cell) else cell.plan)
+        return EvaluationFileWriter(path, None if self.has_record(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
         """Find a recorded matrix by its id or by the unique beginning of its id. ``last`` means the

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.evaluate.evaluation_report import ALL, RIGHT, aligned, check_k
-from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan, in_order
+from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan, sort_coordinates
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.statistics import (
     MeanEstimate,
@@ -110,8 +110,8 @@ def matrix_report(
 ) -> MatrixReport:
     """Compute the report of a matrix. ``k`` is the number of attempts for pass@k, by default all of
     them, and ``seed`` is the seed of the bootstrap."""
-    k = plan.first.attempts if k is None else k
-    check_k(k, plan.first.attempts)
+    k = plan.first_plan.attempts if k is None else k
+    check_k(k, plan.first_plan.attempts)
     groups = list(_groups(plan, outcomes))
     axes = [
         axis
@@ -181,7 +181,7 @@ def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
                     for each in outcomes.get(cell.record, ())
                     if each.kind == kind
                 ]
-                place = in_order({**cell.place, "family": kind or "(no kind)"})
+                place = sort_coordinates({**cell.place, "family": kind or "(no kind)"})
                 yield _RowGroup(place, (cell.record,), len(made), made, is_kind=True)
 
 
@@ -191,7 +191,7 @@ def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_
         others = tuple(value for axis, value in cell.place.items() if axis != "family")
         together.setdefault(others, []).append(cell)
     for each in together.values():
-        place = in_order({**each[0].place, "family": ALL})
+        place = sort_coordinates({**each[0].place, "family": ALL})
         records = tuple(cell.record for cell in each)
         made = [(record, outcome) for record in records for outcome in outcomes.get(record, ())]
         yield _RowGroup(place, records, _num_planned(each), made)
@@ -291,7 +291,7 @@ def reason_of(outcome: AttemptOutcome) -> str:
 
 def matrix_table(report: MatrixReport) -> str:
     """Format the report as text: a line with what all rows have in common, then a table."""
-    plan, rows = report.plan.first, report.rows
+    plan, rows = report.plan.first_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]
     common = [values[axis][0] for axis in AXES if axis not in varied and values[axis][0]]

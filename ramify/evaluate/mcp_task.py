@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ramify.engine.mcp_tools import McpTools, need_extra, recorded
+from ramify.engine.mcp_tools import McpTools, need_extra, redacted_server
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, Task, TaskStart
 from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
@@ -117,7 +117,7 @@ class McpTask:
     def _with_tools(self, start: TaskStart, tools: McpTools) -> TaskStart:
         both: Sequence[str] = sorted({*start.tools} & {*tools})
         if both:
-            shown = ", ".join(map(recorded, self._servers))
+            shown = ", ".join(map(redacted_server, self._servers))
             raise ConfigError(
                 f"task '{self.name}' and its MCP servers ({shown}) both have a tool '{both[0]}': "
                 "rename the task's"

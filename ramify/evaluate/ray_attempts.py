@@ -29,7 +29,7 @@ from ramify import __version__
 from ramify.actors.ray_cluster import (
     RayClusterConnection,
     check_nodes,
-    check_version,
+    check_ramify_version,
     imported,
     last_line,
 )
@@ -84,7 +84,7 @@ class AttemptWorker:
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
         """Create a worker, which changes to ``folder``, the working directory of the command, if
         that exists on its machine. So the files of tasks are found by the same relative paths."""
-        check_version(version)
+        check_ramify_version(version)
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path[:0] = [""] * ("" not in sys.path)
@@ -98,7 +98,7 @@ class AttemptWorker:
     def attempt(self, sent: bytes) -> Iterator[bytes]:
         """Make one attempt. Yields the id of the run as soon as it has begun, and finally the
         outcome of the attempt; both are encoded as JSON."""
-        order = msgspec.json.decode(sent, type=RemoteAttempt)
+        order = msgspec.json.decode(sent, type=RemoteAttemptRequest)
         told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
         def work() -> None:
@@ -116,7 +116,9 @@ class AttemptWorker:
             if isinstance(found, AttemptOutcome):
                 return
 
-    def _outcome(self, order: RemoteAttempt, tell: Callable[[object], None]) -> AttemptOutcome:
+    def _outcome(
+        self, order: RemoteAttemptRequest, tell: Callable[[object], None]
+    ) -> AttemptOutcome:
         plan = order.plan
         with self._lock:
             task = self._tasks.of(plan)
@@ -145,7 +147,7 @@ class AttemptWorker:
         return self._made[key]
 
 
-class RemoteAttempt(msgspec.Struct, frozen=True):
+class RemoteAttemptRequest(msgspec.Struct, frozen=True):
     """The description of one attempt, as it is sent to a worker."""
 
     plan: EvaluationPlan
@@ -252,14 +254,14 @@ class RayAttemptMaker:
     ) -> AttemptOutcome:
         record = job.record
         run = record.unfinished.get((which.id, which.number), "") if record is not None else ""
-        order = RemoteAttempt(job.plan, which.item_index, which.number, run, max_cost)
+        order = RemoteAttemptRequest(job.plan, which.item_index, which.number, run, max_cost)
         told = actor.attempt.options(num_returns="streaming").remote(msgspec.json.encode(order))
         async for reference in told:
             found = msgspec.json.decode(await reference, type=AttemptStarted | AttemptOutcome)
             if isinstance(found, AttemptOutcome):
                 return found
             if record is not None:
-                record.start(which.id, which.number, found.run)
+                record.record_start(which.id, which.number, found.run)
         raise RamifyError("a worker ended an attempt without its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:

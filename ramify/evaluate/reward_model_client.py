@@ -30,7 +30,7 @@ from ramify.errors import (
     ModelError,
     RateLimited,
     ReplyLost,
-    nearest,
+    did_you_mean,
 )
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
@@ -49,7 +49,7 @@ _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 5.0
 
 
-def question_and_answer(question: str, answer: str) -> str:
+def join_question_and_answer(question: str, answer: str) -> str:
     """Join a question and its answer into one text, for a reward model that has no chat
     template."""
     return f"{question}\n\n{answer}"
@@ -70,7 +70,7 @@ class RewardModel:
         model: str = "",
         form: Form | None = None,
         label: str | int = 0,
-        text: Callable[[str, str], str] = question_and_answer,
+        text: Callable[[str, str], str] = join_question_and_answer,
         key_variable: str = "",
         max_batch: int = 32,
         concurrency: int = 8,
@@ -96,7 +96,9 @@ class RewardModel:
                 "or form="
             )
         if form is not None and form not in _FORMS:
-            raise ConfigError(f"reward model {url}: unknown form '{form}': {nearest(form, _FORMS)}")
+            raise ConfigError(
+                f"reward model {url}: unknown form '{form}': {did_you_mean(form, _FORMS)}"
+            )
         if isinstance(label, str) and (form or last) != "predict":
             raise ConfigError(
                 f"reward model {url}: /{form or last} replies with numbers without names: give "
@@ -151,7 +153,9 @@ class RewardModel:
             body["model"] = self._model
         try:
             async with asyncio.timeout(self._timeout_s):
-                exchange = self._connections().send(where, self._route, msgspec.json.encode(body))
+                exchange = self._connections().prepare_exchange(
+                    where, self._route, msgspec.json.encode(body)
+                )
                 async with exchange as response:
                     answer = await response.read()
         except TimeoutError:

@@ -133,7 +133,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """In order of items and attempts."""
 
 
-def split_of(task: Task, given: str | None = None) -> str:
+def choose_split(task: Task, given: str | None = None) -> str:
     """Return the split of a task to evaluate: the given one, or ``test``, or the only split of the
     task. Raises ConfigError if the task has none of these."""
     if given is not None or "test" in task.splits:
@@ -305,7 +305,9 @@ class RlmAttemptMaker:
         """Run one attempt at an item, continuing its stored run if there is one. Further keyword
         arguments are passed to the function that makes attempts."""
         record, plan = job.record, job.plan
-        begun = functools.partial(record.start, item.id, number) if record is not None else None
+        begun = (
+            functools.partial(record.record_start, item.id, number) if record is not None else None
+        )
         return await self._mode(
             self._rlm,
             job.task,
@@ -498,7 +500,7 @@ class EvaluationStore:
         there is no such evaluation."""
         return EvaluationFileWriter(self.path(id))
 
-    def continued(self, plan: EvaluationPlan) -> EvaluationFileWriter:
+    def reopen_or_create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
         """Reopen the earlier evaluation with the same plan, or start a new one if there is none.
         The numbers of items and attempts may differ, so that an evaluation can be extended."""
         for path in self.paths():
@@ -572,7 +574,7 @@ class EvaluationFileWriter:
     def id(self) -> str:
         return self.path.stem
 
-    def start(self, item: str, attempt: int, run: str) -> None:
+    def record_start(self, item: str, attempt: int, run: str) -> None:
         """Record the id of the run that makes an attempt, so that the attempt can be continued
         later."""
         if self.unfinished.get((item, attempt)) != run:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError, RunInUse, raised_at
 from ramify.store.base import RunStore
-from ramify.tasks.base import Worth, as_score, store_score
+from ramify.tasks.base import Worth, as_score, set_trajectory_score
 from ramify.types.event import TASK, AnyEvent, ScoreAdded
 from ramify.types.message import Message
-from ramify.types.traffic import next_message
+from ramify.types.traffic import next_user_message
 from ramify.types.trajectory import Trajectory
 
 ACCEPTED = "accepted"
@@ -35,7 +35,7 @@ A user talks with an assistant. Here is a reply of the assistant, and what the u
 <reply>
 {reply}
 </reply>
-<next_message>
+<next_user_message>
 {next}
 </next_message>
 
@@ -61,7 +61,7 @@ class ScoringCounts(NamedTuple):
     """Conversations that a server is writing. They are scored when it has closed them."""
 
 
-def correction_pattern(patterns: Sequence[str]) -> CorrectionRule:
+def regex_correction_rule(patterns: Sequence[str]) -> CorrectionRule:
     """Return a rule by which a message of the user is a correction if it matches one of the regular
     expressions, ignoring case. Raises ConfigError for an invalid expression."""
     compiled = []
@@ -117,7 +117,7 @@ async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> S
         places, texts = [], []
         for call in run.calls:
             for index, turn in enumerate(call.turns):
-                following = next_message(run, call, index)
+                following = next_user_message(run, call, index)
                 if following is not None and not _has_score(run, call.id, index):
                     places.append((call.id, index))
                     texts.append((turn.reply.message.content, following.content))
@@ -162,7 +162,7 @@ def score_stored_conversations(
             raise RamifyError(
                 f"{where}: {by} raised {type(error).__name__}: {error}{raised_at(error)}"
             ) from error
-        store_score(where, run, worth)  # as plain numbers
+        set_trajectory_score(where, run, worth)  # as plain numbers
         events: list[AnyEvent] = [ScoreAdded(by=by, rewards=run.rewards)]
         events += [
             ScoreAdded(by=by, call=call, rewards=rewards)

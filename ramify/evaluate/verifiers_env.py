@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.openai import OpenAIClient
-from ramify.clients.providers import resolve
+from ramify.clients.providers import resolve_endpoint
 from ramify.engine import observation_messages
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
@@ -31,7 +31,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import Item, Task, items_of, scored, task_of
+from ramify.tasks.base import Item, Task, items_of, score_trajectory, task_of
 from ramify.tasks.scoring.answer_text import as_text
 from ramify.tasks.validation import answered
 from ramify.tasks.verifiers import verifiers_v1
@@ -131,7 +131,7 @@ def harness(
             model = f"openai:{ctx.model}"
             wire = HttpConnectionPool()
             client = OpenAIClient(
-                model, resolve(model, key=secret, base_url=endpoint), wire, window=window
+                model, resolve_endpoint(model, key=secret, base_url=endpoint), wire, window=window
             )
             try:
                 async with RLM(client, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
@@ -185,7 +185,7 @@ def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
     if recorded is not None:
         return recorded
     task, item = _item(data)
-    last_score = scored(task, item, answered(item, trace.last_reply))
+    last_score = score_trajectory(task, item, answered(item, trace.last_reply))
     return {"rewards": _weighted(task, last_score.rewards), "metrics": dict(last_score.metrics)}
 
 

@@ -97,7 +97,8 @@ def verifiers_task(
     """
     runner = EpisodeRunner(taskset, env, dict(config or {}), harness, runtime, judge, name)
     splits = {
-        split: VerifiersSplit(runner, split, kept) for split, kept in runner.positions().items()
+        split: VerifiersSplit(runner, split, kept)
+        for split, kept in runner.split_positions().items()
     }
     return SimpleTask(
         runner.name, splits, TrajectoryRewardFunction(runner.score), begin=runner.prepare
@@ -177,7 +178,7 @@ class EpisodeRunner:
         if not self.period:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
-    def positions(self) -> dict[str, Sequence[int]]:
+    def split_positions(self) -> dict[str, Sequence[int]]:
         """Return, for each split, which tasks belong to it. Tasks are divided into blocks of
         ``period`` tasks, usually ten, and each split has certain positions of every block."""
         every = range(self.period)
@@ -193,7 +194,7 @@ class EpisodeRunner:
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
         kind = kind or self._vf.EnvConfig
         try:
-            own = self._taskset.config.model_copy(update={"id": known_as(self._taskset)})
+            own = self._taskset.config.model_copy(update={"id": register_taskset(self._taskset)})
             resolved = kind.model_validate({**config, "taskset": own})
             seats = agents.agent_config_fields(resolved)
             return resolved.model_copy(
@@ -247,7 +248,7 @@ class EpisodeRunner:
         """Begin an attempt in which the environment, instead of Ramify's engine, conducts the
         conversations."""
         attempt = EpisodeAttempt(self, item)
-        return TaskStart(conduct=attempt.conduct, on_end=attempt.record)
+        return TaskStart(conduct=attempt.conduct, on_end=attempt.metadata)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
@@ -262,14 +263,14 @@ class EpisodeRunner:
         """Play one episode. Returns the episode of the library, and the rewards and metrics to be
         recorded for it."""
         max_turns = conversations.max_turns
-        served = await conversations.shared(self, lambda: self._served(max_turns))
+        served = await conversations.shared_resource(self, lambda: self._served(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
         client = vf.EvalClientConfig(
             base_url=served.endpoint.url(),
             api_key_var=_NO_KEY,
             headers=served.endpoint.headers,
         )
-        with served.endpoint.seats() as seats:
+        with served.endpoint.open_seats() as seats:
 
             def take_seat(trace: Any) -> None:
                 learns = trace.agent.trainable
@@ -314,7 +315,7 @@ class EpisodeAttempt:
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
 
-    def record(self, answer: Any) -> Mapping[str, Any]:
+    def metadata(self, answer: Any) -> Mapping[str, Any]:
         return {} if self._record is None else {_KEY: self._record}
 
 
@@ -326,7 +327,7 @@ def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) 
     calls = {
         call: own
         for trace, own in zip(traces, rewards, strict=True)
-        for call in conversations.calls(trace.id)
+        for call in conversations.call_ids(trace.id)
     }
     metrics = [
         {key: float(value) for key, value in trace.metrics.items() if value is not None}
@@ -401,13 +402,13 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
     return found
 
 
-def known_as(taskset: Any) -> str:
+def register_taskset(taskset: Any) -> str:
     """Return the id of a taskset. If a program created the taskset itself, its class is first
     registered under a new id, so that the library can find it."""
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)
-    id = f"ramify_taskset_{kind.__name__.lower()}_{id_of(kind)}"
+    id = f"ramify_taskset_{kind.__name__.lower()}_{class_hex_id(kind)}"
     if id not in sys.modules:
         module = types.ModuleType(id)
         module.__dict__.update({kind.__name__: kind, "__all__": [kind.__name__]})
@@ -415,5 +416,5 @@ def known_as(taskset: Any) -> str:
     return id
 
 
-def id_of(kind: type) -> str:
+def class_hex_id(kind: type) -> str:
     return f"{id(kind):x}"

@@ -40,7 +40,7 @@ import msgspec
 from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
 from ramify.http_client.compression import HttpBodyDecompressor, too_long
 from ramify.http_client.tls import tls_context, tls_failure
-from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable
+from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable_name
 
 _MOST_HEAD_BYTES = 1 << 16
 """Maximum bytes of the head and the interim responses before it."""
@@ -193,7 +193,7 @@ class HttpConnectionPool:
         self._idle: dict[tuple[str, str, int, str], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
 
-    def send(
+    def prepare_exchange(
         self,
         where: str,
         route: RequestDestination,
@@ -236,7 +236,9 @@ class HttpConnectionPool:
     async def _connect(self, where: str, route: RequestDestination) -> _Connection:
         scheme, host, _, proxy = route.origin
         through = f" through the proxy {_shown_proxy(proxy)}" if proxy else ""
-        hint = f"; set {proxy_variable(route.url)}, or name {host} in NO_PROXY" if proxy else ""
+        hint = (
+            f"; set {proxy_variable_name(route.url)}, or name {host} in NO_PROXY" if proxy else ""
+        )
         text = f"{where}: cannot reach {route.url}{through}"
         try:
             async with asyncio.timeout(self._connect_s):
@@ -551,7 +553,7 @@ class _Connection(asyncio.Protocol):
         reader, self._reader = self._reader, None
         is_whole = reader is not None and reader.is_complete and reader.keeps
         if reader is not None:
-            reader.close()
+            reader.release_parser()
         if self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = False
             self._transport.resume_reading()
@@ -579,7 +581,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy: {error}", transient=True) from None
         status, is_early = reader.status, bool(reader.unread)
         self._reader = None
-        reader.close()
+        reader.release_parser()
         if status == 407:
             text = "the proxy answered 407: it wants a user and password in its URL"
             raise _ProxyRefused(text, transient=False)
@@ -713,7 +715,7 @@ class ResponseReader:
             del self.unread[:most]
         return taken
 
-    def close(self) -> None:
+    def release_parser(self) -> None:
         """Release the parser, so that memory is freed promptly: the parser and this object refer to
         each other."""
         self._parser = None

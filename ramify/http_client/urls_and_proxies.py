@@ -30,7 +30,7 @@ def is_http_url(url: str) -> bool:
         return False
 
 
-def proxy_variable(url: str) -> str:
+def proxy_variable_name(url: str) -> str:
     """Return the name of the environment variable that sets the proxy for ``url``. If none is set,
     return the name of the one to set."""
     scheme = urlsplit(url).scheme

@@ -69,7 +69,7 @@ class BearerKeys:
         self._digests = dict(digests)
 
     @classmethod
-    def of(cls, key: str) -> BearerKeys:
+    def from_key(cls, key: str) -> BearerKeys:
         """Create a set with a single accepted key, which logs redact from now on."""
         remember("key of this server", key)
         return cls({"default": digest_of(key)})

@@ -159,7 +159,7 @@ class HttpServer:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         http, status = request, GONE
         if isinstance(http.protocol, HttpServerConnection):
-            http.protocol.request_begins()
+            http.protocol.mark_busy()
         try:
             response = await self._answered(http, handler)
             status = response.status

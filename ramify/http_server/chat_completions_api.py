@@ -181,7 +181,7 @@ class ChatExchange:
         if calls:
             delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
             events += self._event(index, delta)
-        last = event(self.id, self._model.name, {}, index, self._created)
+        last = chunk(self.id, self._model.name, {}, index, self._created)
         last["choices"][0]["finish_reason"] = reply.finish
         self._add_tokens(last["choices"][0], reply)
         if self._parsed.return_token_ids:
@@ -208,13 +208,13 @@ class ChatExchange:
 
     def _add_tokens(self, choice: dict[str, Any], reply: Reply) -> None:
         if self._parsed.logprobs:
-            entries = model_api.logprob_entries(reply, self._model.text_of)
+            entries = model_api.logprob_entries(reply, self._model.token_text)
             choice["logprobs"] = {"content": entries, "refusal": None}
         if self._parsed.return_token_ids:
             choice["token_ids"] = reply.token_ids or ()
 
     def _event(self, index: int, delta: dict[str, Any]) -> bytes:
-        return server_sent_event(event(self.id, self._model.name, delta, index, self._created))
+        return server_sent_event(chunk(self.id, self._model.name, delta, index, self._created))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return head(self.id, self._model.name, kind, self._created)
@@ -261,10 +261,10 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 def opening(id: str, model: str) -> dict[str, Any]:
     """Return the first event of a streamed completion, which names the role but has no text."""
-    return event(id, model, {"role": "assistant", "content": ""})
+    return chunk(id, model, {"role": "assistant", "content": ""})
 
 
-def event(
+def chunk(
     id: str, model: str, delta: dict[str, Any], index: int = 0, created: int | None = None
 ) -> dict[str, Any]:
     """Return one event of a streamed completion, with what is new in reply number ``index``."""

@@ -151,7 +151,7 @@ class HttpServerConnection(web.RequestHandler):
         """True between two requests while no byte of the next request has arrived."""
         return self._has_asked and not self._num_head_bytes
 
-    def request_begins(self) -> None:
+    def mark_busy(self) -> None:
         """Mark the connection as busy, because the head of a request has been read."""
         self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)

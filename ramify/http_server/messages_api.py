@@ -233,7 +233,7 @@ class MessagesExchange:
         stops = self.request.sampling.stop
         if not stops or not reply.token_ids:
             return None
-        sampled = "".join(map(self._model.text_of, reply.token_ids))
+        sampled = "".join(map(self._model.token_text, reply.token_ids))
         content = reply.message.content
         return next((stop for stop in stops if content + stop in sampled), None)
 

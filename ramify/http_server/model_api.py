@@ -65,7 +65,7 @@ class ServedModel(Protocol):
         """Return the number of tokens of a request's prompt. Raises Refused if it is unknown."""
         ...
 
-    def text_of(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         """Return the text of one token, or an empty string if it is unknown."""
         ...
 

@@ -57,7 +57,7 @@ class CallerModel(msgspec.Struct, frozen=True):
         if self.recorder is not None and not exchange.is_private:
             await self.recorder(exchange.id, index, exchange.request, reply)
 
-    def notice(self, exchange: ModelApiExchange) -> dict[str, str]:
+    def recording_headers(self, exchange: ModelApiExchange) -> dict[str, str]:
         """Return the HTTP headers that tell a client that its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
@@ -143,7 +143,7 @@ class ModelApiRoutes:
             for index, reply in enumerate(replies):
                 _check(reply, exchange)
                 await caller.record(exchange, index, reply)
-            return _json(exchange.body(replies), caller.notice(exchange))
+            return _json(exchange.body(replies), caller.recording_headers(exchange))
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ async def _streamed(
         headers={
             "Content-Type": "text/event-stream",
             "Cache-Control": "no-cache",
-            **caller.notice(exchange),
+            **caller.recording_headers(exchange),
         }
     )
     try:

@@ -280,7 +280,7 @@ class ResponsesExchange:
         if message.content or not message.tool_calls:
             entries = []
             if self._with_logprobs:
-                entries = model_api.logprob_entries(reply, self._model.text_of)
+                entries = model_api.logprob_entries(reply, self._model.token_text)
             part = {**_part(message.content), "logprobs": entries}
             output.append(self._item("message", role="assistant", content=[part], status=status))
         for index, call in enumerate(model_api.calls_with_unique_ids(message)):

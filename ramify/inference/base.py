@@ -80,7 +80,7 @@ class InferenceClient(Client, Protocol):
         ...
 
 
-def need_train_extra(what: str) -> None:
+def require_train_extra(what: str) -> None:
     """Raise ConfigError if the packages that run a model in this process are not installed."""
     for package in ("torch", "transformers", "safetensors"):
         if find_spec(package) is None:

@@ -20,7 +20,7 @@ from ramify.engine.question import ModelSpec, RlmKeywords
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, check_keywords
 from ramify.maps.map_run import MapRequest, MapResult, MapRun
-from ramify.maps.row_loader import open_paths, open_rows
+from ramify.maps.open_row_source import open_paths, open_rows
 from ramify.store.base import RunStore
 from ramify.store.store import Store
 
@@ -28,7 +28,7 @@ UNLIMITED = 10**15
 """Calls or tokens of a map without such a limit."""
 
 
-def budget_of(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
+def map_limits(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
     """Return the limits for all rows of a map together. If ``max_cost`` is None, the limit is 5
     dollars for a model that has a price."""
     return Limits(
@@ -130,7 +130,7 @@ async def amap(
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
         prefix=prefix,
         out=_path_of(out),
-        budget=budget_of(max_calls, max_tokens, max_cost),
+        budget=map_limits(max_calls, max_tokens, max_cost),
         retry_failed=retry_failed,
         strict=strict,
         sample=sample,

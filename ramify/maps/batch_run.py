@@ -33,7 +33,7 @@ from ramify.clients.batches import (
     batch_price,
     split,
 )
-from ramify.engine.calls_outside_runs import DirectCalls, bound_of
+from ramify.engine.calls_outside_runs import DirectCalls, request_bound
 from ramify.engine.limits import BudgetAmount
 from ramify.errors import (
     ConfigError,
@@ -55,11 +55,11 @@ from ramify.maps.map_journal import (
     MapJournal,
     MapLine,
     QuestionEnded,
-    digest_text,
+    digest_to_base64,
     digest_to_int,
     usage_counts,
 )
-from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, amount_of
+from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, reserved_amount
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
@@ -140,16 +140,16 @@ class MapBatchJobs:
         """Digest of each question that has failed now -> offset of the line with its error."""
 
     @property
-    def waiting(self) -> list[tuple[str, int]]:
+    def pending_batches(self) -> list[tuple[str, int]]:
         """The batches whose results have not been downloaded yet: the id of each, and the number of
         its requests without a result."""
         return [(each.id, len(each.waiting)) for each in self._batches.values()]
 
     @property
-    def provider(self) -> str:
+    def provider_name(self) -> str:
         return self._api.provider
 
-    def halt(self) -> None:
+    def stop_waiting(self) -> None:
         """Stop waiting for batches. They continue at the provider."""
         self._halted.set()
 
@@ -205,7 +205,7 @@ class MapBatchJobs:
             for batch in self._batches.values()
             for offset, _ in batch.waiting.values()
         }
-        for row in self._source.read():
+        for row in self._source.iter_rows():
             found = self._row(row, taken)
             if found is not None:
                 taken.add(int.from_bytes(found.digest, "big"))
@@ -216,7 +216,7 @@ class MapBatchJobs:
         if row.error:
             return None
         try:
-            question, digest = self._asking.of(row.values, calls.max_chars)
+            question, digest = self._asking.question_and_digest(row.values, calls.max_chars)
         except InvalidRowError:
             return None
         key = int.from_bytes(digest, "big")
@@ -235,7 +235,7 @@ class MapBatchJobs:
         request = calls.first_request(question)
         if not calls.is_allowed(request, self._price):
             return None  # the map says why it cannot be asked
-        most, text = bound_of(request, self._price), question.text
+        most, text = request_bound(request, self._price), question.text
         return BatchQuestion(
             row.number,
             number,
@@ -248,7 +248,7 @@ class MapBatchJobs:
 
     def _too_dear(self, num: int, most: BudgetAmount) -> ConfigError:
         limit, spent = self._calls.budget.limit, self._calls.budget.spent
-        tokens = self._calls.max_tokens
+        tokens = self._calls.max_reply_tokens
         amounts = [f"{most.calls:,} calls of {limit.calls - spent.calls:,}"]
         amounts = amounts if most.calls > limit.calls - spent.calls else []
         if most.tokens > limit.tokens - spent.tokens:
@@ -283,7 +283,7 @@ class MapBatchJobs:
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
-            waiting[first.number] = self._journal.append(MapLine(b=first)), amount_of(first)
+            waiting[first.number] = self._journal.append(MapLine(b=first)), reserved_amount(first)
             self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
         sent = BatchSent(part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider)
         self._journal.append(MapLine(w=sent))
@@ -293,10 +293,10 @@ class MapBatchJobs:
 
     def _first_request(self, row: BatchQuestion) -> FirstRequestLine:
         return FirstRequestLine(
-            self._journal.number_of(row.number),
+            self._journal.assign_question_number(row.number),
             row.row,
             round(time.perf_counter() - self._began, 3),
-            digest_text(row.digest),
+            digest_to_base64(row.digest),
             row.question,
             row.context,
             row.most.tokens - row.max_output_tokens,
@@ -360,7 +360,7 @@ class MapBatchJobs:
         and stop the map."""
         self._end(batch, why, why)
         self._on_stop(why, "failed")
-        self.halt()
+        self.stop_waiting()
 
     # --- what is collected ------------------------------------------------------------------------
 
@@ -400,7 +400,7 @@ class MapBatchJobs:
 
     async def _take_all(self, batch: OpenBatch, state: BatchState) -> None:
         if state.problem:
-            why = f"{self.provider} refused batch {batch.id}: {state.problem}"
+            why = f"{self.provider_name} refused batch {batch.id}: {state.problem}"
             self._give_up(batch, why)
             return
         found = _Collected()
@@ -413,11 +413,12 @@ class MapBatchJobs:
             self._stop(str(found.cause), found.cause)
         elif found.num_cancelled or (num and state.status == "cancelled"):
             self._on_stop(
-                f"batch {batch.id} was cancelled at {self.provider} before {num:,} of its rows "
+                f"batch {batch.id} was cancelled at {self.provider_name} before {num:,} "
+                "of its rows "
                 "were answered, which are now in no batch",
                 "suspended",
             )
-            self.halt()
+            self.stop_waiting()
 
     async def _download(self, batch: OpenBatch, state: BatchState, found: _Collected) -> bool:
         num = 0
@@ -443,7 +444,7 @@ class MapBatchJobs:
         except ModelError as error:
             self._failed(batch, first, result, error, found)
             return
-        reply = self._calls.received(reply, request, self._price)
+        reply = self._calls.prepare_for_record(reply, request, self._price)
         offset = self._journal.append(
             MapLine(
                 r=DirectReplyLine(
@@ -475,7 +476,7 @@ class MapBatchJobs:
         """Record that a row got an error instead of a reply. The row is asked again in a later
         batch, or has failed for good."""
         if isinstance(error, Refused):
-            self._client.adapt(error)
+            self._client.adapt_to_refusal(error)
             if error.needs_key:
                 found.cause = error
         if result.kind == "cancelled":
@@ -494,7 +495,7 @@ class MapBatchJobs:
             cost, counts = first.cost, usage_counts(usage)
             self._calls.budget.settle(amount, usage, cost)
         else:
-            self._calls.budget.release_unspent(amount)
+            self._calls.budget.release(amount)
         self._journal.append(MapLine(x=FailedAttempt(number, 0, str(error), counts, cost)))
         self._tries[number] = self._tries.get(number, 0) + 1
         if may_return and self._tries[number] < _MAX_TRIES:
@@ -537,7 +538,7 @@ class MapBatchJobs:
 
     def _stop(self, reason: str, error: ModelError) -> None:
         self._on_stop(reason, "suspended" if can_be_fixed(error) else "failed")
-        self.halt()
+        self.stop_waiting()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -547,7 +548,9 @@ class MapBatchJobs:
     def _show(self, batch: OpenBatch, state: BatchState) -> None:
         num_left = sum(len(each.waiting) for each in self._batches.values())
         num = len(self.ended) + state.num_done
-        self._progress.at(num, f"{batch.id} {state.status}, {num_left:,} rows at {self.provider}")
+        self._progress.at(
+            num, f"{batch.id} {state.status}, {num_left:,} rows at {self.provider_name}"
+        )
 
     # --- what the journal has ---------------------------------------------------------------------
 
@@ -558,7 +561,7 @@ class MapBatchJobs:
 
     def _request(self, question: str | None, context: Any) -> Request:
         text = self._asking.text if question is None else question
-        return self._calls.first_request(self._asking.question_of(text, context))
+        return self._calls.first_request(self._asking.make_question(text, context))
 
 
 class _Collected(msgspec.Struct):

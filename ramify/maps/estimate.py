@@ -87,7 +87,7 @@ def estimate(
     the number of characters of all questions together. ``read_s`` is the time (seconds) that it
     takes to read the whole table."""
     chars = [row.chars for row in rows]
-    cost = total([row.cost for row in rows], chars, num_questions, num_chars)
+    cost = extrapolate_total([row.cost for row in rows], chars, num_questions, num_chars)
     seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
     hours = EstimatedAmount(seconds.value / 3600, seconds.low / 3600, seconds.high / 3600)
     return MapEstimate(
@@ -100,7 +100,7 @@ def estimate(
     )
 
 
-def total(
+def extrapolate_total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
     """Estimate the sum of a value, such as the cost, over all questions, from its values in a
@@ -137,7 +137,7 @@ def _seconds(
         return _by_rate(new[min(concurrency, len(new) // 4) :], num_questions, read_s)
     timed = [row for row in rows if not row.is_first] or rows
     seconds, chars = [row.seconds for row in timed], [row.chars for row in timed]
-    waited = total(seconds, chars, num_questions, num_chars)
+    waited = extrapolate_total(seconds, chars, num_questions, num_chars)
     steady = new[len(new) // 4 :]
     each_s = (steady[-1].cpu_s - steady[0].cpu_s) / (len(steady) - 1) if len(steady) > 1 else 0.0
     busy = each_s * num_questions + read_s

@@ -7,7 +7,7 @@ rows, and add the answers to them as new columns.
 
 The given columns are never rebuilt from Python values, so they keep their types: categories, time
 zones, small integers, missing values. Each library is imported only if one of its tables is given.
-Files and lists are read by ``row_loader.py``.
+Files and lists are read by ``open_row_source.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Types = Mapping[str, str | None]
 """Column -> type in a JSON schema; None if it has no single one."""
 
 
-def table_of(rows: Any) -> RowSource | None:
+def dataframe_row_source(rows: Any) -> RowSource | None:
     """Return the rows of a table of Arrow, pandas, polars or ``datasets``, or None if ``rows`` is
     something else. Raises SourceError if the table cannot be read row by row."""
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
@@ -68,7 +68,7 @@ def _arrow(table: Any) -> RowSource:
 
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         found = table if len(numbers) == len(table) else table.take(numbers)
-        added = arrow_table(new, types)
+        added = columns_to_arrow(new, types)
         for name in added.column_names:
             found = found.append_column(name, added[name])
         return found
@@ -78,7 +78,7 @@ def _arrow(table: Any) -> RowSource:
     )
 
 
-def arrow_table(columns: Columns, types: Types) -> Any:
+def columns_to_arrow(columns: Columns, types: Types) -> Any:
     """Convert columns to an Arrow table. A column without a single JSON type gets the Arrow type of
     its values. If the values have several types, they are converted to text."""
     import pyarrow
@@ -171,7 +171,7 @@ def _dataset(rows: Any) -> RowSource:
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         datasets = importlib.import_module("datasets")
         found = rows if len(numbers) == len(rows) else rows.select(numbers)
-        added = datasets.Dataset(arrow_table(new, types))
+        added = datasets.Dataset(columns_to_arrow(new, types))
         if not numbers:  # tables without rows are left out when tables are joined
             features = datasets.Features({**found.features, **added.features})
             return datasets.Dataset.from_dict({name: [] for name in features}, features=features)

@@ -262,7 +262,7 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     crc: str = ""
 
     @property
-    def first_request_line(self) -> FirstRequestLine | None:
+    def first_request(self) -> FirstRequestLine | None:
         """The first request for a question, if this line has one, whether it is sent at once or in
         a batch."""
         return self.q or self.b
@@ -292,7 +292,7 @@ def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
     return Usage(given, output, cached, reasoning, calls, unknown, stored)
 
 
-def digest_text(digest: bytes) -> str:
+def digest_to_base64(digest: bytes) -> str:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
@@ -324,7 +324,7 @@ class MapJournal:
         self.num_questions = 0
         """Numbers that questions have."""
 
-    def number_of(self, number: int) -> int:
+    def assign_question_number(self, number: int) -> int:
         """Return the number of a question: the given number, or the next free one if it is -1."""
         if number >= 0:
             return number

@@ -50,7 +50,7 @@ class OpenBatch(msgspec.Struct):
     """Id at the provider; empty if it is not on record whether the upload succeeded."""
 
 
-def amount_of(first: FirstRequestLine) -> BudgetAmount:
+def reserved_amount(first: FirstRequestLine) -> BudgetAmount:
     """Return how many calls, tokens and dollars are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
@@ -145,7 +145,7 @@ class MapJournalState:
             self._prepared = {}  # they were never uploaded
         elif line.b is not None:
             self._begin(line.b.number, line.b.row, line.b.digest)
-            self._prepared[line.b.number] = offset, amount_of(line.b)
+            self._prepared[line.b.number] = offset, reserved_amount(line.b)
         elif line.w is not None:
             self._send(line.w)
         elif line.u is not None:

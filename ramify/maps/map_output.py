@@ -64,7 +64,7 @@ class AnswerColumns:
                     f"columns with prefix (--prefix ramify_)"
                 )
 
-    def values(self, answer: Any, error: str | None) -> dict[str, Any]:
+    def row_values(self, answer: Any, error: str | None) -> dict[str, Any]:
         """Return the values of the new columns for one row, by column name."""
         if not self.fields:
             return {self.answers[0]: answer, self.error: error}
@@ -96,7 +96,7 @@ class MapOutput(abc.ABC):
     """The rows as a table in memory, if that is the output."""
 
     @abc.abstractmethod
-    def write(self, row: dict[str, Any], number: int) -> None:
+    def write_row(self, row: dict[str, Any], number: int) -> None:
         """Add one row, whose position in the table is ``number``. Raises StoreError if the row
         cannot be written."""
 
@@ -124,7 +124,7 @@ class _Table(MapOutput):
         self._types = {**added.types, added.error: "string"}
         self._extend = source.extend
 
-    def write(self, row: dict[str, Any], number: int) -> None:
+    def write_row(self, row: dict[str, Any], number: int) -> None:
         if self._extend is None:
             self._rows.append(row)
             return
@@ -179,7 +179,7 @@ class _Jsonl(_File):
         self._file = open(self.partial, "wb", buffering=_WRITE_BYTES)  # noqa: SIM115 -- closed below
         self._encode = msgspec.json.Encoder(decimal_format="string").encode
 
-    def write(self, row: dict[str, Any], number: int) -> None:
+    def write_row(self, row: dict[str, Any], number: int) -> None:
         try:
             line = self._encode(row)
         except (TypeError, UnicodeEncodeError):
@@ -209,7 +209,7 @@ class _Csv(_File):
         self._writer = csv.DictWriter(self._file, self._names, delimiter=delimiter)
         self._writer.writeheader()
 
-    def write(self, row: dict[str, Any], number: int) -> None:
+    def write_row(self, row: dict[str, Any], number: int) -> None:
         try:
             self._writer.writerow({name: _cell(value) for name, value in row.items()})
         except OSError as error:
@@ -244,7 +244,7 @@ class _Parquet(_File):
         self._schema: Any = None
         self._writer: Any = None
 
-    def write(self, row: dict[str, Any], number: int) -> None:
+    def write_row(self, row: dict[str, Any], number: int) -> None:
         if not row.keys() <= set(self._names):
             raise _other_column(row, self._names)
         self._rows.append(row)
@@ -333,7 +333,7 @@ def output_row(
         kept = row.values
     else:
         kept = {name: row.values.get(name) for name in source.kept_columns}
-    return {**kept, **added.values(answer, error)}
+    return {**kept, **added.row_values(answer, error)}
 
 
 def _cell(value: Any) -> Any:

@@ -30,11 +30,11 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.batches import BATCH_SHARE
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.calls_outside_runs import DirectCalls
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.question import Question
-from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import (
@@ -230,7 +230,7 @@ class MapRun:
             self._stop, self._reason = stop, reason
         self._room.set()
         if self._batches is not None:
-            self._batches.halt()
+            self._batches.stop_waiting()
 
     @property
     def pause_remaining_s(self) -> float:
@@ -287,7 +287,7 @@ class MapRun:
                 ledger.usage,
                 ledger.cost,
                 time.perf_counter() - began,
-                sum(num for _, num in self._batches.waiting) if self._batches else 0,
+                sum(num for _, num in self._batches.pending_batches) if self._batches else 0,
                 str(request.out) if out is not None and has_file else "",
                 output.table,
                 self._estimate,
@@ -444,19 +444,19 @@ class MapRun:
         self._counts["asked"] += len(batches.ended)
         self._given |= batches.ended
         self._failed_now |= batches.failed
-        if waiting := batches.waiting:
+        if waiting := batches.pending_batches:
             num = sum(num for _, num in waiting)
             ids = ", ".join(id or "an upload whose id is not known" for id, _ in waiting[:3])
             more = ", …" if len(waiting) > 3 else ""
             self._reason += (
-                f"; {num:,} rows remain in batches at {batches.provider} ({ids}{more}), which "
+                f"; {num:,} rows remain in batches at {batches.provider_name} ({ids}{more}), which "
                 "answers them and charges for them"
             )
 
     async def _answer_sessions(self) -> None:
         """Answer the rows for which one request is not enough, each in a Python session of its
         own."""
-        rows = self.source.read()
+        rows = self.source.iter_rows()
         await asyncio.gather(*(self._session_worker(rows) for _ in range(MAX_SESSIONS)))
 
     async def _session_worker(self, rows: Iterator[Row]) -> None:
@@ -477,7 +477,7 @@ class MapRun:
         if row.error:
             return False
         try:
-            question, _ = self.asking.of(row.values, self._calls.max_chars)
+            question, _ = self.asking.question_and_digest(row.values, self._calls.max_chars)
         except InvalidRowError:
             return False
         return not self._calls.can_answer(question)
@@ -487,7 +487,7 @@ class MapRun:
     async def _work(self, output: MapOutput, calls: DirectCalls) -> None:
         self._output, self._calls = output, calls
         sample = self._sample
-        rows = self.source.read() if sample is None else sample.draw(self.asking, calls)
+        rows = self.source.iter_rows() if sample is None else sample.draw(self.asking, calls)
         self._rows = rows
         num_workers = self.rlm.limits.max_concurrency
         with report_progress("map", total=self.source.total, unit="rows") as self._progress:
@@ -617,7 +617,7 @@ class MapRun:
         if row.error:
             return self._unreadable(row, row.error)
         try:
-            question, digest = self.asking.of(row.values, self._calls.max_chars)
+            question, digest = self.asking.question_and_digest(row.values, self._calls.max_chars)
         except InvalidRowError as problem:
             return self._unreadable(row, str(problem))
         recorded, number = self._recorded, int.from_bytes(digest, "big")
@@ -696,7 +696,7 @@ class MapRun:
     def _write(self, row: Row, pending: _Pending, outcome: RowOutcome) -> None:
         counts = self._counts
         values = output_row(row, self.source, self.added, outcome.answer, outcome.error)
-        self._output.write(values, row.number)
+        self._output.write_row(values, row.number)
         counts["failed" if outcome.error else "answered"] += 1
         is_answered_now = not pending.has_row and pending.is_new
         if outcome.number in self._given:
@@ -736,7 +736,7 @@ class MapRun:
             self._write(row, pending, outcome)
             return
         self._counts["missing"] += 1
-        self._output.write(output_row(row, self.source, self.added, None, why), row.number)
+        self._output.write_row(output_row(row, self.source, self.added, None, why), row.number)
 
 
 class _Sample:
@@ -760,14 +760,14 @@ class _Sample:
         always gives the same sample."""
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
         began = time.perf_counter()
-        for row in self._source.read():
+        for row in self._source.iter_rows():
             self.num_rows += 1
             if len(drawn) < self._num:
                 drawn.append(row)
             elif (place := rng.randrange(self.num_rows)) < self._num:
                 drawn[place] = row
             with contextlib.suppress(InvalidRowError):
-                question, digest = asking.of(row.values, max_chars)
+                question, digest = asking.question_and_digest(row.values, max_chars)
                 number = int.from_bytes(digest, "big")
                 if not row.error and number not in self._digests:
                     self._digests.add(number)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.observation_messages import plain_prompt, rendered
+from ramify.engine.observation_messages import plain_prompt, render_context
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
     FirstRequestLine,
@@ -46,7 +46,7 @@ from ramify.types.event import (
     RunStarted,
 )
 from ramify.types.message import Message, Usage
-from ramify.types.trajectory import Stop, as_text, cut
+from ramify.types.trajectory import Stop, answer_text, cut
 
 _STATES = ("answered", "failed", "open")
 MAX_CHARS = 120
@@ -145,7 +145,7 @@ class StoredMap:
             self._offset = _after(self.path, last)
         return self
 
-    def files(self) -> list[Path]:
+    def store_files(self) -> list[Path]:
         """Return the files of the store that hold this map."""
         return [self.path]
 
@@ -169,7 +169,7 @@ class StoredMap:
             self.is_alive,
         )
 
-    def question(self, number: int) -> MapTableRow:
+    def row_at(self, number: int) -> MapTableRow:
         """Return the question with this number. Raises StoreError if the map has no such
         question."""
         if not 0 <= number < len(self.rows):
@@ -179,15 +179,15 @@ class StoredMap:
     def lines_of(self, number: int) -> list[MapLine]:
         """Return the journal lines of the last attempt at a question, in the order in which they
         were written."""
-        self.question(number)
+        self.row_at(number)
         return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
     def _add(self, offset: int, line: MapLine) -> None:
-        if (first_request_line := line.first_request_line) is not None:
+        if (first_request_line := line.first_request) is not None:
             row = self._begin(offset, first_request_line.number, first_request_line.row)
             parts = [
                 first_request_line.question or "",
-                rendered(first_request_line.context) if first_request_line.context else "",
+                render_context(first_request_line.context) if first_request_line.context else "",
             ]
             row.text = cut(" ".join(" ".join(filter(None, parts)).split()), MAX_CHARS)
         elif line.s is not None:
@@ -204,7 +204,7 @@ class StoredMap:
             self._spend(row, 1 if line.x.counts else 0, line.x.cost)
         elif line.e is not None:
             row, end = self._next(offset, line.e.number), line.e
-            row.answer = None if end.answer is None else cut(as_text(end.answer), MAX_CHARS)
+            row.answer = None if end.answer is None else cut(answer_text(end.answer), MAX_CHARS)
             row.error = cut(end.error or "", 2 * MAX_CHARS)
             if row.run:
                 row.seconds = end.seconds
@@ -252,7 +252,7 @@ class DirectRowAsRun:
     def __init__(self, table: StoredMap, number: int) -> None:
         """Open one question of a map, by its number, as a run. Raises StoreError if the map has no
         such question."""
-        table.refresh().question(number)
+        table.refresh().row_at(number)
         self.id = f"{table.id}:{number}"
         self._table = table
         self._number = number
@@ -290,7 +290,7 @@ class DirectRowAsRun:
     def has_neighbor(self, id: str) -> bool:
         return False
 
-    def reviews(self) -> Mapping[str, HumanRunReview]:
+    def store_reviews(self) -> Mapping[str, HumanRunReview]:
         return {}
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
@@ -312,12 +312,12 @@ class DirectRowAsRun:
 
 def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
     """Return the events of one row that a direct call answered, as if a run had recorded them."""
-    header, row = table.header, table.question(number)
+    header, row = table.header, table.row_at(number)
     if header is None:
         raise StoreError(f"map {table.id} has no header")
     lines = table.lines_of(number)
     first_request_line = next(
-        (line.first_request_line for line in lines if line.first_request_line is not None), None
+        (line.first_request for line in lines if line.first_request is not None), None
     )
     question = (first_request_line.question if first_request_line else None) or header.question
     began = first_request_line.at_s if first_request_line else 0.0
@@ -338,8 +338,8 @@ def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
     has_kind = header.answer_schema is not None
     num_messages = 0
     for line in lines:
-        if line.first_request_line is not None:
-            prompt = _first_prompt(header, line.first_request_line, question)
+        if line.first_request is not None:
+            prompt = _first_prompt(header, line.first_request, question)
             events.append(_request(now, 0, 0, prompt))
         elif line.t is not None:
             if line.t.text is not None and has_kind:

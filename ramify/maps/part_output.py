@@ -20,8 +20,8 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.maps.map_output import ENDINGS, AnswerColumns, open_output
+from ramify.maps.open_row_source import open_paths
 from ramify.maps.ray_row_partition import filesystem_of
-from ramify.maps.row_loader import open_paths
 from ramify.maps.row_source import RowSource
 
 NOT_ASKED = "not asked:"
@@ -36,7 +36,7 @@ def is_part(name: str) -> bool:
     return _NAME.match(name) is not None
 
 
-def part_output(out: str) -> PartedOutputFolder:
+def open_output_folder(out: str) -> PartedOutputFolder:
     """Open the output folder with this path or URL. The ending of the folder's name determines the
     format of the files in it. Raises ConfigError if the ending is unknown or the path is a file,
     and SourceError if the URL cannot be opened."""
@@ -60,14 +60,14 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
     old: frozenset[str] = frozenset()
     """Files of parts that may lack answers."""
 
-    def read(self, part: str) -> list[dict[str, Any]]:
+    def unfinished_part_rows(self, part: str) -> list[dict[str, Any]]:
         """Return the rows that an earlier start of the map wrote for this part, if some of them may
         still need an answer. Returns an empty list if the part is complete or was never written."""
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
-        return self.rows(name) if name else []
+        return self.read_file_rows(name) if name else []
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def read_file_rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows in the file of this folder that has the given name."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
@@ -82,7 +82,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
             output = open_output(path, source, added)
             try:
                 for number, row in enumerate(rows):
-                    output.write(row, number)
+                    output.write_row(row, number)
                 output.finish()
             finally:
                 output.close()

@@ -20,11 +20,11 @@ from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type as as_answer_type
 from ramify.errors import RamifyError
-from ramify.maps.api import budget_of, make_worker_rlm_factory
+from ramify.maps.api import make_worker_rlm_factory, map_limits
 from ramify.maps.map_output import AnswerColumns
+from ramify.maps.open_row_source import open_rows
 from ramify.maps.part_output import NOT_ASKED
 from ramify.maps.ray_worker import MapWorkerConfig, RowEngine
-from ramify.maps.row_loader import open_rows
 from ramify.maps.shared_budget import PartCounts, SharedBudget
 
 _engines: dict[str, RowEngine] = {}
@@ -76,7 +76,7 @@ class Asker:
             ray.remote(SharedBudget)
             .options(num_cpus=0, max_concurrency=1000)
             .remote(
-                budget_of(max_calls, max_tokens, max_cost),
+                map_limits(max_calls, max_tokens, max_cost),
                 limits.max_concurrency,
                 is_priced=is_priced,
             )
@@ -99,7 +99,7 @@ class Asker:
         if result is not None and result.stop not in ("done", "limit", "stopped"):
             raise RamifyError(result.reason)
         if result is None:
-            rows = [added.values(None, f"{NOT_ASKED} {why}")] * len(list(source.read()))
+            rows = [added.row_values(None, f"{NOT_ASKED} {why}")] * len(list(source.iter_rows()))
         else:
             rows = result.table
         return _with_columns(batch, added, rows)
@@ -109,7 +109,7 @@ def _is_priced(rlm: RLM) -> bool:
     from ramify.engine import event_loop_thread
 
     async def look() -> bool:
-        async with rlm.direct_calls(budget_of(None, None, None)) as calls:
+        async with rlm.direct_calls(map_limits(None, None, None)) as calls:
             return calls.is_priced
 
     return event_loop_thread.run(look())

@@ -38,7 +38,7 @@ from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata, new_map_id
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapRequest, MapResult
-from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, part_output
+from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
 from ramify.maps.ray_row_partition import row_files_of_urls, text_parts
 from ramify.maps.ray_worker import MapWorkerConfig, PartWorker
 from ramify.maps.row_question import RowQuestionMaker
@@ -59,7 +59,7 @@ _SETTINGS = (
 )
 
 
-class OutputFolderIdentity(msgspec.Struct, frozen=True):
+class MapOutputManifest(msgspec.Struct, frozen=True):
     """The content of ``_map.json`` in an output folder, which identifies the map whose answers are
     there."""
 
@@ -95,7 +95,7 @@ class RayMapRun:
         self.request = request
         self._make_rlm = make_rlm
         self._files = row_files_of_urls(urls)
-        self._output = part_output(out)
+        self._output = open_output_folder(out)
         self._out = out if "://" in out else self._output.folder
         self._store = store
         self._workers = workers
@@ -105,7 +105,7 @@ class RayMapRun:
         base = Question(request.question, None, kind=kind)
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
-        table = self._files.table
+        table = self._files.empty_table
         self._asking = RowQuestionMaker(
             request.question, table.columns, request.columns or table.shown, base, b""
         )
@@ -126,7 +126,7 @@ class RayMapRun:
             settings = {name: config[name] for name in _SETTINGS if name in config}
             asked = (request.question, self._schema, settings, request.columns, request.prefix)
             key = hashlib.sha256(msgspec.json.encode((*asked, self._out))).hexdigest()
-            manifest = OutputFolderIdentity(
+            manifest = MapOutputManifest(
                 key,
                 request.question,
                 calls.client.name,
@@ -179,9 +179,9 @@ class RayMapRun:
         )
 
     def _header(
-        self, manifest: OutputFolderIdentity, config: dict[str, Any], record: str
+        self, manifest: MapOutputManifest, config: dict[str, Any], record: str
     ) -> MapHeader:
-        added, kept = self._added, self._files.table.kept_columns
+        added, kept = self._added, self._files.empty_table.kept_columns
         shown = tuple(name for name in self._asking.shown if name in kept)
         return MapHeader(
             id=new_map_id(manifest.key),
@@ -198,7 +198,7 @@ class RayMapRun:
 
     # --- the folder of the output
 
-    def _prepare(self, manifest: OutputFolderIdentity) -> tuple[frozenset[str], frozenset[str]]:
+    def _prepare(self, manifest: MapOutputManifest) -> tuple[frozenset[str], frozenset[str]]:
         """Create the output folder if necessary, and return two sets: the names of the parts that
         are done, and the files of parts that may lack answers. Raises ConfigError if the folder
         holds anything other than output of this map. Writes no files."""
@@ -215,9 +215,7 @@ class RayMapRun:
             ]
             if _MANIFEST in names:
                 with files.open_input_file(path) as file:
-                    self._check(
-                        msgspec.json.decode(file.read(), type=OutputFolderIdentity), manifest
-                    )
+                    self._check(msgspec.json.decode(file.read(), type=MapOutputManifest), manifest)
             elif any(not name.startswith("_part-") for name in names):
                 raise ConfigError(
                     f"{self._out} is not empty, and no map wrote it: give another folder"
@@ -232,7 +230,7 @@ class RayMapRun:
         done = frozenset(name.removesuffix(output.ending) for name in whole)
         return done, frozenset(unfinished)
 
-    def _claim(self, manifest: OutputFolderIdentity) -> None:
+    def _claim(self, manifest: MapOutputManifest) -> None:
         """Mark the output folder as belonging to this map by writing ``_map.json``, and delete the
         unfinished files of lost workers. Raises ConfigError if the folder cannot be written."""
         import pyarrow.fs as arrow_fs
@@ -250,7 +248,7 @@ class RayMapRun:
     def _not_written(self, error: Exception) -> ConfigError:
         return ConfigError(f"cannot write {self._out}: {error}")
 
-    def _check(self, found: OutputFolderIdentity, ours: OutputFolderIdentity) -> None:
+    def _check(self, found: MapOutputManifest, ours: MapOutputManifest) -> None:
         if found.key != ours.key:
             what = (
                 f"the question {found.question[:60]!r}"

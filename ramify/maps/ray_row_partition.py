@@ -8,8 +8,8 @@ pyarrow and fsspec can open.
 The name of a part consists of the number of its file and its position in the file. If a part is
 read again, by another worker or after the map was restarted, it has the same rows and the same
 name. Ray Data opens the files, retries, and distributes the reading over the nodes. Rows are read
-by the same code as without Ray (``row_loader.py``), because Arrow's JSON reader would change dates
-and columns of mixed types. ``ray_worker.py`` answers the rows of a part.
+by the same code as without Ray (``open_row_source.py``), because Arrow's JSON reader would change
+dates and columns of mixed types. ``ray_worker.py`` answers the rows of a part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.maps.row_loader import ENDINGS, csv_columns, csv_values, jsonl_columns, jsonl_values
+from ramify.maps.open_row_source import (
+    ENDINGS,
+    csv_columns,
+    csv_values,
+    jsonl_columns,
+    jsonl_values,
+)
 from ramify.maps.row_source import RowSource, UnreadRow
 from ramify.sources.url_recognition import shown_url
 
@@ -64,7 +70,7 @@ class RowFiles(msgspec.Struct, frozen=True):
         return self.files[0].kind == "text"
 
     @property
-    def table(self) -> RowSource:
+    def empty_table(self) -> RowSource:
         """Return a table that has the columns of these files but no rows."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
@@ -204,7 +210,7 @@ class RowPartition(msgspec.Struct, frozen=True):
     kind: str
     """As in ``RowFile``."""
 
-    def table(self, files: RowFiles) -> RowSource:
+    def row_source(self, files: RowFiles) -> RowSource:
         """Decode the rows of this part, and return them as a table."""
         if self.kind == "parquet":
             import pyarrow
@@ -218,7 +224,7 @@ class RowPartition(msgspec.Struct, frozen=True):
             decoded, schema = msgspec.json.decode(self.rows), None
             values = [UnreadRow(row) if isinstance(row, str) else row for row in decoded]
         return msgspec.structs.replace(
-            files.table, total=len(values), values=lambda: iter(values), schema=schema
+            files.empty_table, total=len(values), values=lambda: iter(values), schema=schema
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.ray_cluster import check_version
+from ramify.actors.ray_cluster import check_ramify_version
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
@@ -58,7 +58,7 @@ class RowEngine:
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
         """Start the RLM of this worker. ``budget`` is the Ray actor handle of the ``SharedBudget``.
         Raises ConfigError if the worker has another version of Ramify."""
-        check_version(task.version)
+        check_ramify_version(task.version)
         self.task = task
         self._budget = budget
         self._rlm = task.make_rlm()
@@ -72,7 +72,7 @@ class RowEngine:
         stopping, returns None and the reason."""
         return event_loop_thread.run(self._answer(part, source, known))
 
-    def skip(self, part: str, known: PartCounts) -> None:
+    def skip_answered_part(self, part: str, known: PartCounts) -> None:
         """Report a part whose rows all have answers already, so that they are counted."""
         event_loop_thread.run(self._skip(part, known))
 
@@ -97,7 +97,7 @@ class RowEngine:
         )
         ledger = BudgetLedger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
         run = MapRun(self._rlm, source, request, ledger)
-        if reason := await remote.begin(part):
+        if reason := await remote.begin_attempt(part):
             return None, reason
         try:
             result = await run.run()
@@ -113,7 +113,7 @@ class RowEngine:
             result.num_questions,
             result.num_known,
         )
-        await remote.end(new + known)
+        await remote.end_attempt(new + known)
         return result, ""
 
     async def _skip(self, part: str, known: PartCounts) -> None:
@@ -146,7 +146,7 @@ class PartWorker:
         self._output = output
         self._retries = retries
         kind = None if task.answer_type is None else answer_type(task.answer_type)
-        self._added = AnswerColumns(kind, task.prefix, files.table.kept_columns)
+        self._added = AnswerColumns(kind, task.prefix, files.empty_table.kept_columns)
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         for part in batch.to_pylist():
@@ -155,9 +155,9 @@ class PartWorker:
     def _answered(self, part: RowPartition) -> Any:
         """Answer the rows of a part that have no answer yet, and return a block with the new file
         of the part. The block is empty if the part needs no new file."""
-        source = part.table(self._files)
+        source = part.row_source(self._files)
         rows = list(source.values())
-        done = self._output.read(part.name)
+        done = self._output.unfinished_part_rows(part.name)
         error = self._added.error
         asked = [
             index
@@ -169,7 +169,7 @@ class PartWorker:
         num_failed = sum(bool(row.get(error)) for row in old)
         known = PartCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
         if not asked:
-            self._engine.skip(part.name, known)
+            self._engine.skip_answered_part(part.name, known)
             return _file_block()
         table = msgspec.structs.replace(
             source, total=len(asked), values=lambda: (rows[index] for index in asked)

@@ -20,16 +20,16 @@ from typing import Any
 
 import msgspec
 
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.calls_outside_runs import (
     DirectCalls,
     DirectEvent,
     DirectFailure,
     DirectReply,
-    DirectRequest,
+    DirectRequestEvent,
 )
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
-from ramify.engine.recorded_answer import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import Result
 from ramify.errors import RamifyError, UnknownRun, can_be_fixed
@@ -42,7 +42,7 @@ from ramify.maps.map_journal import (
     QuestionEnded,
     RetryRequestLine,
     RowRunStartedLine,
-    digest_text,
+    digest_to_base64,
     usage_counts,
 )
 from ramify.types.message import Reply, Usage
@@ -198,12 +198,12 @@ class _DirectRow:
                 )
             )
             self.offset = self._journal.append(line)
-        elif isinstance(event, DirectRequest):
+        elif isinstance(event, DirectRequestEvent):
             self._journal.append(self._request(event))
         else:
             self._failed(event)
 
-    def _request(self, event: DirectRequest) -> MapLine:
+    def _request(self, event: DirectRequestEvent) -> MapLine:
         asked, most, cost = self._asked, event.most, _rounded(event.cost)
         is_first, self._turn = event.turn > self._turn, event.turn
         if event.turn or not is_first:
@@ -220,13 +220,13 @@ class _DirectRow:
             )
         question = asked.question
         self.is_known = True
-        asked.number = number = self._journal.number_of(asked.number)
+        asked.number = number = self._journal.assign_question_number(asked.number)
         return MapLine(
             q=FirstRequestLine(
                 number,
                 asked.row,
                 round(time.perf_counter() - self._began, 3),
-                digest_text(asked.digest),
+                digest_to_base64(asked.digest),
                 None if question.text == self._question else question.text,
                 question.context,
                 most.input_tokens,
@@ -299,12 +299,12 @@ class SessionRowAnswerer(RowAnsweringMethod):
             metadata={"map": self._map_id, "row": asked.row},
         )
         # Before its first event: the run begins at the next wait of this task.
-        asked.number = number = self._journal.number_of(asked.number)
+        asked.number = number = self._journal.assign_question_number(asked.number)
         started = RowRunStartedLine(
             number,
             asked.row,
             round(time.perf_counter() - self._began, 3),
-            digest_text(asked.digest),
+            digest_to_base64(asked.digest),
             running.id,
         )
         self._journal.append(MapLine(s=started))
@@ -343,8 +343,8 @@ class SessionRowAnswerer(RowAnsweringMethod):
 
 def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
     """Record a question that failed before any request was sent."""
-    asked.number = journal.number_of(asked.number)
-    begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_text(asked.digest), "")
+    asked.number = journal.assign_question_number(asked.number)
+    begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_to_base64(asked.digest), "")
     journal.append(MapLine(s=begun))
 
 

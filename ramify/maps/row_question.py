@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ramify.engine.question import Question
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.types.message import encodable
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
@@ -63,17 +63,21 @@ class RowQuestionMaker:
             if name not in columns:
                 raise ConfigError(
                     f"the question names {{{name}}}, and the rows have no such column: "
-                    f"{nearest(name, columns)} (write {{{{ }}}} for braces)"
+                    f"{did_you_mean(name, columns)} (write {{{{ }}}} for braces)"
                 )
         for name in shown:
             if name not in columns:
-                raise ConfigError(f"the rows have no column '{name}': {nearest(name, columns)}")
+                raise ConfigError(
+                    f"the rows have no column '{name}': {did_you_mean(name, columns)}"
+                )
         self.shown = self.fields or tuple(shown) or tuple(columns)
         """Columns that the model reads."""
         self._question = question
         self._settings = settings
 
-    def of(self, values: Mapping[str, Any], max_chars: int) -> tuple[Question, bytes]:
+    def question_and_digest(
+        self, values: Mapping[str, Any], max_chars: int
+    ) -> tuple[Question, bytes]:
         """Return the question for a row, and its digest. If a filled-in template would be longer
         than ``max_chars`` characters, the columns become the context instead. Raises
         InvalidRowError for a row without content."""
@@ -81,12 +85,12 @@ class RowQuestionMaker:
             text, context = self._filled(values, max_chars)
         else:
             text, context = self._question.text, self._context(values)
-        question = self.question_of(text, context)
+        question = self.make_question(text, context)
         key = blake2b(self._settings, digest_size=_DIGEST_BYTES)
         key.update(_encode((text, context)))
         return question, key.digest()
 
-    def question_of(self, text: str, context: Any) -> Question:
+    def make_question(self, text: str, context: Any) -> Question:
         """Return the question for one row, which asks ``text`` about ``context``."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 

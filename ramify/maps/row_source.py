@@ -1,6 +1,6 @@
 """A table whose rows are read one after another, independent of the file or object that holds them.
 
-``row_loader.py`` opens files and lists as such tables, and ``frames.py`` opens tables of other
+``open_row_source.py`` opens files and lists as such tables, and ``frames.py`` opens tables of other
 libraries.
 """
 
@@ -56,7 +56,7 @@ class RowSource(msgspec.Struct, frozen=True):
     extend: Extend | None = None
     """Adds columns to these rows, if the table is of another library."""
 
-    def read(self) -> Iterator[Row]:
+    def iter_rows(self) -> Iterator[Row]:
         for number, values in enumerate(self.values()):
             if isinstance(values, UnreadRow):
                 yield Row(number, values.values, values.error)

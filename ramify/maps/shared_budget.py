@@ -137,7 +137,7 @@ class SharedBudget:
         answered and failed rows to 0, because all parts will be written again. Raises RunInUse if
         another process has the file open."""
         self._fd = _open_record(record) if record else -1
-        before = (read_record(record) if record else None) or MapSpending()
+        before = (read_spending(record) if record else None) or MapSpending()
         if counts_again:
             before = msgspec.structs.replace(before, answered=0, failed=0)
         self._ledger = BudgetLedger(limits, priced=is_priced, owner="map")
@@ -157,7 +157,7 @@ class SharedBudget:
         self._paused_until_s = 0.0
         self._watch: asyncio.Task[None] | None = None
 
-    async def begin(self, attempt: str, part: str) -> str:
+    async def begin_attempt(self, attempt: str, part: str) -> str:
         """Register a worker's attempt to answer a part of the rows. Returns an empty text, or the
         reason if the map is stopping."""
         if self._watch is None:
@@ -174,7 +174,7 @@ class SharedBudget:
             self._attempts[attempt] = _Attempt(part)
         return self._reason
 
-    async def submit(
+    async def apply_operations(
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
         """Apply the reservations, settlements and charges that a worker sends, in their order.
@@ -198,7 +198,7 @@ class SharedBudget:
             elif kind == "free":
                 (amount,) = given
                 found.reserved = found.reserved.minus(amount)
-                self._ledger.release_unspent(amount)
+                self._ledger.release(amount)
                 self._gate.release()
             else:
                 self._ledger.charge(*given)
@@ -218,7 +218,7 @@ class SharedBudget:
         found.heard_s = time.monotonic()
         return self._taken(found), self._reason
 
-    async def end(self, attempt: str, counts: PartCounts) -> None:
+    async def end_attempt(self, attempt: str, counts: PartCounts) -> None:
         """End a worker's attempt to answer a part. ``counts`` are the rows of the part by outcome,
         including those that were not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
@@ -263,7 +263,7 @@ class SharedBudget:
             try:
                 attempt.round = await self._gate.acquire()
             except BaseException:
-                self._ledger.release_unspent(amount)
+                self._ledger.release(amount)
                 raise
             attempt.reserved = attempt.reserved.plus(amount)
         attempt.outbox.append((ticket, refused))
@@ -365,7 +365,7 @@ def _open_record(path: str) -> int:
             time.sleep(_POLL_S / 10)
 
 
-def read_record(path: str) -> MapSpending | None:
+def read_spending(path: str) -> MapSpending | None:
     """Read from a file what a map on a Ray cluster has spent. Returns None if the file does not
     exist or is not readable as such a record."""
     try:
@@ -407,7 +407,7 @@ class RemoteBudget(BudgetLedger):
         self._waiter: asyncio.Task[None] | None = None
         self._beat: asyncio.Task[None] | None = None
 
-    async def begin(self, part: str) -> str:
+    async def begin_attempt(self, part: str) -> str:
         """Register the attempt at a part with the shared budget. Returns an empty text, or the
         reason if the map is stopping."""
         reason: str = await self._call("begin", self._attempt, part)
@@ -415,7 +415,7 @@ class RemoteBudget(BudgetLedger):
             self._beat = asyncio.create_task(self._beats())
         return reason
 
-    async def end(self, counts: PartCounts) -> None:
+    async def end_attempt(self, counts: PartCounts) -> None:
         """Send the operations that have not been sent yet, and end the attempt."""
         await self.close()
         if self._operations:
@@ -446,7 +446,7 @@ class RemoteBudget(BudgetLedger):
         except asyncio.CancelledError:
             # If it is granted later, it is returned then (see ``_deliver``).
             if answer.done() and not answer.cancelled() and answer.result() is None:
-                self.release_unspent(amount)
+                self.release(amount)
             raise
         if refused is not None:
             text, stop = refused
@@ -455,7 +455,7 @@ class RemoteBudget(BudgetLedger):
     def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
         self._send(("settle", reserved, usage, cost))
 
-    def release_unspent(self, reserved: BudgetAmount) -> None:
+    def release(self, reserved: BudgetAmount) -> None:
         self._send(("free", reserved))
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
@@ -507,4 +507,4 @@ class RemoteBudget(BudgetLedger):
         if not answer.done():
             answer.set_result(refused)
         elif refused is None:
-            self.release_unspent(amount)
+            self.release(amount)

@@ -21,9 +21,9 @@ from ramify.errors import SourceError, StoreError
 from ramify.install_command import install_command
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, RayMapMetadata
 from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTableRow, StoredMap
-from ramify.maps.part_output import NOT_ASKED, is_part, part_output
-from ramify.maps.shared_budget import MapSpending, read_record
-from ramify.types.trajectory import as_text, cut
+from ramify.maps.part_output import NOT_ASKED, is_part, open_output_folder
+from ramify.maps.shared_budget import MapSpending, read_spending
+from ramify.types.trajectory import answer_text, cut
 
 MAX_ROWS = 100_000
 """Rows of the parts that are read."""
@@ -52,7 +52,7 @@ class RayMapOutputTable(StoredMap):
             ) from None
         header, parts = self._described()
         try:
-            output = part_output(header.out)
+            output = open_output_folder(header.out)
             selector = arrow_fs.FileSelector(output.folder, allow_not_found=True)
             files = sorted(
                 (info.base_name, info.size, info.mtime_ns)
@@ -60,19 +60,19 @@ class RayMapOutputTable(StoredMap):
                 if is_part(info.base_name) and info.base_name.endswith(output.ending)
             )
             if self._read != (*files,):
-                found = (row for name, *_ in files for row in output.rows(name))
+                found = (row for name, *_ in files for row in output.read_file_rows(name))
                 self._rows = list(_table_rows(islice(found, MAX_ROWS), parts))
                 self._read = (*files,)
         except (OSError, SourceError) as error:
             raise StoreError(f"the parts of map {self.id} cannot be read: {error}") from None
         return self._rows
 
-    def files(self) -> list[Path]:
+    def store_files(self) -> list[Path]:
         return [self.path, *(path for path in [self._record()] if path.exists())]
 
     def figures(self) -> MapFigures:
         header, _ = self._described()
-        spent = read_record(str(self._record())) or MapSpending()
+        spent = read_spending(str(self._record())) or MapSpending()
         num = spent.answered + spent.failed
         return MapFigures(
             id=self.id,
@@ -108,7 +108,7 @@ class RayMapOutputTable(StoredMap):
 
 def _table_rows(rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata) -> Iterator[MapTableRow]:
     for number, row in enumerate(rows):
-        text = " ".join(as_text(row[name]) for name in parts.shown if row.get(name) is not None)
+        text = " ".join(answer_text(row[name]) for name in parts.shown if row.get(name) is not None)
         error = str(row.get(parts.error) or "")
         error = "" if error.startswith(NOT_ASKED) else error
         has_answer = not row.get(parts.error)
@@ -118,6 +118,6 @@ def _table_rows(rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata) -> Ite
             number,
             number,
             cut(" ".join(text.split()), MAX_CHARS),
-            cut(as_text(answer), MAX_CHARS) if has_answer else None,
+            cut(answer_text(answer), MAX_CHARS) if has_answer else None,
             cut(error, 2 * MAX_CHARS),
         )

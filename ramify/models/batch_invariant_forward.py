@@ -35,7 +35,7 @@ BLOCK = 64
 """Rows of every product, and the granularity of attended keys."""
 
 
-def padded(num_keys: int) -> int:
+def round_up_to_block(num_keys: int) -> int:
     """Round a number of keys up to the next multiple of the block size."""
     return -(-num_keys // BLOCK) * BLOCK
 
@@ -236,7 +236,7 @@ def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
     tokens, head size]. The number of tokens is padded with zeros to the next multiple of the block
     size."""
     first, length = pieces[0], sum(len(piece) for piece in pieces)
-    x_KLd = first.new_zeros(first.shape[1], padded(length), first.shape[2])
+    x_KLd = first.new_zeros(first.shape[1], round_up_to_block(length), first.shape[2])
     x_KLd[:, :length] = torch.cat(list(pieces)).transpose(0, 1)
     return x_KLd
 

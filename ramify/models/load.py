@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from ramify.errors import ConfigError, StoreError
 from ramify.models.dense import DenseModel, DenseShape, unsupported
 from ramify.models.folder_file_checksums import check_model, drop
-from ramify.models.model_config_files import WINDOWS, check_tokenizer, model_folder
+from ramify.models.model_config_files import WINDOWS, check_tokenizer_file, local_model_folder
 from ramify.models.renderer import SCRATCH, Renderer, renderer_of
-from ramify.models.template import store_thinking
+from ramify.models.template import set_thinking_default
 from ramify.models.weights import (
     check_weights,
     config_difference,
@@ -118,14 +118,14 @@ def load_policy(
         policy = inference.load_policy("Qwen/Qwen3-0.6B", torch.bfloat16)
         policy.num_parameters
     """
-    folder = model_folder(path_or_name)
+    folder = local_model_folder(path_or_name)
     check_model(folder)
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
     if thinking is not None:
-        store_thinking(tokenizer, thinking)
+        set_thinking_default(tokenizer, thinking)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or stored_dtype(config, device.type)
+    dtype = dtype or default_dtype(config, device.type)
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -241,7 +241,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would choose a
     class for the model's family, which may split text differently. Raises ConfigError if the file
     is missing or unusable."""
-    check_tokenizer(folder)
+    check_tokenizer_file(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
@@ -255,7 +255,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def read_config(path_or_name: str | Path) -> Any:
     """Read the configuration of a model without loading anything else. The model is a folder, or a
     Hugging Face name whose files are on disk. Raises ConfigError if it cannot be found or read."""
-    return _config(model_folder(path_or_name))
+    return _config(local_model_folder(path_or_name))
 
 
 def _config(folder: Path) -> Any:
@@ -411,7 +411,7 @@ def _architecture(policy: Policy) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
-def stored_dtype(config: Any, device: str) -> torch.dtype:
+def default_dtype(config: Any, device: str) -> torch.dtype:
     """Return the precision in which a checkpoint's weights are loaded on a kind of device: fp32 on
     a CPU, and otherwise the precision in which they are stored."""
     if device == "cpu":

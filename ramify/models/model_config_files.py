@@ -1,8 +1,8 @@
 """Reads the files of a checkpoint that need no PyTorch: where its folder is, what its configuration
 says, and whether it has a tokenizer.
 
-    folder = model_folder("Qwen/Qwen3-0.6B")      a folder, or a model in the Hugging Face cache
-    window_in(config_of(folder))                  40960
+    folder = local_model_folder("Qwen/Qwen3-0.6B")  a folder, or a model in the Hugging Face cache
+    window_in(config_of(folder))                    40960
 
 A run checks these files before it imports a heavy package. ``load.py`` creates a model from them.
 """
@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.trained_policy_settings import policy_folder
+from ramify.errors import ConfigError, did_you_mean
+from ramify.trained_policy_settings import run_policy_folder
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Configuration fields that may contain the context window."""
 
 
-def model_folder(path_or_name: str | Path) -> Path:
+def local_model_folder(path_or_name: str | Path) -> Path:
     """Return the folder of a model, which is given as a path or as a Hugging Face name in the local
     cache. Raises ConfigError if there is no such model on disk."""
     folder = Path(path_or_name).expanduser()
@@ -37,7 +37,7 @@ def model_folder(path_or_name: str | Path) -> Path:
             "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
         )
     if folder.exists():
-        policy = policy_folder(folder)
+        policy = run_policy_folder(folder)
         hint = "" if policy is None else f"; the policy of this run is {policy}"
         raise ConfigError(f"{folder} is not a model: it has no config.json{hint}")
     from huggingface_hub import snapshot_download
@@ -56,7 +56,7 @@ def model_folder(path_or_name: str | Path) -> Path:
         ) from None
 
 
-def check_tokenizer(folder: Path) -> None:
+def check_tokenizer_file(folder: Path) -> None:
     """Raise ConfigError if the folder does not contain a ``tokenizer.json``."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist: give a folder with a tokenizer.json")
@@ -95,7 +95,7 @@ def check_model_type(config: Mapping[str, Any], where: str) -> None:
     name = config.get("model_type")
     known = _model_types()
     if isinstance(name, str) and name not in known and known and "auto_map" not in config:
-        advice = nearest(name, known).partition(" known:")[0]
+        advice = did_you_mean(name, known).partition(" known:")[0]
         hint = f"{advice} " if advice.startswith("did you mean") else ""
         raise ConfigError(
             f"{where}: transformers does not know the model_type '{name}': {hint}give one of its "

@@ -29,8 +29,8 @@ calling it once when a policy is loaded:
     opening     what begins a reply after its mark: an empty thinking block if thinking is off
     trims       whether it strips the blanks around a message
 
-Requests become token ids here and nowhere else (``prompt_ids``, ``spoken``), so the engine in this
-process and engines behind HTTP get the same ids for the same request.
+Requests become token ids here and nowhere else (``prompt_ids``, ``parse_reply``), so the engine in
+this process and engines behind HTTP get the same ids for the same request.
 
 The thinking of earlier replies stays where the model wrote it, even if a template would drop it. A
 conversation can therefore be trained on as one sequence, and its KV cache stays valid.
@@ -54,7 +54,7 @@ from ramify.models.template import (
     MarkerAwareTokenizer,
     Part,
     TemplateRenderer,
-    first_difference,
+    describe_first_difference,
     joined_reply,
     split_reply,
 )
@@ -313,7 +313,7 @@ class ChatMarkerRenderer:
         if not generating.startswith(expected_start):
             raise ConfigError(
                 "the template begins a reply differently: "
-                f"{first_difference(expected_start, generating)}"
+                f"{describe_first_difference(expected_start, generating)}"
             )
         return generating.removeprefix(expected_start)
 
@@ -334,7 +334,7 @@ class ChatMarkerRenderer:
                 texts = self._pieces.decode(candidates[0]), self._pieces.decode(expected)
                 raise ConfigError(
                     f"the {self.name} renderer differs from the template: "
-                    f"{first_difference(*texts)}"
+                    f"{describe_first_difference(*texts)}"
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
@@ -388,7 +388,7 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
     return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
 
 
-def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
+def make_prompt_renderer(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
     """Return what a client needs to render prompts with this renderer: a function that returns the
     token ids of a request, a function that returns the text of a token id, and whether
     conversations only grow at their end."""
@@ -399,7 +399,7 @@ def prompt_rendering(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> 
     )
 
 
-def spoken(
+def parse_reply(
     renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
     """Convert sampled token ids to a reply, whose text ends before the first of the ``stop`` texts

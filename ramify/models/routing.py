@@ -85,7 +85,7 @@ class ExpertLoad(NamedTuple):
     def merged(self, other: ExpertLoad) -> ExpertLoad:
         return ExpertLoad(self.counts.plus(other.counts), self.weight)
 
-    def plain(self) -> ExpertLoad:
+    def to_cpu(self) -> ExpertLoad:
         """Return a copy whose tensors are on the CPU."""
         return ExpertLoad(RoutedCounts(*(each.cpu() for each in self.counts)), self.weight)
 
@@ -173,7 +173,7 @@ class MixtureRouters:
         """Start recording which experts each forward pass chooses."""
         self._recorded = {}
 
-    def recorded(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
+    def recorded_experts(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
         """Return the ids of the experts that the latest forward pass chose for each token, layer
         after layer. ``rows_N`` selects tokens by their indices; by default all are returned."""
         assert self._recorded is not None
@@ -205,7 +205,7 @@ class MixtureRouters:
         if self._weight_T is not None:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
-    def counted(self) -> RoutedCounts:
+    def finish_counting(self) -> RoutedCounts:
         """Stop counting, and return the counts of the forward pass. Raises ConfigError if a router
         did not return logits, weights and experts."""
         counts, self._counts = self._counts or {}, None
@@ -357,7 +357,7 @@ class RouterLoadBalancingLoss:
         for batch in batches:
             with self.passing(batch, device), torch.no_grad():
                 run(batch)
-                found = self._routers.counted()
+                found = self._routers.finish_counting()
                 counts = found if counts is None else counts.plus(found)
         assert counts is not None
         self._step = self._summed(counts)
@@ -374,10 +374,10 @@ class RouterLoadBalancingLoss:
         finally:
             self._routers.end()
 
-    def load(self) -> ExpertLoad:
+    def finish_forward(self) -> ExpertLoad:
         """Return the expert load of the batch whose forward pass has just run, and prepare its
         backward pass to add the gradient of the load-balancing loss."""
-        counts = self._routers.counted()
+        counts = self._routers.finish_counting()
         if self._weight:
             step = self._summed(counts) if self._step is None else self._step
             self._routers.balance(self._weight * step.balance_pull())

@@ -7,7 +7,7 @@ or experts, and holds no more than a few megabytes of the files at a time.
                                                    of four experts, each from its own tensor on disk
 
 A mixture of experts has one tensor for all experts of a layer in memory, and one for each expert on
-disk; transformers knows how their names correspond (``conversion_mapping``). ``disk_tensors``
+disk; transformers knows how their names correspond (``conversion_mapping``). ``to_disk_tensors``
 converts in the other direction.
 
 ``train/backends/safetensors_export.py`` writes weights, and ``weights.check_weights`` checks
@@ -129,7 +129,7 @@ class StackedTensor:
 Stored = StoredTensor | StackedTensor
 
 
-def raw_tensors(folder: Path) -> dict[str, StoredTensor]:
+def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by their names on disk, without reading their values.
     Raises StoreError if the files are missing or broken."""
     files = SafetensorsReader()
@@ -149,7 +149,7 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
     Tensors that match nothing in the model keep their names on disk. Raises StoreError if the files
     are missing or broken.
     """
-    raw = raw_tensors(folder)
+    raw = lazy_disk_tensors(folder)
     conversions = _conversions(model)
     if not conversions:
         return raw
@@ -181,7 +181,7 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
     return found
 
 
-def is_read_in_parts(model: Any) -> bool:
+def can_read_separately(model: Any) -> bool:
     """Return True if each tensor of the model can be read from its checkpoint without reading
     others. This is the case if the two differ at most in names and in how experts are stacked."""
     return all(
@@ -192,7 +192,7 @@ def is_read_in_parts(model: Any) -> bool:
     )
 
 
-def disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Convert one tensor of a model to the tensors that its checkpoint has on disk, and yield their
     names and values. The values are views where possible, and may be on the meta device."""
     if not _conversions(model):

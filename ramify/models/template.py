@@ -54,7 +54,7 @@ class MarkerAwareTokenizer:
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         )
 
-    def text(self, text: str) -> list[int]:
+    def encode_literal(self, text: str) -> list[int]:
         """Return the token ids of a text that is taken literally, in which markers are ordinary
         text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
@@ -72,11 +72,11 @@ class MarkerAwareTokenizer:
             if isinstance(part, str):
                 texts.append(part)
                 continue
-            ids += self.text("".join(texts))
+            ids += self.encode_literal("".join(texts))
             texts.clear()
             if part is not None:
                 ids.append(part)
-        return ids + self.text("".join(texts))
+        return ids + self.encode_literal("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special markers written out. An incomplete character
@@ -95,7 +95,7 @@ class MarkerAwareTokenizer:
         return ids[0]
 
 
-def first_difference(ours: str, theirs: str) -> str:
+def describe_first_difference(ours: str, theirs: str) -> str:
     """Describe for an error message where two texts begin to differ: ``"'…abc' against
     '…abd'"``."""
     at = next(
@@ -224,14 +224,14 @@ _THINKING = (
 _HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(true|false)"))
 
 
-def stored_thinking(tokenizer: PreTrainedTokenizerFast) -> bool | None:
-    """Return the default for thinking that ``store_thinking`` wrote into a tokenizer's chat
+def thinking_default(tokenizer: PreTrainedTokenizerFast) -> bool | None:
+    """Return the default for thinking that ``set_thinking_default`` wrote into a tokenizer's chat
     template. Returns None if it wrote none."""
     found = _HAS_THINKING.match(_source(tokenizer))
     return None if found is None else found[1] == "true"
 
 
-def store_thinking(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
+def set_thinking_default(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
     """Make a tokenizer's chat template turn thinking on or off by default, if the template supports
     ``enable_thinking``. The default is saved with the template, so every program that loads the
     template uses the same setting."""
@@ -360,7 +360,7 @@ class TemplateRenderer:
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])
         if path + gain != fresh:
-            return f"up to a reply it writes {first_difference(path + gain, fresh)}"
+            return f"up to a reply it writes {describe_first_difference(path + gain, fresh)}"
         if self._pieces.marked(path) + self._pieces.marked(gain) != self._pieces.marked(fresh):
             return "its tokens change where messages meet"
         return ""

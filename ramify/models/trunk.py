@@ -180,9 +180,9 @@ class TransformersTrunk:
     def _all_hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
         if not self.shares:
             return self._on_rows(ids_T, segments)
-        return self.attended(ids_T, positions_T, ForestAttention(segments))
+        return self.hidden_with_attention(ids_T, positions_T, ForestAttention(segments))
 
-    def attended(
+    def hidden_with_attention(
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionFunction
     ) -> Tensor:
         """Return the last hidden state of each token, computed with the given attention in place of

@@ -176,10 +176,10 @@ _WORD = 8
 def fingerprint(module: nn.Module) -> str:
     """Return a fingerprint of all parameters of a module, as sixteen hexadecimal digits. Equal
     weights give equal fingerprints on every device."""
-    return fingerprint_of(module.named_parameters())
+    return tensors_fingerprint(module.named_parameters())
 
 
-def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def tensors_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a fingerprint of named tensors, as sixteen hexadecimal digits. The order in which they
     are given does not matter."""
     digest = hashlib.blake2b(digest_size=8)

@@ -27,13 +27,13 @@ from ramify.plans.text_parts import (
     TextPart,
     compiled,
     items_of,
+    named_texts,
     num_bytes,
     shortened,
     split_texts_into_parts,
-    texts_of,
 )
-from ramify.plans.value_bounds import CostSheet, ValueBounds, known, unknown
-from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_fields, list_of
+from ramify.plans.value_bounds import CostSheet, ValueBounds, known, reply_bounds
+from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_types, list_of
 
 T = TypeVar("T")
 _MIN_TOKENS = 16
@@ -79,7 +79,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     record, and each part begins with it."""
 
     def __post_init__(self) -> None:
-        check_fields(self, self.title)
+        check_field_types(self, self.title)
         if self.tokens < _MIN_TOKENS:
             raise ConfigError(f"split: tokens={self.tokens!r:.40}: give {_MIN_TOKENS} or more")
         if self.overlap < 0 or 2 * self.overlap > self.tokens:
@@ -109,7 +109,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         """Divide a context into parts of bounded size. Raises ConfigError if a single record is
         larger than the bound and must not be cut."""
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
-        texts = items_of(context) if self.by == "items" else texts_of(context)
+        texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
@@ -121,7 +121,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return known(parts)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> list[TextPart]:
-        return await flow.in_thread(self.parts, value)
+        return await flow.run_in_thread(self.parts, value)
 
     def shown(self) -> str:
         more = [
@@ -140,7 +140,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
     tokens: int = 500
 
     def __post_init__(self) -> None:
-        check_fields(self, self.title)
+        check_field_types(self, self.title)
         if self.tokens < 1:
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
@@ -228,7 +228,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         if isinstance(predicate, Relevance):
             return shape.limit_items(predicate.top)
         if isinstance(predicate, Pattern) and isinstance(shape.value, list):
-            value = _kept(shape.value, predicate.keeps(shape.value))
+            value = _kept(shape.value, predicate.keep_mask(shape.value))
             kept = msgspec.structs.replace(shape, value=value)
             return kept.limit_items(len(value))
         return shape.limit_items(shape.num)
@@ -237,13 +237,13 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         assert not isinstance(self.predicate, Leaf)
         if isinstance(self.predicate, Relevance):
             return self.predicate.mask_top_matches(items, question)
-        return self.predicate.keeps(items)
+        return self.predicate.keep_mask(items)
 
     async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> list[Any]:
         if isinstance(self.predicate, Leaf):
             answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
             return _kept(value, [answer is True for answer in answers])
-        verdicts = await flow.in_thread(self._verdicts, value, flow.question)
+        verdicts = await flow.run_in_thread(self._verdicts, value, flow.question)
         return _kept(value, verdicts)
 
     def shown(self) -> str:
@@ -272,11 +272,11 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
                 "before it"
             )
         if shape.is_known:
-            tokens = sheet.tokens_of(self.leaf, shape.value)
+            tokens = sheet.request_tokens(self.leaf, shape.value)
             sheet.add(self.title, (1,), True, [tokens], [self.leaf.reply_tokens])
         else:
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
-        return unknown(1, self.leaf.max_bytes)
+        return reply_bounds(1, self.leaf.max_bytes)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         (answer,) = await flow.ask(self.leaf, [value], self.title)
@@ -329,14 +329,16 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
                 f"most {self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): raise its tokens"
             )
         tree = self._tree(shape)
-        waves = tree.waves(shape.num)
+        waves = tree.calls_per_level(shape.num)
         total = shape.size + sum(waves[1:]) * self.leaf.read_bytes
         places = (
             num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, TextPart)
         )
         largest = self.leaf.read_bytes + tree.first * max(places, default=0)
         sheet.add_bounded(self.title, self.leaf, waves, shape.is_exact, total, largest)
-        return unknown(1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes))
+        return reply_bounds(
+            1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes)
+        )
 
     async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         tree = self._tree(shape)
@@ -375,7 +377,7 @@ class ReductionGrouping(NamedTuple):
         it is."""
         return len(group) > 1 or (is_first and self.asks_single)
 
-    def waves(self, num: int) -> list[int]:
+    def calls_per_level(self, num: int) -> list[int]:
         """Return the number of model calls on each level of the tree for a number of items.
 
         >>> ReductionGrouping(4, 4, False).waves(17)
@@ -419,6 +421,6 @@ def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)
         inner = sum(counts[: shape.num])
-        return unknown(shape.num, most, inner * most, is_exact=shape.is_exact, inner=inner)
+        return reply_bounds(shape.num, most, inner * most, is_exact=shape.is_exact, inner=inner)
     inner = shape.num * most // 2 if leaf.type.kind == "list" else 0
-    return unknown(shape.num, most, is_exact=shape.is_exact, inner=inner)
+    return reply_bounds(shape.num, most, is_exact=shape.is_exact, inner=inner)

@@ -95,7 +95,7 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         return next(point.tokens for point in good if (point.dollars or 0.0) <= most)
 
     @property
-    def note(self) -> str:
+    def size_note(self) -> str:
         """Return a short note that says where the size of a plan's parts comes from, for the
         description of the plan."""
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
@@ -143,7 +143,7 @@ def part_size(
     if given is not None or not isinstance(name, str):
         return given, ""
     found = calibration_of(name, root)
-    return (None, "") if found is None else (found.part_tokens, found.note)
+    return (None, "") if found is None else (found.part_tokens, found.size_note)
 
 
 def store_calibration(calibration: PartSizeCalibration, root: Path | None = None) -> Path:

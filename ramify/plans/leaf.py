@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.plain_call import asked_for
+from ramify.engine.plain_call import with_answer_format
 from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shortened
-from ramify.plans.value_types import ValueType, check_fields, list_of, type_of_schema
+from ramify.plans.value_types import ValueType, check_field_types, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
 """Upper bound on the bytes of an answer per token of its reply. English has four to five."""
@@ -52,7 +52,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     """Short name, for pictures and records."""
 
     def __post_init__(self) -> None:
-        check_fields(self, f"leaf {self.label!r:.60}")
+        check_field_types(self, f"leaf {self.label!r:.60}")
         if not self.prompt.strip():
             raise ConfigError("a leaf has an empty prompt: say what it is asked")
         for name in ("tokens", "reply_tokens"):
@@ -130,11 +130,11 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
 
-    def sent(self, question: str, given: Any, *, is_preview: bool = False) -> str:
+    def request_text(self, question: str, given: Any, *, is_preview: bool = False) -> str:
         """Return the full text of the request about a value, including the instructions on the
         answer's format."""
         prompt = self.request_prompt(question, given, is_preview=is_preview)
-        return asked_for(prompt, self.answer_kind(given))
+        return with_answer_format(prompt, self.answer_kind(given))
 
 
 def rendered(value: Any) -> str:

@@ -22,9 +22,9 @@ from ramify.engine.prompt_text import context_facts
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
 from ramify.plans.calibration import calibration_of
-from ramify.plans.plan_cost import PlanModel, model_of
+from ramify.plans.plan_cost import PlanModel, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
-from ramify.plans.ready_plans import asked_plan, strategy_for
+from ramify.plans.ready_plans import plan_by_keywords, strategy_for
 from ramify.plans.text_parts import BYTES_PER_TOKEN, shortened
 
 _COUNTED_BY_CODE = re.compile(
@@ -106,7 +106,7 @@ def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
         return ModeChoice("free", f"a plan cannot have {' or '.join(facts.of_prompts)}")
     if found := _COUNTED_BY_CODE.search(question.text):
         return ModeChoice("free", f"the question says {found[0]!r:.60}, which code counts")
-    chosen = asked_plan(question.text)
+    chosen = plan_by_keywords(question.text)
     # "How many" about a table may be asked of its columns, or of what its texts say.
     if chosen is None or chosen.name not in _BETTER_THAN_FREE or facts.has_tables:
         return _call(facts, num_chars)
@@ -169,7 +169,7 @@ def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
     can."""
     question = facts.question
     try:
-        cost, _ = strategy.plan.measured(question.context, question.text, _model(facts))
+        cost, _ = strategy.plan.cost_and_bounds(question.context, question.text, _model(facts))
         cost.check(facts.budget)
     except ConfigError as error:
         return str(error)
@@ -178,5 +178,5 @@ def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
 
 def _model(facts: ModeChoiceInput) -> PlanModel:
     client = facts.client
-    reasoning = model_of(client, facts.limits).reasoning_tokens
+    reasoning = look_up_model(client, facts.limits).reasoning_tokens
     return PlanModel(client.name, client.window, client.price, reasoning)

@@ -29,7 +29,7 @@ from ramify.plans.asking_steps import (
     SplitText,
 )
 from ramify.plans.leaf import Leaf
-from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, model_of
+from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, look_up_model
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.symbolic_steps import (
     AggregateField,
@@ -45,7 +45,7 @@ from ramify.plans.symbolic_steps import (
     TopItems,
     TruncateDates,
 )
-from ramify.plans.value_bounds import CostSheet, ValueBounds, known, unknown
+from ramify.plans.value_bounds import CostSheet, ValueBounds, known, reply_bounds
 from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
@@ -133,20 +133,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         are those of the run. Raises ConfigError if the plan cannot read the context. BM25 rankings
         are computed here, since they determine how many calls follow.
         """
-        return self.measured(context, question, model_of(model, limits))[0]
+        return self.cost_and_bounds(context, question, look_up_model(model, limits))[0]
 
-    def check_begin(self) -> None:
+    def check_first_step(self) -> None:
         """Raise ConfigError if the first step of the plan does not divide the context into
         parts."""
         if not isinstance(self.steps[0], SplitText):
             raise ConfigError("a plan must cut the context first: begin with split(…)")
 
-    def measured(
+    def cost_and_bounds(
         self, context: Any, question: str, model: PlanModel
     ) -> tuple[PlanCost, list[ValueBounds]]:
         """Compute what the plan would cost for a context. Returns the cost, and the bounds of the
         value before the first step and after each step."""
-        self.check_begin()
+        self.check_first_step()
         sheet = CostSheet(question)
         first = ValueBounds(context, True)
         shapes = self.shapes(first, sheet)
@@ -189,12 +189,12 @@ class RunTwoPlans(AskingStep, frozen=True, tag="both"):
         if left.is_known and right.is_known:
             return known((left.value, right.value))
         total = left.size + right.size
-        return unknown(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
+        return reply_bounds(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         sheet, results = CostSheet(flow.question), []
         for plan in (self.left, self.right):
-            shapes = await flow.in_thread(plan.shapes, shape, sheet)
+            shapes = await flow.run_in_thread(plan.shapes, shape, sheet)
             results.append(await plan.run(value, shapes, flow))
         return tuple(results)
 

@@ -19,7 +19,7 @@ import msgspec
 from ramify.clients.base import ASSUMED_WINDOW, Client, Price, reasons
 from ramify.clients.model_config import Model
 from ramify.clients.providers import PriceTable
-from ramify.engine.limits import BudgetAmount, Limits, bound
+from ramify.engine.limits import BudgetAmount, Limits, max_request_amount
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.errors import ConfigError
 from ramify.plans.value_bounds import PlanStepCalls
@@ -45,7 +45,7 @@ class PlanModel(msgspec.Struct, frozen=True):
     """Hidden reasoning that each reply may have in addition."""
 
 
-def model_of(model: Any, limits: Limits | None = None) -> PlanModel:
+def look_up_model(model: Any, limits: Limits | None = None) -> PlanModel:
     """Look up the properties of a model without connecting to it. Raises ConfigError if ``model``
     is not a model name, a ``Model`` or a client."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
@@ -164,4 +164,8 @@ def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
 
 
 def _dollars(input_tokens: int, output_tokens: int, model: PlanModel) -> float | None:
-    return None if model.price is None else bound(input_tokens, output_tokens, model.price).cost
+    return (
+        None
+        if model.price is None
+        else max_request_amount(input_tokens, output_tokens, model.price).cost
+    )

@@ -43,7 +43,7 @@ class PlanLeafRunner:
         """Limit that has been reached."""
         self._calls = calls
 
-    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
+    async def run_in_thread(self, call: Callable[..., T], *args: Any) -> T:
         """Run a function in a thread, so that it does not block the event loop, and return its
         result."""
         return await asyncio.to_thread(call, *args)

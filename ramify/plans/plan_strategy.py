@@ -48,7 +48,7 @@ class PlanStrategy(
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
         """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
         read the context or may exceed the budget of the run."""
-        self.plan.check_begin()
+        self.plan.check_first_step()
         return await answer_by(self.plan, ValueBounds(calls.question.context, True), None, calls)
 
 
@@ -62,7 +62,7 @@ async def answer_by(
     model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
-    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_of_session)
+    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_session_started)
     flow = PlanLeafRunner(calls)
     try:
         value = await plan.run(first.value, shapes, flow)

@@ -18,7 +18,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
 from ramify.plans.text_parts import TextPart, compiled
-from ramify.plans.value_types import BOOLEAN, ValueType, check_fields
+from ramify.plans.value_types import BOOLEAN, ValueType, check_field_types
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -37,7 +37,7 @@ _KIND_OF = {str: ("text", "date", "part"), bool: ("boolean",), int: ("number",),
 class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="regex"):
     """A predicate that keeps the parts, texts or fields in which a regular expression matches.
 
-    >>> plans.Pattern("error|failed").keeps(["1 error", "fine"])
+    >>> plans.Pattern("error|failed").keep_mask(["1 error", "fine"])
     [True, False]
     """
 
@@ -48,7 +48,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Field of a record in which it is searched."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "pattern")
+        check_field_types(self, "pattern")
         self._compiled()
 
     def _compiled(self) -> Any:
@@ -63,7 +63,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
             raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
         return BOOLEAN
 
-    def keeps(self, items: Sequence[Any]) -> list[bool]:
+    def keep_mask(self, items: Sequence[Any]) -> list[bool]:
         """Return one boolean for each item, which is True if the item is kept."""
         pattern = self._compiled()
         texts = (_text(value_at(item, self.field)) for item in items)
@@ -91,7 +91,7 @@ class Relevance(
     def __post_init__(self) -> None:
         from ramify.sources.search_units import MAX_HITS
 
-        check_fields(self, "relevance")
+        check_field_types(self, "relevance")
         if not 1 <= self.top <= MAX_HITS:
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
@@ -137,7 +137,7 @@ class Comparison(
 ):
     """A predicate that keeps the items whose field compares with a given value as required.
 
-    >>> plans.Comparison("n", ">", 2).keeps([{"n": 1}, {"n": 3}])
+    >>> plans.Comparison("n", ">", 2).keep_mask([{"n": 1}, {"n": 3}])
     [False, True]
     """
 
@@ -148,7 +148,7 @@ class Comparison(
     value: Any = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "comparison")
+        check_field_types(self, "comparison")
         if self.op == "in" and not isinstance(self.value, list | tuple):
             raise ConfigError("the comparison 'in' needs a list of values")
 
@@ -176,7 +176,7 @@ class Comparison(
                 )
         return BOOLEAN
 
-    def keeps(self, items: Sequence[Any]) -> list[bool]:
+    def keep_mask(self, items: Sequence[Any]) -> list[bool]:
         """Return one boolean for each item, which is True if the item is kept."""
         return [self._keeps(value_at(item, self.field)) for item in items]
 

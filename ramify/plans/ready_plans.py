@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.plans import step_constructors as c
 from ramify.plans.calibration import part_size
 from ramify.plans.leaf import Leaf
@@ -270,7 +270,7 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
     >>> plans.plan_for("How many errors are there?").name
     'aggregate'
     """
-    chosen = asked_plan(question)
+    chosen = plan_by_keywords(question)
     if chosen is not None:
         return chosen
     if labels:
@@ -278,7 +278,7 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
     return ChosenPlan("search", "no words of the question ask for another plan")
 
 
-def asked_plan(question: str) -> ChosenPlan | None:
+def plan_by_keywords(question: str) -> ChosenPlan | None:
     """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
     "how many". Returns None if they ask for none."""
     for name, pattern in _RULES:
@@ -297,7 +297,7 @@ def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
     """
     make = READY_PLANS.get(name)
     if make is None:
-        raise ConfigError(f"unknown plan '{name}': {nearest(name, READY_PLANS)}")
+        raise ConfigError(f"unknown plan '{name}': {did_you_mean(name, READY_PLANS)}")
     if model is not None:
         options["part_tokens"] = part_size(model, options.get("part_tokens"))[0]
     given = {key: value for key, value in options.items() if value is not None}

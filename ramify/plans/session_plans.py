@@ -25,7 +25,7 @@ import msgspec
 
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.module_compiler import file_source
 from ramify.plans import step_constructors as c
 from ramify.plans.leaf import Leaf
@@ -106,7 +106,7 @@ class SessionPlans:
         """Return the strategy that answers one call of a function of ``ramify_plans``. Raises
         ConfigError if there is no such function or its options are not valid."""
         if name not in _STEPS and name not in _READY:
-            raise ConfigError(f"unknown function: {nearest(str(name), [*_STEPS, *_READY])}")
+            raise ConfigError(f"unknown function: {did_you_mean(str(name), [*_STEPS, *_READY])}")
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
             raise ConfigError("the options must be a dict")
         if question is not None and not isinstance(question, str):

@@ -26,7 +26,7 @@ from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, value_at
 from ramify.plans.text_parts import TextPart, num_bytes
-from ramify.plans.value_bounds import MAX_ITEMS, CostSheet, ValueBounds, known, unknown
+from ramify.plans.value_bounds import MAX_ITEMS, CostSheet, ValueBounds, known, reply_bounds
 from ramify.plans.value_types import (
     ANY,
     COUNTS,
@@ -34,7 +34,7 @@ from ramify.plans.value_types import (
     NUMBER,
     TEXT,
     ValueType,
-    check_fields,
+    check_field_types,
     list_of,
     pair_of,
 )
@@ -67,7 +67,7 @@ class SymbolicStep(PlanStep, frozen=True):
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
         """Compute the result of this step for a value in a thread, so that the event loop is not
         blocked."""
-        return await flow.in_thread(self.apply, value)
+        return await flow.run_in_thread(self.apply, value)
 
 
 class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
@@ -94,8 +94,8 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         if shape.inner:
-            return unknown(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
-        return unknown(1, shape.size)
+            return reply_bounds(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
+        return reply_bounds(1, shape.size)
 
 
 class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
@@ -138,14 +138,14 @@ class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
     def _keys(self, items: list[Any], condition: Comparison | None) -> list[Any]:
         items = [item for item in items if item is not None]
         if condition is not None:
-            verdicts = condition.keeps(items)
+            verdicts = condition.keep_mask(items)
             items = [item for item, is_in in zip(items, verdicts, strict=True) if is_in]
         keys = (_hashable(value_at(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         num = min(shape.num**2, MAX_PAIRS)
-        return unknown(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
+        return reply_bounds(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
 
     def shown(self) -> str:
         conditions = " × ".join(str(each or "any") for each in (self.left, self.right))
@@ -168,12 +168,12 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
         return item
 
     def apply(self, value: list[Any]) -> Any:
-        ranked = [(number_at(item, self.by), item) for item in value]
+        ranked = [(finite_number_at(item, self.by), item) for item in value]
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return max(rated, key=lambda each: each[0])[1] if rated else None
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
-        return unknown(1, shape.item_bytes)
+        return reply_bounds(1, shape.item_bytes)
 
     def shown(self) -> str:
         return f"best by {self.by or 'value'}"
@@ -234,7 +234,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         if all(field.labels for field in fields):
             num = min(num, math.prod(len(field.labels) for field in fields))
             key_bytes = sum(max(map(num_bytes, field.labels)) + 3 for field in fields)
-        return unknown(num, key_bytes + _NUMBER_BYTES, is_exact=False)
+        return reply_bounds(num, key_bytes + _NUMBER_BYTES, is_exact=False)
 
     def shown(self) -> str:
         return f"count {' and '.join(self.by) or 'values'}"
@@ -256,7 +256,7 @@ class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
         return {str(count): num for count, num in Counter(value.values()).most_common()}
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
-        return unknown(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
+        return reply_bounds(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
 
 
 class AggregateField(SymbolicStep, frozen=True, tag="total"):
@@ -276,7 +276,7 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
         return NUMBER
 
     def apply(self, value: list[Any]) -> float | int | None:
-        numbers = [n for item in value if (n := number_at(item, self.field)) is not None]
+        numbers = [n for item in value if (n := finite_number_at(item, self.field)) is not None]
         if self.how == "sum":
             is_whole = all(isinstance(number, int) for number in numbers)
             return sum(numbers) if is_whole else math.fsum(numbers)
@@ -287,7 +287,7 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
         return min(numbers) if self.how == "min" else max(numbers)
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
-        return unknown(1, _NUMBER_BYTES)
+        return reply_bounds(1, _NUMBER_BYTES)
 
     def shown(self) -> str:
         return f"{self.how} of {self.field or 'values'}"
@@ -305,7 +305,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
     by: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, self.title)
+        check_field_types(self, self.title)
         if self.k < 1:
             raise ConfigError(f"top: k={self.k!r:.40}: give 1 or more")
 
@@ -320,7 +320,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         if isinstance(value, dict):
             ranked = sorted(value.items(), key=lambda each: (-each[1], each[0]))
             return dict(ranked[: self.k])
-        ranked = [(number_at(item, self.by), item) for item in value]
+        ranked = [(finite_number_at(item, self.by), item) for item in value]
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
@@ -382,7 +382,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
         first, second = shape.both or (shape, shape)
         most = max(first.item_bytes, second.item_bytes)
         total = first.total_bytes + second.total_bytes
-        return unknown(first.num + second.num, most, total, is_exact=False)
+        return reply_bounds(first.num + second.num, most, total, is_exact=False)
 
     def shown(self) -> str:
         return f"combine ({self.how})"
@@ -423,7 +423,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         first, second = shape.both or (shape, shape)
         num = min(first.num * second.num, MAX_PAIRS)
-        return unknown(num, first.item_bytes + second.item_bytes, is_exact=False)
+        return reply_bounds(num, first.item_bytes + second.item_bytes, is_exact=False)
 
     def shown(self) -> str:
         return f"join on {self.on}"
@@ -472,7 +472,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         return f"{self.per} of {self.field or 'values'}"
 
 
-def number_at(item: Any, field: str) -> float | int | None:
+def finite_number_at(item: Any, field: str) -> float | int | None:
     """Return the number in a field of an item; None if the field holds no finite number."""
     value = value_at(item, field)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -102,14 +102,14 @@ def num_bytes(text: str) -> int:
 def items_of(context: Any) -> list[tuple[str, str]]:
     """Return the items of a context as pairs of a name and a text: the texts of a list or dict, or
     the rows of a table as JSON. Raises ConfigError if the context has no text."""
-    texts = texts_of(context)
+    texts = named_texts(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
     rows = [] if isinstance(context, str | MappedText | TextPart) else texts[0][1].splitlines()
     return [("", row) for row in rows] or texts
 
 
-def texts_of(context: Any) -> list[tuple[str, str]]:
+def named_texts(context: Any) -> list[tuple[str, str]]:
     """Return the texts of a context as pairs of a name and a text. A single text has an empty name.
     Values that are not texts become lines of JSON. Raises ConfigError if the context cannot be read
     as text."""
@@ -122,7 +122,7 @@ def texts_of(context: Any) -> list[tuple[str, str]]:
     if has_pictures(context):
         raise ConfigError("a plan reads texts, and the context has pictures: name only texts")
     if isinstance(getattr(context, "context", None), str | dict | list | MappedText):
-        return texts_of(context.context)  # what ``load`` returns
+        return named_texts(context.context)  # what ``load`` returns
     if not isinstance(context, Mapping | list | tuple):
         context = as_context(context)
     named = context.items() if isinstance(context, Mapping) else enumerate(context)

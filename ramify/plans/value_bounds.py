@@ -80,7 +80,7 @@ def known(value: Any) -> ValueBounds:
     return ValueBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
 
 
-def unknown(
+def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> ValueBounds:
     """Return the bounds of a value that depends on a model's replies: at most ``num`` items of at
@@ -176,13 +176,13 @@ class CostSheet:
     def prompt_tokens(self, leaf: Leaf) -> int:
         """Return an upper bound on the tokens of a question's prompt, not counting the value that
         it is asked about."""
-        return self.tokens_of(leaf, "")
+        return self.request_tokens(leaf, "")
 
-    def tokens_of(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
+    def request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
         """Return an upper bound on the tokens of the request that asks a question about a value."""
-        text = leaf.sent(self.question, given, is_preview=is_preview)
+        text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
-        schema = kind.enforced if kind else None
+        schema = kind.enforceable_schema if kind else None
         return Request((Message("user", text),), schema=schema).max_input_tokens()
 
     def add_map(
@@ -193,7 +193,7 @@ class CostSheet:
             largest = shape.item_bytes + BETWEEN_BYTES
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)
             return
-        inputs = [self.tokens_of(leaf, item, is_preview=is_preview) for item in shape.value]
+        inputs = [self.request_tokens(leaf, item, is_preview=is_preview) for item in shape.value]
         outputs = [leaf.max_reply_tokens(item) for item in shape.value]
         if shape.num < len(inputs):
             inputs, outputs = (heapq.nlargest(shape.num, each) for each in (inputs, outputs))

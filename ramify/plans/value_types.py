@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import explained
+from ramify.plugins import explain_conversion_error
 
 
 class ValueType(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def pair_of(first: ValueType, second: ValueType) -> ValueType:
     return ValueType("pair", first, second)
 
 
-def check_fields(part: msgspec.Struct, what: str) -> None:
+def check_field_types(part: msgspec.Struct, what: str) -> None:
     """Raise ConfigError if a field of a struct has a value of another type than the struct
     declares. ``what`` is the name of the struct in the error."""
     for field in msgspec.structs.fields(part):
@@ -115,7 +115,7 @@ def check_fields(part: msgspec.Struct, what: str) -> None:
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             if isinstance(cause := error.__cause__, ConfigError):
                 raise cause from None
-            hint = explained(error, field.type).replace("`", "'")
+            hint = explain_conversion_error(error, field.type).replace("`", "'")
             raise ConfigError(f"{what}: {field.name}={value!r:.60}: {hint}") from None
 
 

@@ -31,10 +31,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, SandboxError, StrictKeywordsMeta, raised_at
-from ramify.plugins import Registry, explained
-from ramify.sandbox.file_reference import ReferencedFile, check_unchanged, count_text
+from ramify.plugins import Registry, explain_conversion_error
+from ramify.sandbox.file_reference import FileReferenceReader, check_content_unchanged, count_text
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
-from ramify.sandbox.guest.frames import encoded_in_pieces, is_aligned, pack_value, write_all
+from ramify.sandbox.guest.frames import (
+    encoded_in_pieces,
+    has_aligned_buffers,
+    pack_value,
+    write_all,
+)
 from ramify.sandbox.guest.frames import unpack_value as unpack_value
 from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
 from ramify.sandbox.guest.mapped_text import MappedText as MappedText
@@ -74,7 +79,7 @@ class SharedContext:
     )
 
     def __init__(self, value: Any) -> None:
-        files: dict[str, ReferencedFile] = {}
+        files: dict[str, FileReferenceReader] = {}
         try:
             parts, chars = pack_value(value, files, defers=True)
         except CodecError as error:
@@ -82,7 +87,7 @@ class SharedContext:
         self._hold(value, parts, chars, files)
 
     def _hold(
-        self, value: Any, parts: list[Any], chars: int, files: Mapping[str, ReferencedFile]
+        self, value: Any, parts: list[Any], chars: int, files: Mapping[str, FileReferenceReader]
     ) -> None:
         self.files = tuple(files.values())
         """The files that its texts refer to."""
@@ -107,7 +112,7 @@ class SharedContext:
             # Linux before 6.7 maps a sealed file only like this.
             mapped = mmap.mmap(self._fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
             self.parts = [mapped]
-        if is_aligned(b"".join(parts[:2])):
+        if has_aligned_buffers(b"".join(parts[:2])):
             # Tables in it then no longer need the buffers of the caller, or copies of them.
             self.parts = [self.buffer()]
             value = unpack_value(self.parts[0], files)[0]
@@ -152,13 +157,15 @@ class SharedContext:
         return memoryview(data).toreadonly()
 
     @classmethod
-    def decode(
+    def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
         """Create a context from its encoded form, so that its digest is the same as before.
         ``references`` are the files in which some of its texts are. Raises SourceError, which names
         the file, if one of them has changed."""
-        files = {each.digest: ReferencedFile(check_unchanged(each)) for each in references}
+        files = {
+            each.digest: FileReferenceReader(check_content_unchanged(each)) for each in references
+        }
         try:
             value, chars = unpack_value(data, files)
         except ProtocolError as error:
@@ -167,15 +174,15 @@ class SharedContext:
         context._hold(value, [data], chars, files)
         return context
 
-    def with_texts(self, value: Any) -> Any:
+    def resolve_text_references(self, value: Any) -> Any:
         """Return a value that a session has sent, with its references to texts in files replaced by
         these texts. Raises LookupError if a referenced text is not in this context."""
         if isinstance(value, FileDigest):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
-            return type(value)(map(self.with_texts, value))
+            return type(value)(map(self.resolve_text_references, value))
         if isinstance(value, dict):
-            return {key: self.with_texts(item) for key, item in value.items()}
+            return {key: self.resolve_text_references(item) for key, item in value.items()}
         return value
 
     def unmapped(self) -> SharedContext:
@@ -191,9 +198,9 @@ class SharedContext:
             )
         return SharedContext(_unmapped(self.value))
 
-    def pack(self) -> dict[str, Any]:
+    def to_jsonable(self) -> dict[str, Any]:
         """Return the value in a form that any JSON writer can store, such as the journal of a run.
-        ``unpack`` reverses this."""
+        ``from_jsonable`` reverses this."""
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -201,9 +208,9 @@ class SharedContext:
         return packed
 
     @staticmethod
-    def unpack(packed: Any) -> Any:
-        """Return the value that ``pack`` converted. Raises SandboxError if the data cannot be
-        read."""
+    def from_jsonable(packed: Any) -> Any:
+        """Return the value that ``to_jsonable`` converted. Raises SandboxError if the data cannot
+        be read."""
         try:
             blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
@@ -229,7 +236,7 @@ def mapped_text(
     """Return the text of an open file without loading it into memory. ``path`` is the path of the
     file. The file is read once, and ``on_bytes`` is called with the number of bytes read so far."""
     reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
-    data = ReferencedFile(reference, counts.start)
+    data = FileReferenceReader(reference, counts.start)
     return MappedText(
         TextOffsetIndex(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
     )
@@ -381,7 +388,7 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     ``provider`` names a weak provider, accepting it silences its warning."""
 
     def __post_init__(self) -> None:
-        listed(self, "packages")
+        coerce_to_tuple(self, "packages")
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
             value = getattr(self, name)
             if not value > 0:
@@ -393,7 +400,7 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
             )
 
 
-def listed(spec: SandboxSpec, name: str) -> None:
+def coerce_to_tuple(spec: SandboxSpec, name: str) -> None:
     """Convert a field that was given as a list to a tuple. Raises ConfigError if the value is not a
     collection of items."""
     given = getattr(spec, name)
@@ -434,7 +441,7 @@ class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         SandboxSpec.__post_init__(self)
-        listed(self, "mounts")
+        coerce_to_tuple(self, "mounts")
         if self.tier not in ("A", "B", "C"):
             raise ConfigError(f"sandbox tier is {self.tier!r}: give 'A', 'B' or 'C'")
         for name in ("files_bytes", "cpu_s", "pool", "all_memory_bytes"):
@@ -687,7 +694,9 @@ def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"sandbox '{provider}': {explained(error, kind)}") from error
+        raise ConfigError(
+            f"sandbox '{provider}': {explain_conversion_error(error, kind)}"
+        ) from error
 
 
 def spec_class(provider: str) -> type[SandboxSpec]:

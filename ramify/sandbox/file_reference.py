@@ -2,7 +2,7 @@
 
     path ──count_text──> FileReference (path, size, time, SHA-256) + counts for an index
                               │
-                              └─> ReferencedFile[a:b]   bytes, unless the file has changed
+                              └─> FileReferenceReader[a:b]   bytes, unless the file has changed
 
 A file may grow while it is in use, as a log does; only the part that was read at first is then
 used. A file that became shorter, or that was written to without growing, counts as changed, and
@@ -43,7 +43,7 @@ class TextCounts(msgspec.Struct, frozen=True):
     """Number of line ends before each block, and at the end the number of all."""
 
 
-class ReferencedFile:
+class FileReferenceReader:
     """A file that a context refers to. The file is opened again for each read, so that a context
     may refer to more files than a process can keep open."""
 
@@ -85,7 +85,7 @@ class ReferencedFile:
         return fd
 
 
-def check_unchanged(reference: FileReference) -> FileReference:
+def check_content_unchanged(reference: FileReference) -> FileReference:
     """Check that a file still has the content that was read, and return its reference with the
     present modification time. The content is hashed again only if the size or the time differs.
     Raises SourceError, which names the file, if the file is missing or has changed."""

@@ -31,7 +31,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result
 from ramify.http_server.rejections import RequestRejected
-from ramify.progress import ArrivingText, watch_text
+from ramify.progress import ReplyTextDelta, watch_reply_text
 from ramify.serve.caller_tools import AnswerOrToolCallType
 from ramify.types.event import (
     AnyEvent,
@@ -117,7 +117,7 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Id of a run of this request that ended with its server: it continues, and no recorded reply
     is paid for again."""
 
-    def tighter(self) -> RunLimitOverrides:
+    def limit_overrides(self) -> RunLimitOverrides:
         """Return the limits of the request, including the maximum depth if it is given by the short
         form ``depth``. Raises RequestRejected if both forms are given."""
         if self.depth is None:
@@ -174,7 +174,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
                 param="ramify.cite",
             )
 
-    def sampling(self, server: Sampling) -> Sampling:
+    def merged_sampling(self, server: Sampling) -> Sampling:
         """Return the sampling settings of the run: the server's, overridden by those of the
         request."""
         fields = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
@@ -309,7 +309,7 @@ _MOST_CHARS = 2000
 _LINE_CHARS = 200
 
 
-class RunProgress:
+class RunProgressFormatter:
     """A converter from the events of one run to text that shows its progress."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ class RunProgress:
         is none."""
         return encodable(self._text(event))
 
-    def arrived(self, part: ArrivingText) -> str:
+    def partial_reply_text(self, part: ReplyTextDelta) -> str:
         """Return the progress text for a part of a reply that is arriving. It is empty unless the
         reply belongs to the root, the session that answers the question itself."""
         if part.call not in self._roots:
@@ -388,7 +388,7 @@ class _ArrivedReply:
         self.is_shown = False
         self._num_chars = 0
 
-    def add(self, part: ArrivingText) -> str:
+    def add(self, part: ReplyTextDelta) -> str:
         text = part.text if self.is_shown else part.text.lstrip()
         if not text:
             return ""
@@ -415,7 +415,7 @@ class RunProgressWatcher:
     as its event listener, then the run to ``begin``."""
 
     def __init__(self) -> None:
-        self._progress = RunProgress()
+        self._progress = RunProgressFormatter()
         self._pending: list[str] = []
         self._watching = contextlib.ExitStack()
         self._wake = asyncio.Event()
@@ -424,7 +424,7 @@ class RunProgressWatcher:
 
     def begin(self, running: RunHandle) -> None:
         self.running = running
-        self._watching.enter_context(watch_text(running.id, self._arrive))
+        self._watching.enter_context(watch_reply_text(running.id, self._arrive))
         self._end = asyncio.ensure_future(running.result())
         self._end.add_done_callback(self._ended)
 
@@ -432,8 +432,8 @@ class RunProgressWatcher:
         self._watching.close()
         self._wake.set()
 
-    def _arrive(self, part: ArrivingText) -> None:
-        if text := self._progress.arrived(part):
+    def _arrive(self, part: ReplyTextDelta) -> None:
+        if text := self._progress.partial_reply_text(part):
             self._pending.append(text)
         self._wake.set()
 
@@ -471,7 +471,7 @@ class RunProgressWatcher:
         assert self._end is not None
         return await self._end
 
-    async def stop(self) -> None:
+    async def cancel_run(self) -> None:
         """Cancel the run if it is still in progress, and wait until it has ended."""
         if self._end is not None:
             self._end.cancel()

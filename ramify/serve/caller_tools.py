@@ -42,7 +42,7 @@ class RequestedToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: dict[str, Any]
 
-    def written(self) -> str:
+    def arguments_json(self) -> str:
         """Return the arguments of the call as JSON text."""
         return msgspec.json.encode(self.arguments).decode()
 
@@ -63,7 +63,7 @@ class AnswerOrToolCallType(AnswerType, frozen=True):
     """Type of an answer without function calls; None for a text."""
 
     @property
-    def enforced(self) -> None:
+    def enforceable_schema(self) -> None:
         """Always None, because providers cannot enforce a choice between a text and a value."""
         return None
 
@@ -106,11 +106,11 @@ class AnswerOrToolCallType(AnswerType, frozen=True):
             ]
         )
 
-    def alone(self) -> str:
+    def json_only_instruction(self) -> str:
         return f"{self.instruction()} Reply with the answer alone."
 
 
-def offer_of(
+def tool_call_answer_type(
     tools: Sequence[ClientFunctionTool],
     choice: Any,
     parallel: bool,
@@ -156,7 +156,7 @@ def offer_of(
             return msgspec.convert(calls.convert(value), ToolCallsAsAnswer)
         if of_value is not None:
             return of_value.convert(value)
-        return value if isinstance(value, str) else answer_text(value)
+        return value if isinstance(value, str) else answer_json(value)
 
     return AnswerOrToolCallType(calls.schema, convert, usable, must_call, of_value)
 
@@ -166,7 +166,7 @@ def new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def answer_text(value: Any) -> str:
+def answer_json(value: Any) -> str:
     """Convert an answer to JSON text, because a session may answer with a value that is not text,
     such as a number. Raises TypeMismatch if the value cannot be converted."""
     try:

@@ -26,7 +26,7 @@ from ramify.serve.answer_request import (
     decode,
     schema_of,
 )
-from ramify.serve.caller_tools import ClientFunctionTool, offer_of
+from ramify.serve.caller_tools import ClientFunctionTool, tool_call_answer_type
 from ramify.serve.question_serving import ServedAnswer
 
 PATH = "/v1/chat/completions"
@@ -133,7 +133,9 @@ def read(body: bytes) -> AnswerRequest:
         parsed.ramify or RamifyRequestFields(),
         parsed.seed,
         tuple(stops),
-        offer_of(tools, parsed.tool_choice, parsed.parallel_tool_calls is not False, schema, field),
+        tool_call_answer_type(
+            tools, parsed.tool_choice, parsed.parallel_tool_calls is not False, schema, field
+        ),
         parsed.stream_options is not None and parsed.stream_options.include_usage,
         parsed.store is False,
     )
@@ -185,7 +187,7 @@ class ChatStream:
             yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
         for index, call in enumerate(_tool_calls(answer)):
             yield self._delta({"tool_calls": [{"index": index, **call}]})
-        last = chat_completions_api.event(self._id, self._model, {})
+        last = chat_completions_api.chunk(self._id, self._model, {})
         last["choices"][0]["finish_reason"] = answer.finish
         yield _sse({**last, "ramify": answer.about})
         if self._request.with_usage:
@@ -204,12 +206,16 @@ class ChatStream:
         yield b"data: [DONE]\n\n"
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _sse(chat_completions_api.event(self._id, self._model, delta))
+        return _sse(chat_completions_api.chunk(self._id, self._model, delta))
 
 
 def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
     return [
-        {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.written()}}
+        {
+            "id": id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments_json()},
+        }
         for id, call in answer.calls
     ]
 

@@ -202,7 +202,7 @@ class ApiKeys:
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
-    def caller(self, name: str) -> ApiCaller:
+    def caller_named(self, name: str) -> ApiCaller:
         """Return the caller with this name. On a server without keys, return the one caller that
         stands for all clients."""
         return self.callers.get(name, self._anyone)

@@ -60,7 +60,7 @@ class McpHttpServer:
         self._opened = AsyncExitStack()
         self._http = HttpServer(
             address,
-            BearerKeys.of(self.key) if self.key else None,
+            BearerKeys.from_key(self.key) if self.key else None,
             limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
         )
 

@@ -25,7 +25,7 @@ from mcp.types import CallToolResult, TextContent
 from pydantic import Field
 
 from ramify import __version__
-from ramify.engine.recorded_answer import jsonable
+from ramify.engine.answer_serialization import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import why_unanswered
 from ramify.errors import ConfigError, RamifyError
@@ -133,7 +133,7 @@ async def _asked(
                 await ctx.report_progress(count, message=text.strip() or None)
         result = await watch.result()
     finally:
-        await watch.stop()
+        await watch.cancel_run()
     if result.answer is None:
         raise ToolError(f"{why_unanswered(result)} (run {result.run_id})")
     about = {

@@ -123,7 +123,7 @@ class MeteringProxy:
         return f"{self._http.url}/v1"
 
     @property
-    def client(self) -> Client:
+    def upstream_client(self) -> Client:
         """The client of the model behind the meter. It exists once the meter has started."""
         assert self._client is not None, "the meter has not started"
         return self._client
@@ -131,9 +131,9 @@ class MeteringProxy:
     async def __aenter__(self) -> MeteringProxy:
         if isinstance(self._model, Model):
             await load_clients([self._model.provider])
-            self._client = self._pool.bound(self._model)
+            self._client = self._pool.client_for_model(self._model)
         else:
-            self._client = self._pool.adopt(self._model)
+            self._client = self._pool.register(self._model)
         self._check_price(self._budget)
         if self.record_path is not None:
             self._record = MeterLogWriter(self.record_path)
@@ -151,7 +151,7 @@ class MeteringProxy:
         try:
             await self._http.close()
             for seat in self.seats.values():
-                await seat.end()
+                await seat.cancel_requests()
         finally:
             await self._pool.close()
             if self._record is not None:
@@ -180,9 +180,9 @@ class MeteringProxy:
             base_url=self.url,
             key=key or new_key(),
             model=self.name,
-            window=self.client.window,
+            window=self.upstream_client.window,
             budget=budget,
-            price=self.client.price,
+            price=self.upstream_client.price,
         )
         self.seats[name] = seat
         self._stored[name] = StoredResponses()
@@ -191,14 +191,15 @@ class MeteringProxy:
 
     async def _close(self, seat: MeteredModelAccess) -> None:
         self._keys.remove(seat.key)
-        await seat.end()
+        await seat.cancel_requests()
         self.seats.pop(seat.name, None)
         self._stored.pop(seat.name, None)
 
     def _check_price(self, budget: ModelAccessBudget) -> None:
-        if budget.max_cost is not None and self.client.price is None:
+        if budget.max_cost is not None and self.upstream_client.price is None:
             raise ConfigError(
-                f"max_cost={budget.max_cost:g} cannot be kept: {self.client.name} has no known "
+                f"max_cost={budget.max_cost:g} cannot be kept: "
+                f"{self.upstream_client.name} has no known "
                 "price; limit calls or tokens, or give its price"
             )
 
@@ -207,7 +208,7 @@ class MeteringProxy:
     @asynccontextmanager
     async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModel]:
         seat = self.seats[http[CALLER]]
-        with seat.answering():
+        with seat.track_request():
             yield CallerModel(MeteredModel(self, seat), self._stored[seat.name])
 
     async def ask(
@@ -217,11 +218,11 @@ class MeteringProxy:
         with status 402 if nothing is left of the budget."""
         seat.num_requests += 1
         number, began = seat.num_requests, time.perf_counter()
-        metered = MeteredRequest(seat, asked, self.client, self._reply_tokens)
+        metered = MeteredRequest(seat, asked, self.upstream_client, self._reply_tokens)
         status, error_text, reply = 200, "", None
         try:
             await metered.count_prompt()
-            reply = await metered.answered(self._pool, on_piece)
+            reply = await metered.send(self._pool, on_piece)
             return reply
         except RequestRejected as error:
             status, error_text = error.status, str(error)
@@ -245,7 +246,7 @@ class MeteringProxy:
                 )
 
     async def _models(self, http: web.Request) -> web.Response:
-        return listed_models(http, self.name, self.client.window)
+        return listed_models(http, self.name, self.upstream_client.window)
 
     # --- seats over HTTP
 
@@ -312,7 +313,7 @@ class MeteredModel:
         self.window = seat.window
         self._meter = meter
         self._seat = seat
-        self._rendering: PromptRenderer | None = getattr(meter.client, "rendering", None)
+        self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Send one request for each of ``num_replies`` replies. Each request has the whole prompt,
@@ -358,7 +359,7 @@ class MeteredModel:
             raise Refused("the tokens of this model's prompts cannot be counted here")
         return len(self._rendering.ids(request))
 
-    def text_of(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         return "" if self._rendering is None else self._rendering.text_of(id)
 
 

@@ -79,7 +79,7 @@ class MeteredRequest:
             ids = rendering.ids(self._asked)
         self._num_prompt, self._is_exact = len(ids), True
 
-    async def answered(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
+    async def send(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
         """Send the request, shortened to the budget, and return the reply. Raises RequestRejected
         if nothing is left of the budget, or if the model fails."""
         try:
@@ -157,7 +157,7 @@ class MeteredRequest:
             f"may have {self._num_prompt:,} tokens",
         }[stop]
         text = f"the budget of {seat.name} is used up: {how}; answer with what you have"
-        seat.refuse(text, stop)
+        seat.record_refusal(text, stop)
         return RequestRejected(text, status=402, code=EXHAUSTED, kind="insufficient_quota")
 
     def _reservation_for(self, request: Request) -> Reservation:
@@ -177,8 +177,8 @@ class MeteredRequest:
             raise _ReplyLostAfterPayment(self._lost)
         await self._reservation.reserve()
 
-    def is_enough(self) -> bool:
-        return self._reservation.is_enough()
+    def is_still_valid(self) -> bool:
+        return self._reservation.is_still_valid()
 
     def settle(self, usage: Usage, cost: float | None) -> None:
         self._reservation.settle(usage, cost, "a request")
@@ -189,7 +189,7 @@ class MeteredRequest:
         self.settle(self._reservation.usage, self._reservation.cost)
 
     def release(self, error: str) -> None:
-        self._reservation.release_unspent()
+        self._reservation.release()
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:

@@ -47,7 +47,7 @@ from ramify.http_server.model_api_routes import (
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.inference.http.engine_client import format_kv_cache_pressure
+from ramify.inference.http.engine_client import format_kv_cache_metrics
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
@@ -122,7 +122,7 @@ class PolicyServer:
             )
         self._http = HttpServer(
             address,
-            BearerKeys.of(self.key) if self.key else None,
+            BearerKeys.from_key(self.key) if self.key else None,
             public=("/health",),
             limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
         )
@@ -154,14 +154,14 @@ class PolicyServer:
             self._weights.close()
 
     async def _health(self, _: web.Request) -> web.Response:
-        asleep = self._weights.sleep.asleep if self._weights is not None else []
+        asleep = self._weights.sleep.sleeping_parts if self._weights is not None else []
         state = {"status": "ok", "version": self._client.version, "in_flight": self._in_flight}
         return web.json_response(
             {**state, "asleep": asleep, "held_bytes": self._client.device_memory_usage()}
         )
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = format_kv_cache_pressure(await self._client.pressure())
+        text = format_kv_cache_metrics(await self._client.pressure())
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
@@ -282,7 +282,7 @@ class PolicyAnswerer:
     def num_tokens(self, request: Request) -> int:
         return len(self._client.rendering.ids(self.with_known_prefix_ids(request)))
 
-    def text_of(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         return self._client.rendering.text_of(id)
 
     async def _reply(self, request: Request, schema: JsonSchema | None) -> Reply:

@@ -63,7 +63,7 @@ class ServedAnswer(msgspec.Struct, frozen=True):
     """(id, call) of each client function to call; the text is empty if there are any."""
 
 
-def length_note(max_tokens: int | None) -> str:
+def length_limit_note(max_tokens: int | None) -> str:
     """Return a note that tells the model the maximum length of its answer. It is empty if the
     request has no ``max_tokens``."""
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
@@ -73,9 +73,9 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     """Convert the result of a run to the answer that the server sends. Raises RequestRejected if
     the run was suspended, or ended without an answer."""
     if result.stop is Stop.SUSPENDED:
-        raise suspended(f"suspended: {result.error}", result.run_id)
+        raise suspended_run_error(f"suspended: {result.error}", result.run_id)
     if result.stop is Stop.CANCELLED and result.answer is None:
-        raise suspended("the server stopped before the run had an answer", result.run_id)
+        raise suspended_run_error("the server stopped before the run had an answer", result.run_id)
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
@@ -113,7 +113,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
     return ServedAnswer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
 
 
-def suspended(why: str, run: str) -> RequestRejected:
+def suspended_run_error(why: str, run: str) -> RequestRejected:
     """Return the error response for a run that was interrupted and can be continued."""
     return RequestRejected(
         f"{why}: once the server is back, send the request again with ramify.resume={run!r}, which "
@@ -175,7 +175,9 @@ class ServedQuestion:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise suspended("the server stopped before the run had an answer", running.id) from None
+            raise suspended_run_error(
+                "the server stopped before the run had an answer", running.id
+            ) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
         if (
@@ -219,7 +221,7 @@ class ServedQuestions:
         """The number of requests in progress, including those whose body is still arriving."""
         return self._num_admitted
 
-    async def prepare(self) -> int:
+    async def prepare_models(self) -> int:
         """Prepare the models and the sandbox, and return the smallest context window of the models
         in tokens.
 
@@ -287,12 +289,12 @@ class ServedQuestions:
             self._start(served, caller, prompt)
             yield served
         finally:
-            await served.watch.stop()
+            await served.watch.cancel_run()
             self._active.discard(served)
             self._settle(served, caller)
 
     def _hold_budget(self, caller: ApiCaller, request: AnswerRequest) -> BudgetHold:
-        tighter = request.ramify.tighter()
+        tighter = request.ramify.limit_overrides()
         if tighter.max_cost is not None and self._most_cost is None:
             raise RequestRejected(
                 "the server's model has no known price: max_cost cannot be enforced",
@@ -302,7 +304,7 @@ class ServedQuestions:
 
     def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
         request = served.request
-        question = prompt.question + length_note(request.max_tokens)
+        question = prompt.question + length_limit_note(request.max_tokens)
         context, query = (question, None) if prompt.context is None else (prompt.context, question)
         try:
             kind = request.offer or (
@@ -314,7 +316,7 @@ class ServedQuestions:
             answer_type=kind,
             limits=served.hold.limits,
             on_event=served.watch.apply,
-            sampling=request.sampling(self._sampling),
+            sampling=request.merged_sampling(self._sampling),
         )
         try:
             if request.ramify.resume:
@@ -338,7 +340,7 @@ class ServedQuestions:
         self, served: ServedQuestion, caller: ApiCaller, options: RunOptions
     ) -> RunHandle:
         run = served.request.ramify.resume
-        recorded = self.unfinished.recorded(run, caller.name)
+        recorded = self.unfinished.recorded_run(run, caller.name)
         served.paid_tokens = recorded.usage.total_tokens
         served.paid_cost = recorded.cost or 0.0
         try:
@@ -379,7 +381,7 @@ class ServedQuestions:
         """Cancel all runs that are still in progress."""
         self.is_ending = True
         for served in tuple(self._active):
-            await served.watch.stop()
+            await served.watch.cancel_run()
 
     async def _is_idle_within(self, seconds: float) -> bool:
         try:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.secrets import SecretRedactor, secret_spans
+from ramify.secrets import SecretRedactor, likely_secret_spans
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 
@@ -44,7 +44,7 @@ class RedactedSpan(NamedTuple):
     """``e-mail``, ``phone``, ``card`` or ``key``; empty for a pattern of the user's own."""
 
 
-class Redaction:
+class RedactionRules:
     """A set of rules that removes personal data and keys from conversations before they are
     stored."""
 
@@ -107,7 +107,7 @@ class Redaction:
             stdout_digest=None,
         )
 
-    def tokens(
+    def token_mask(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
         """Return, for each token id, True if the token is part of something that is redacted.
@@ -140,7 +140,7 @@ class Redaction:
                     yield RedactedSpan(match.start(), match.end(), "")
         if self._secrets is None:
             return
-        for start, end in secret_spans(text, self._secrets):
+        for start, end in likely_secret_spans(text, self._secrets):
             yield RedactedSpan(start, end, "key")
         if "@" in text:
             for match in _EMAIL.finditer(text):

@@ -29,7 +29,7 @@ from ramify.serve.answer_request import (
     decode,
     schema_of,
 )
-from ramify.serve.caller_tools import ClientFunctionTool, offer_of
+from ramify.serve.caller_tools import ClientFunctionTool, tool_call_answer_type
 from ramify.serve.question_serving import ServedAnswer
 from ramify.types.message import Usage
 
@@ -120,7 +120,7 @@ def read(body: bytes) -> AnswerRequest:
         parsed.temperature,
         parsed.top_p,
         parsed.ramify or RamifyRequestFields(),
-        offer=offer_of(
+        offer=tool_call_answer_type(
             parsed.tools or (),
             parsed.tool_choice,
             parsed.parallel_tool_calls is not False,
@@ -313,7 +313,7 @@ def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
             "id": f"fc_{id[5:]}",
             "call_id": id,
             "name": call.name,
-            "arguments": call.written(),
+            "arguments": call.arguments_json(),
             "status": "completed",
         }
         for id, call in answer.calls

@@ -28,7 +28,7 @@ from aiohttp import web
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine.rlm import RLM
-from ramify.engine.spans import continued
+from ramify.engine.spans import continue_trace
 from ramify.http_server.access import ListenAddress
 from ramify.http_server.base_server import CALLER, HttpServer, received
 from ramify.http_server.chat_completions_api import encode
@@ -164,7 +164,7 @@ class RunServer:
     async def __aenter__(self) -> RunServer:
         await self._rlm.__aenter__()
         try:
-            window = await self._questions.prepare()
+            window = await self._questions.prepare_models()
             self._long_chars = min(LONG_CHARS, window)
             if self._open_recorder is not None:
                 self._recorder = self._open_recorder(await self._rlm.prepare())
@@ -246,8 +246,8 @@ class RunServer:
 
     def _handler(self, api: ApiFormatModule) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
-            caller = self.keys.caller(http[CALLER])
-            with self._questions.admitted(caller), continued(http.headers):
+            caller = self.keys.caller_named(http[CALLER])
+            with self._questions.admitted(caller), continue_trace(http.headers):
                 request, prompt = await self._read(http, api)
                 async with self._questions.ask(caller, request, prompt) as question:
                     if request.stream:
@@ -267,7 +267,7 @@ class RunServer:
         """Record the run of a question before the end of its answer is sent."""
         request, running = question.request, question.watch.running
         if self._recorder is not None and running is not None and not request.is_private:
-            temperature = request.sampling(self._sampling).temperature
+            temperature = request.merged_sampling(self._sampling).temperature
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
     def _notice(self, request: AnswerRequest) -> dict[str, str]:
@@ -312,7 +312,7 @@ class RunServer:
                 await response.prepare(http)
                 data = stream.begin()
             data += part()
-            self.metrics.events(data.count(b"data: "))
+            self.metrics.count_sent_events(data.count(b"data: "))
             await response.write(data)
 
         try:

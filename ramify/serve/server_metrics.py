@@ -40,7 +40,7 @@ class ServerMetrics:
     def request(self, path: str, status: int) -> None:
         self._counts["ramify_requests_total"][f'path="{path}",status="{status}"'] += 1
 
-    def events(self, count: int = 1) -> None:
+    def count_sent_events(self, count: int = 1) -> None:
         self._counts["ramify_events_sent_total"][""] += count
 
     def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:

@@ -26,7 +26,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.errors import Refused
 from ramify.http_server.model_api import decode_request, refuse_unsupported
-from ramify.inference.http.reported_experts import int32_text, npy_text
+from ramify.inference.http.reported_experts import encode_experts_int32, encode_experts_npy
 from ramify.inference.local.generation_request import Generation
 from ramify.inference.local.local_client import LocalClient
 
@@ -131,7 +131,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
         "index": 0,
         "text": tokenizer.decode(generation.sampled, skip_special_tokens=True),
         "finish_reason": generation.end,
-        "versions": [[span.start, span.end, span.version] for span in generation.versions],
+        "versions": [[span.start, span.end, span.version] for span in generation.version_spans],
     }
     if parsed.logprobs is not None:
         choice["logprobs"] = {"token_logprobs": generation.logprobs}
@@ -139,10 +139,10 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
         choice |= {
             "token_ids": generation.sampled,
             "prompt_token_ids": ids,
-            "kept": generation.kept,
+            "kept": generation.candidate_ids,
         }
     if client.experts is not None:
-        choice["routed_experts"] = npy_text(generation.routes, client.experts)
+        choice["routed_experts"] = encode_experts_npy(generation.routes, client.experts)
     if scores is not None:
         entries = ({str(id): {"logprob": score}} for id, score in zip(ids[1:], scores, strict=True))
         choice["prompt_logprobs"] = [None, *entries]
@@ -194,7 +194,7 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
         "weight_version": str(client.version),
     }
     if parsed.return_routed_experts and client.experts is not None:
-        about["routed_experts"] = int32_text(generation.routes, client.experts)
+        about["routed_experts"] = encode_experts_int32(generation.routes, client.experts)
     text = client.policy.tokenizer.decode(generation.sampled, skip_special_tokens=True)
     return {"text": text, "output_ids": generation.sampled, "meta_info": about}
 

@@ -38,7 +38,7 @@ import msgspec
 from ramify.clients.base import Request
 from ramify.errors import ConfigError, RamifyError, StoreError, UnknownRun
 from ramify.logging import ComponentLogger
-from ramify.serve.redaction import Redaction
+from ramify.serve.redaction import RedactionRules
 from ramify.store.durable_files import FILE_MODE
 from ramify.store.journal import Journal
 from ramify.store.store import Store
@@ -159,12 +159,12 @@ class TrafficRecorder:
         self,
         folder: str | Path,
         policy: PolicyFactsForRecorder,
-        redaction: Redaction | None = None,
+        redaction: RedactionRules | None = None,
         retention: Retention | None = None,
     ) -> None:
         """Open or create the store in a folder. Raises ConfigError if the folder holds other runs
         or conversations of another policy, or cannot be written."""
-        self._redaction = redaction or Redaction()
+        self._redaction = redaction or RedactionRules()
         self._retention = retention or Retention()
         self._policy = policy
         try:
@@ -379,7 +379,7 @@ class TrafficRecorder:
         for each sampled token that was redacted and 0 for each other one."""
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
-        flags = self._redaction.tokens([*given, *sampled], self._policy.decode, removed)
+        flags = self._redaction.token_mask([*given, *sampled], self._policy.decode, removed)
         in_prompt, in_reply = flags[: len(given)], flags[len(given) :]
         stored = msgspec.structs.replace(
             reply,

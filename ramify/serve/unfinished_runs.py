@@ -61,7 +61,7 @@ class UnfinishedRuns:
                 continue
         return runs
 
-    def recorded(self, run: str, caller: str) -> Trajectory:
+    def recorded_run(self, run: str, caller: str) -> Trajectory:
         """Return the recorded run that a caller wants to continue. Raises RequestRejected if this
         caller did not start the run."""
         if self._store is not None and _ID.fullmatch(run):

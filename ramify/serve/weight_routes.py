@@ -91,7 +91,7 @@ class PolicySleep:
         self._ready.set()
 
     @property
-    def asleep(self) -> list[str]:
+    def sleeping_parts(self) -> list[str]:
         """The parts of the engine that are asleep, by vLLM's names for them."""
         return sorted(self._asleep)
 
@@ -123,7 +123,7 @@ class PolicySleep:
     def reason(self) -> str:
         """Return why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
-            return f"the server sleeps ({', '.join(self.asleep)}): POST /wake_up"
+            return f"the server sleeps ({', '.join(self.sleeping_parts)}): POST /wake_up"
         missing = self._client.missing
         if missing:
             return (
@@ -152,10 +152,10 @@ class PolicySleep:
         tags = http.query.getall("tags", [])
         return await self._wake_up(_check_tags(tags) if tags else TAGS)
 
-    async def resume(self, _: web.Request, body: Body) -> Body:
+    async def restore_memory(self, _: web.Request, body: Body) -> Body:
         return await self._wake_up(_check_tags(body.get("tags") or TAGS))
 
-    async def tell_sleeping(self, _: web.Request, __: Body) -> Body:
+    async def report_is_sleeping(self, _: web.Request, __: Body) -> Body:
         return {"is_sleeping": bool(self._asleep)}
 
     async def _fall_asleep(self, tags: Collection[str], mode: str, *, keep: bool) -> None:
@@ -248,12 +248,12 @@ class WeightRoutes:
             "/flush_cache": self._reset,
             "/update_weights_from_disk": self._from_disk,
             "/release_memory_occupation": self.sleep.release,
-            "/resume_memory_occupation": self.sleep.resume,
+            "/resume_memory_occupation": self.sleep.restore_memory,
         }.items():
             app.router.add_post(path, _answered(act))
         for path, tell in {
             "/is_paused": self._tell_paused,
-            "/is_sleeping": self.sleep.tell_sleeping,
+            "/is_sleeping": self.sleep.report_is_sleeping,
             "/weight_info": self._tell_version,
             "/get_world_size": self._tell_size,
             "/fingerprint": self._tell_fingerprint,
@@ -362,7 +362,7 @@ class WeightRoutes:
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
         try:
-            await self._client.take(pieces, version)
+            await self._client.receive_weights(pieces, version)
         except FullWeightsRequiredError:  # no weight of this chunk was changed
             self.broken = self.broken or (
                 f"an update broke off: {_NOT_WHOLE}" if self._num_chunks else ""
@@ -417,7 +417,7 @@ class WeightRoutes:
         return {"success": True, "message": "Succeeded to update model weights."}
 
     def _check_awake(self) -> None:
-        if "weights" in self.sleep.asleep:
+        if "weights" in self.sleep.sleeping_parts:
             raise RuntimeError(
                 "the weights are asleep: wake them first (POST /wake_up?tags=weights)"
             )
@@ -440,7 +440,7 @@ class WeightRoutes:
         return {"world_size": 1}
 
     async def _tell_fingerprint(self, _: web.Request, __: Body) -> Body:
-        if "weights" in self.sleep.asleep or self._client.missing:
+        if "weights" in self.sleep.sleeping_parts or self._client.missing:
             raise RuntimeError(self.sleep.reason())
         return {"fingerprint": await self._client.fingerprint(), "version": self._client.version}
 

@@ -21,7 +21,12 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.sources.base import OversizedSource, SourceCollector, UnreadableSource, needs_inputs
+from ramify.sources.base import (
+    OversizedSource,
+    SourceCollector,
+    UnreadableSource,
+    missing_library_advice,
+)
 from ramify.sources.file_kinds import SourceFile, read_as, read_file
 
 MAX_MEMBERS = 100_000
@@ -54,7 +59,7 @@ def is_hidden(member: str) -> bool:
     )
 
 
-def read_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
+def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
     """Read one unpacked file of an archive. Its bytes have already been counted towards the
     limit.
     """
@@ -137,7 +142,7 @@ def read_zip(file: SourceFile, loading: SourceCollector) -> None:
                 continue
             num_bytes += len(data)
             check_ratio(num_bytes, len(file.data))  # many members of a common part are a bomb, too
-            read_member(name, data, loading)
+            load_member(name, data, loading)
 
 
 def _unpack(
@@ -193,7 +198,7 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
         else:
             from backports import zstd
     except ImportError:
-        raise UnreadableSource("is packed by zstd", needs_inputs()) from None
+        raise UnreadableSource("is packed by zstd", missing_library_advice()) from None
     return cast("BinaryIO", _ZstdStream(zstd, raw))
 
 
@@ -233,7 +238,7 @@ def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceColle
                 loading.leave_out(name, "hidden")
             elif info.isreg():
                 member = archive.extractfile(info)
-                read_member(name, member.read() if member else b"", loading)
+                load_member(name, member.read() if member else b"", loading)
             else:
                 loading.report_problem(name, "is a link or a device, not a file")
 

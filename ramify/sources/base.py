@@ -25,7 +25,7 @@ from ramify.printable import one_line
 from ramify.progress import ProgressTask
 from ramify.sandbox.base import MappedText
 from ramify.sources.sql_table_types import LoadedTable
-from ramify.types.picture import Picture, digest_in
+from ramify.types.picture import Picture, picture_digest
 
 MAX_FILE_S = 60.0
 """Time limit for parsing one file of a kind that can take arbitrarily long."""
@@ -41,7 +41,7 @@ _SHOWN = 6
 """Maximum number of names in a list before "and 12 more"."""
 
 
-def needs_inputs() -> str:
+def missing_library_advice() -> str:
     """Return advice for a source that cannot be read because an optional library is not
     installed.
     """
@@ -168,7 +168,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
             lines = [f"{head} {item.detail}" if item.detail else head]
-        elif digest_in(self.context) is not None:
+        elif picture_digest(self.context) is not None:
             lines = [f"It is the picture {self.items[0].name!r}: {self.items[0].detail}."]
         else:
             lines = [
@@ -318,7 +318,7 @@ class SourceCollector:
         """Bytes that were read before the current file."""
 
     @contextlib.contextmanager
-    def one_file(self) -> Iterator[None]:
+    def undo_if_oversized(self) -> Iterator[None]:
         """Return a context manager for the reading of one file. If the file turns out to be too
         large, everything that was added from it is removed.
         """
@@ -343,7 +343,7 @@ class SourceCollector:
         """The number of bytes that have been loaded into memory so far."""
         return self._spent
 
-    def map(self, num_bytes: int, name: str) -> None:
+    def count_mapped(self, num_bytes: int, name: str) -> None:
         """Count a text that stays in its file instead of memory. If such texts are limited, raises
         OversizedSource for a file above the limit, and SourceError if all files together exceed it.
         """
@@ -354,7 +354,7 @@ class SourceCollector:
         if self._counts_mapped and self._spent + self._mapped > self.max_bytes:
             raise self._too_many(name)
 
-    def show(self, num_bytes: int, name: str) -> None:
+    def show_progress(self, num_bytes: int, name: str) -> None:
         """Show the user how much of the latest text that stays in its file has been read."""
         if self._work is not None:
             self._work.at(self._spent + num_bytes, name)
@@ -412,7 +412,7 @@ class SourceCollector:
         """Add one picture to the context. ``source`` is its bytes or its file. ``num_bytes`` is the
         size of the file that the user named."""
         unique = self._unique(name)
-        self.picture_values[unique] = picture.value()
+        self.picture_values[unique] = picture.as_reference()
         self.pictures.setdefault(picture.digest, source)
         self.items.append(SourceItem(unique, "picture", 0, num_bytes, detail))
 

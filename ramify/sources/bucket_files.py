@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ramify.secrets import without_secrets
-from ramify.sources.base import UnreadableSource, needs_inputs
+from ramify.secrets import redact_likely_secrets
+from ramify.sources.base import UnreadableSource, missing_library_advice
 from ramify.sources.url_recognition import ListedFile, RemoteHead, shown_url
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
 
 
-class BucketDownload:
+class OpenBucketFile:
     """A file in a bucket, opened for reading. ``head`` describes the file."""
 
     def __init__(self, stream: Any, head: RemoteHead) -> None:
@@ -84,7 +84,7 @@ def list_bucket(url: str) -> list[ListedFile]:
         return listed
 
 
-def open_file(url: str, version: str) -> BucketDownload:
+def open_file(url: str, version: str) -> OpenBucketFile:
     """Open one file for reading. ``version`` is the version of a copy that is already on this
     machine, or empty. Raises UnreadableSource if the file cannot be opened.
     """
@@ -103,7 +103,7 @@ def open_file(url: str, version: str) -> BucketDownload:
             info = files.get_file_info(path)
             found, size = _version(info), info.size
         head = RemoteHead(size, found, found == version != "", final_url=url)
-        return BucketDownload(stream, head)
+        return OpenBucketFile(stream, head)
 
 
 def _version(info: Any) -> str:
@@ -223,7 +223,7 @@ def _hub(rest: str) -> tuple[Any, str]:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError:
-        raise UnreadableSource("is on the Hugging Face hub", needs_inputs()) from None
+        raise UnreadableSource("is on the Hugging Face hub", missing_library_advice()) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(HfFileSystem())), rest
 
 
@@ -281,11 +281,11 @@ def _sentences(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise UnreadableSource("does not exist", _name_check(url)) from None
     except ModuleNotFoundError:
-        raise UnreadableSource("is in a bucket", needs_inputs()) from None
+        raise UnreadableSource("is in a bucket", missing_library_advice()) from None
     except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():
             if re.search(signs, text):
                 raise UnreadableSource(reason, remedy or _name_check(url)) from None
-        text = without_secrets(text)[:200]
+        text = redact_likely_secrets(text)[:200]
         raise UnreadableSource(f"cannot be fetched ({text})", f"check {shown_url(url)}") from None

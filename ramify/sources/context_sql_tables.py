@@ -28,7 +28,7 @@ _NAME = "context"
 
 class ContextSqlTables:
     """The tables among the values of one context, as SQL tables. ``tools`` are the functions that a
-    session gets. Call ``use`` first, to set the context that ``sql`` reads.
+    session gets. Call ``set_context`` first, to set the context that ``sql`` reads.
     """
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
@@ -44,7 +44,8 @@ class ContextSqlTables:
                 "columns": table.types,
                 "rows": len(table),
                 "samples": [
-                    tuple(map(shown_value, map(plain, row))) for row in table.rows(0, NUM_SAMPLES)
+                    tuple(map(shown_value, map(plain, row)))
+                    for row in table.row_tuples(0, NUM_SAMPLES)
                 ],
             }
             for name, table in tables.items()
@@ -88,7 +89,7 @@ class ContextSqlTables:
             "columns, rows and samples"
         )
 
-    def use(self, context: SharedContext) -> None:
+    def set_context(self, context: SharedContext) -> None:
         """Set the context whose tables ``sql`` queries."""
         self._context = context
 

@@ -62,7 +62,7 @@ def as_context(value: Any) -> Any:
     return _read(value) if converted is value and _is_file(value) else converted
 
 
-def is_opened(value: Any) -> bool:
+def needs_io(value: Any) -> bool:
     """Return True if ``as_context`` would have to read from a disk or wait for a stream to convert
     this value.
     """
@@ -200,7 +200,7 @@ def _of_library(value: Any) -> Any:
             if found is not value:
                 return found
     if hasattr(value, "__arrow_c_stream__") and not isinstance(value, type):
-        return table_of(_pyarrow(value).table(value))
+        return table_from_arrow(_pyarrow(value).table(value))
     return value
 
 
@@ -243,7 +243,7 @@ def _pandas_column(series: Any, name: str) -> Column:
             f"the context: column {name!r} has no single Arrow type ({reason}): convert it, as in "
             f"df[{name!r}].astype(str)"
         ) from None
-    return column_of(array, name)
+    return column_from_arrow(array, name)
 
 
 def _number_column(values: Any) -> Column:
@@ -278,22 +278,22 @@ def _of_polars(value: Any, polars: Any) -> Any:
                 f"the context: column {name!r} has Python objects: convert it, as in "
                 f"[str(item) for item in df[{name!r}]]"
             )
-    return table_of(value.to_arrow())
+    return table_from_arrow(value.to_arrow())
 
 
 def _of_pyarrow(value: Any, pyarrow: Any) -> Any:
     if isinstance(value, pyarrow.Array | pyarrow.ChunkedArray):
-        return Table({"values": column_of(value, "values")}, len(value))
+        return Table({"values": column_from_arrow(value, "values")}, len(value))
     if isinstance(value, pyarrow.RecordBatch):
         value = pyarrow.Table.from_batches([value])
     if isinstance(value, pyarrow.RecordBatchReader):
         value = value.read_all()
-    return table_of(value) if isinstance(value, pyarrow.Table) else value
+    return table_from_arrow(value) if isinstance(value, pyarrow.Table) else value
 
 
 def _of_datasets(value: Any, datasets: Any) -> Any:
     if isinstance(value, datasets.Dataset):
-        return table_of(value.with_format("arrow")[:])
+        return table_from_arrow(value.with_format("arrow")[:])
     if isinstance(value, datasets.DatasetDict):
         return {name: _of_datasets(each, datasets) for name, each in value.items()}
     if isinstance(value, datasets.IterableDataset | datasets.IterableDatasetDict):
@@ -350,16 +350,18 @@ def _pyarrow(value: Any) -> Any:
     return pyarrow
 
 
-def table_of(table: Any) -> Table:
+def table_from_arrow(table: Any) -> Table:
     """Convert a pyarrow table to a ``Table`` that uses the same memory. If a column consists of
     several chunks, they are joined.
     """
     names = _unique(table.column_names)
-    columns = {name: column_of(table.column(number), name) for number, name in enumerate(names)}
+    columns = {
+        name: column_from_arrow(table.column(number), name) for number, name in enumerate(names)
+    }
     return Table(columns, table.num_rows)
 
 
-def column_of(array: Any, name: str) -> Column:
+def column_from_arrow(array: Any, name: str) -> Column:
     """Convert a pyarrow array to a column that uses the same memory. Raises ConfigError, with the
     name of the column, if its type is not supported.
     """
@@ -367,21 +369,21 @@ def column_of(array: Any, name: str) -> Column:
 
     types, type_ = pyarrow.types, array.type
     if isinstance(array, pyarrow.ChunkedArray):
-        return column_of(_joined(array), name)
+        return column_from_arrow(_joined(array), name)
     if isinstance(array, pyarrow.ExtensionArray):
-        return column_of(array.storage, name)
+        return column_from_arrow(array.storage, name)
     cast = _cast_to(type_)
     if cast is not None:
-        return column_of(array.cast(cast), name)
+        return column_from_arrow(array.cast(cast), name)
     if types.is_run_end_encoded(type_):
         import pyarrow.compute
 
-        return column_of(pyarrow.compute.run_end_decode(array), name)
+        return column_from_arrow(pyarrow.compute.run_end_decode(array), name)
     if array.offset and not (types.is_integer(type_) or types.is_floating(type_)):
         array = pyarrow.concat_arrays([array])  # a copy that starts at its first value
     shown, length = _ARROW_NAMES.get(str(type_), str(type_)), len(array)
     if types.is_dictionary(type_):
-        parts = [column_of(array.indices, name), column_of(array.dictionary, name)]
+        parts = [column_from_arrow(array.indices, name), column_from_arrow(array.dictionary, name)]
         return Column("coded", parts[1].type, length, None, [None], parts)
     if types.is_null(type_):
         return Column("null", shown, length, None, [None])
@@ -409,19 +411,21 @@ def column_of(array: Any, name: str) -> Column:
         return Column("decimal", shown, length, info, buffers)
     if types.is_list(type_) or types.is_large_list(type_):
         char = "q" if types.is_large_list(type_) else "i"
-        child = column_of(array.values, name)
+        child = column_from_arrow(array.values, name)
         return Column("list", f"list of {child.type}", length, char, buffers[:2], [child])
     if types.is_fixed_size_list(type_):
-        child = column_of(array.values, name)
+        child = column_from_arrow(array.values, name)
         size, shown = type_.list_size, f"list of {type_.list_size} {child.type}"
         return Column("fixed", shown, length, size, buffers[:1], [child])
     if types.is_map(type_):
-        pair = [column_of(array.keys, name), column_of(array.items, name)]
+        pair = [column_from_arrow(array.keys, name), column_from_arrow(array.items, name)]
         child = Column("struct", "pair", len(pair[0]), ["key", "value"], [None], pair)
         return Column("map", shown, length, "i", buffers[:2], [child])
     if types.is_struct(type_):
         fields = [type_.field(number).name for number in range(type_.num_fields)]
-        children = [column_of(array.field(number), name) for number in range(type_.num_fields)]
+        children = [
+            column_from_arrow(array.field(number), name) for number in range(type_.num_fields)
+        ]
         return Column("struct", shown, length, fields, buffers[:1], children)
     raise ConfigError(
         f"the context: column {name!r} has the type {shown}, which no session can hold: convert it "

@@ -27,7 +27,13 @@ from ramify.actors.message_encoding import decode
 from ramify.install_command import install_command
 from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.database_urls import PASSWORD_VARIABLES, DatabaseAddress, parse_address
-from ramify.sources.query_process import QUERY_S, QueryProcesses, RowsWithinLimits, answered, plain
+from ramify.sources.query_process import (
+    QUERY_S,
+    BoundedRowCollector,
+    QueryProcesses,
+    encode_outcome,
+    plain,
+)
 
 CONNECT_S = 10.0
 _MAX_TABLES = 200
@@ -137,7 +143,7 @@ def serve() -> None:
 def _answer(request: list[bytes]) -> list[bytes]:
     asked: DatabaseQueryRequest = decode(request[0], DatabaseQueryRequest)
     ask = _postgresql if asked.address.kind == "postgresql" else _mysql
-    return answered(lambda: ask(asked))
+    return encode_outcome(lambda: ask(asked))
 
 
 def _postgresql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
@@ -266,7 +272,7 @@ def _reading(asked: DatabaseQueryRequest) -> str:
 
 
 def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
-    bounded = RowsWithinLimits()
+    bounded = BoundedRowCollector()
     for row in cursor:
         bounded.add(tuple(map(plain, row)))
     return bounded.rows

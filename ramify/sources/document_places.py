@@ -4,7 +4,7 @@ the text.
     [DocumentPart("page 1", "…"), DocumentPart("page 2", "…")] ──assemble──> text, places
 
 A place is a page, slide, chapter, sheet or heading. Each numbered part begins with a line such as
-``--- page 2 ---``. ``place_at`` names the place of a line, for example of a citation.
+``--- page 2 ---``. ``place_at_line`` names the place of a line, for example of a citation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str,
     return "\n".join(lines), places[:MAX_PLACES]
 
 
-def place_at(places: Sequence[SourcePlace], line: int) -> str:
+def place_at_line(places: Sequence[SourcePlace], line: int) -> str:
     """Return the name of the place that contains the given line, or an empty string if the line is
     before the first place.
     """

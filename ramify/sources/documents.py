@@ -20,10 +20,15 @@ from ramify.sources.archives import (
     check_count,
     check_parts,
     has_macros,
+    load_member,
     member_name,
-    read_member,
 )
-from ramify.sources.base import OversizedSource, SourceCollector, UnreadableSource, needs_inputs
+from ramify.sources.base import (
+    OversizedSource,
+    SourceCollector,
+    UnreadableSource,
+    missing_library_advice,
+)
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_page_pictures import keep, read_scan
@@ -48,7 +53,7 @@ _ZIPPED = ("docx", "pptx", "odt", "epub")
 def _converted(kind: str, file: SourceFile, loading: SourceCollector) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
-        raise UnreadableSource(f"is {what}", needs_inputs())
+        raise UnreadableSource(f"is {what}", missing_library_advice())
     parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
     found = convert_document(kind, what, file, loading)
     if has_macros(parts):
@@ -71,7 +76,7 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceC
                 name, f"is attached below {MAX_DEPTH} messages: save it and name it"
             )
         else:
-            read_member(name, data, loading, file.depth + 1)
+            load_member(name, data, loading, file.depth + 1)
 
 
 def _read(kind: str, file: SourceFile, loading: SourceCollector) -> None:
@@ -100,7 +105,7 @@ def read_html(file: SourceFile, loading: SourceCollector) -> None:
     except OversizedSource:
         raise
     except UnreadableSource as error:
-        why = error.remedy if error.remedy == needs_inputs() else error.reason
+        why = error.remedy if error.remedy == missing_library_advice() else error.reason
         loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")
 
 

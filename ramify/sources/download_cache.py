@@ -72,7 +72,7 @@ class DownloadCache:
             return None
         return CachedCopy(path, entry.num_bytes, entry.head)
 
-    def use(self, url: str) -> None:
+    def mark_used(self, url: str) -> None:
         """Record that the copy of the file at ``url`` has been used now, so that it is kept
         longer.
         """

@@ -34,7 +34,13 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.sources.query_process import QUERY_S, QueryProcesses, RowsWithinLimits, answered, plain
+from ramify.sources.query_process import (
+    QUERY_S,
+    BoundedRowCollector,
+    QueryProcesses,
+    encode_outcome,
+    plain,
+)
 from ramify.sources.sql_table_types import TableInfo, TableLocation
 
 MEMORY_BYTES = 2 << 30
@@ -106,7 +112,7 @@ def serve() -> None:
 
     def answer(request: list[bytes]) -> list[bytes]:
         asked: TableQuestion = decode(request[0], TableQuestion)
-        return answered(lambda: _answer_by_name(asked, kept))
+        return encode_outcome(lambda: _answer_by_name(asked, kept))
 
     answer_requests(answer)
 
@@ -374,7 +380,7 @@ class _Tables:
         return self._read(query, params)
 
     def _read(self, query: str, params: Any = None) -> list[tuple[Any, ...]]:
-        bounded = RowsWithinLimits()
+        bounded = BoundedRowCollector()
         self._database.execute("BEGIN TRANSACTION READ ONLY")
         try:
             result = self._database.execute(query, params or None)

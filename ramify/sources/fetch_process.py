@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
-from ramify.actors.child_process import kill
+from ramify.actors.child_process import kill_and_reap
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.base import UnreadableSource
 from ramify.sources.url_recognition import ListedFile, RemoteHead, is_web
 
 if TYPE_CHECKING:
     from ramify.http_client.http_transport import HttpConnectionPool
-    from ramify.sources.bucket_files import BucketDownload
+    from ramify.sources.bucket_files import OpenBucketFile
     from ramify.sources.http_download import OpenDownload
 
 ANSWER_S = 60.0
@@ -136,7 +136,7 @@ class FetchProcess:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            kill(process)
+            kill_and_reap(process)
 
 
 # --- in the process -------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _OpenFiles:
         self._runner = runner
         self._pool: HttpConnectionPool | None = None
         self._web: dict[str, OpenDownload] = {}
-        self._buckets: dict[str, BucketDownload] = {}
+        self._buckets: dict[str, OpenBucketFile] = {}
 
     def open(self, asked: FetchRequest) -> RemoteHead:
         self.close(asked.url)

@@ -231,14 +231,14 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     kind, detail = describe(file.name, text)
     problem = ""
     if kind in ("csv", "jsonl"):
-        from ramify.sources.tables import describe_text
+        from ramify.sources.tables import add_text_table
 
-        problem = describe_text(file.name, kind, file.path, text, loading)
+        problem = add_text_table(file.name, kind, file.path, text, loading)
     details = "; ".join(filter(None, (detail, note, problem)))
     loading.add(file.name, text, kind, len(file.data), details)
 
 
-def mark_of(head: bytes) -> str:
+def bom_encoding(head: bytes) -> str:
     """Return the encoding that the byte order mark at the start of a file stands for, or an empty
     string if the file has none.
     """

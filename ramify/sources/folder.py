@@ -135,7 +135,7 @@ class _Walk:
         try:
             if suffix in BINARY_SUFFIXES and not is_picture:
                 raise UnreadableSource("is binary")
-            with self._loading.one_file():
+            with self._loading.undo_if_oversized():
                 self._read_file(path, name, is_picture)
         except UnreadableSource as error:
             self._loading.report_problem(self._prefix + name, str(error))

@@ -72,7 +72,7 @@ _IPV4_INSIDE = ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
-def public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
+def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
     """Return the public addresses among those of a host. Raises PrivateAddress if there are
     none.
     """
@@ -86,7 +86,7 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
     return HttpConnectionPool(
         connect_s=CONNECT_S,
         max_body_bytes=_UNBOUNDED,
-        choose_addresses=None if allow_private else public_addresses,
+        choose_addresses=None if allow_private else filter_public_addresses,
     )
 
 
@@ -179,7 +179,7 @@ async def _entered(
         route = route_to(url, headers, "GET")
         if route.origin[3] and not allow_private and _is_inside(host):
             raise PrivateAddress(host, host)
-        return await pool.send(host, route).__aenter__()
+        return await pool.prepare_exchange(host, route).__aenter__()
     except ConfigError as error:
         raise UnreadableSource("cannot be fetched", str(error)) from None
     except Unreachable as error:

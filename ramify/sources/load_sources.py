@@ -129,7 +129,7 @@ def recorded_name(name: str) -> str:
     return recorded_url(name) if is_remote(name) else without_password(name)
 
 
-def load_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
+def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
     """Load the tools again that the sources of a recorded run provided, such as ``sql``.
     ``sources`` is what ``LoadedContext.recorded_sources`` returned for that run. Raises SourceError
     if a source no longer exists.
@@ -247,14 +247,14 @@ def _read_path(
     try:
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer
-            with loading.one_file():
+            with loading.undo_if_oversized():
                 read_file(SourceFile(label, _drain(stream, shown, loading), is_named=True), loading)
         elif os.path.isdir(path):
             from ramify.sources.folder import read_folder
 
             read_folder(Path(path), f"{label}/" if label not in ("", ".") else "", loading)
         else:
-            with loading.one_file():
+            with loading.undo_if_oversized():
                 _read_one(path, label, loading)
     except UnreadableSource as error:
         if is_alone:

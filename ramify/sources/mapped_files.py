@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.sandbox.base import MappedText, mapped_text
 from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
-from ramify.sources.file_kinds import HEAD_BYTES, describe, is_binary, kind_of, mark_of
+from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
 
 TINY_BYTES = 1 << 16
 """A smaller file is always read into memory."""
@@ -43,12 +43,14 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
         if not stat.S_ISREG(status.st_mode) or not is_large(status.st_size, loading):
             return False
         head = os.pread(fd, HEAD_BYTES, 0)
-        if kind_of(name, head) != "text" or mark_of(head) not in ("", "utf-8"):
+        if kind_of(name, head) != "text" or bom_encoding(head) not in ("", "utf-8"):
             return False
         if is_binary(head):
             raise UnreadableSource("is binary")
-        loading.map(status.st_size, name)
-        text = mapped_text(fd, os.path.realpath(path), lambda read: loading.show(read, name))
+        loading.count_mapped(status.st_size, name)
+        text = mapped_text(
+            fd, os.path.realpath(path), lambda read: loading.show_progress(read, name)
+        )
     finally:
         os.close(fd)
     kind, detail = _described(name, text)

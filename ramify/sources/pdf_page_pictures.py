@@ -24,7 +24,7 @@ from ramify.nearest_name import nearest_name
 from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.picture_process import PictureFailed, rendered_page
-from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_of
+from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_from_bytes
 
 PAGE_WIDTH = 1600
 """Default width in pixels. The small print of a page of A4 is readable, and most models scale
@@ -128,6 +128,6 @@ def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> Non
             raise UnreadableSource(
                 f"is a PDF whose page {page} cannot be shown", str(error)
             ) from None
-        picture = picture_of(made, name)
+        picture = picture_from_bytes(made, name)
         about = f"page of a PDF without text, {picture}"
         loading.add_picture(name, picture, made, about, len(file.data))

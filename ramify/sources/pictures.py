@@ -22,7 +22,7 @@ from ramify.types.picture import (
     NotAPicture,
     Picture,
     PictureTooLarge,
-    picture_of,
+    picture_from_bytes,
     size_of,
 )
 
@@ -30,7 +30,7 @@ from ramify.types.picture import (
 def read(file: SourceFile, loading: SourceCollector) -> None:
     name = file.name.rpartition("/")[2]
     try:
-        picture, data = picture_of(file.data, name), file.data
+        picture, data = picture_from_bytes(file.data, name), file.data
         note, source = "", file.path
     except PictureTooLarge as error:
         picture, data = _smaller(file, name, str(error), loading.max_file_s)
@@ -61,6 +61,6 @@ def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Pic
         )
     try:
         data = scaled(file.data, MAX_SIDE // 4, MAX_PICTURE_BYTES, limit_s)
-        return picture_of(data, name), data
+        return picture_from_bytes(data, name), data
     except (PictureFailed, NotAPicture) as error:
         raise UnreadableSource(f"{why}, and it cannot be scaled down", str(error)) from None

@@ -80,7 +80,7 @@ class QueryProcesses:
         return answer.value
 
 
-def answered(call: Callable[[], Any]) -> list[bytes]:
+def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
     """Call a function and return its result, or the error that it raises, encoded as the answer of
     a process.
     """
@@ -92,7 +92,7 @@ def answered(call: Callable[[], Any]) -> list[bytes]:
         return [encode(ProcessValueOrError(kind=type(error).__name__, text=str(error)))]
 
 
-class RowsWithinLimits:
+class BoundedRowCollector:
     """Collects the rows of a result. Raises ValueError if there are more than ``MAX_ROWS`` rows or
     ``MAX_RESULT_BYTES`` bytes.
     """

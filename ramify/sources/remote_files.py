@@ -169,7 +169,7 @@ class _Fetching:
         head = wanted.head or self._opened(url)
         if head.is_unchanged and copy is not None:
             self._process.close_file(url)
-            self._cache.use(url)
+            self._cache.mark_used(url)
             self._spend(copy.num_bytes)
             work.at(work.done + copy.num_bytes, note)
             return copy

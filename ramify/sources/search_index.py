@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ramify.actors.answering_process import ask, start_python_process
-from ramify.actors.child_process import kill
+from ramify.actors.child_process import kill_and_reap
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.query_process import ProcessValueOrError
 from ramify.sources.search_index_process import SearchProcessRequest
@@ -130,7 +130,7 @@ def get_or_build_index(
 
 
 def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
-    kill(process)
+    kill_and_reap(process)
     shutil.rmtree(folder, ignore_errors=True)
 
 

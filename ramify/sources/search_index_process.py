@@ -34,8 +34,8 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.sources.query_process import answered
-from ramify.sources.search_units import Shape, searchable, units
+from ramify.sources.query_process import encode_outcome
+from ramify.sources.search_units import Shape, normalize_for_search, units
 
 MAX_POSTINGS = 1 << 20
 MAX_WORDS = 64
@@ -93,7 +93,7 @@ def serve() -> None:
                 index.append(_Index(asked.folder, asked.max_bytes))
             return index[0].answer(asked)
 
-        return answered(call)
+        return encode_outcome(call)
 
     try:
         answer_requests(answer)
@@ -157,7 +157,7 @@ class _Index:
         end = 0
         for start, end in units(block, added.shape, is_last=added.is_last):
             unit = document()
-            unit.add_text("text", searchable(block[start:end]))
+            unit.add_text("text", normalize_for_search(block[start:end]))
             unit.add_unsigned("at", at + start)
             unit.add_unsigned("part", self._num_units // _PART)
             unit.add_unsigned("region", self._num_units // _REGION)
@@ -173,7 +173,7 @@ class _Index:
             )
 
     def _ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        words = list(dict.fromkeys(self._words.analyze(searchable(query))))[:MAX_WORDS]
+        words = list(dict.fromkeys(self._words.analyze(normalize_for_search(query))))[:MAX_WORDS]
         counts = [(self._searcher.doc_freq("text", word), word) for word in words]
         rarest = sorted(each for each in counts if each[0])
         if not rarest:

@@ -1,7 +1,7 @@
 """Divides a text into the units of a search. A unit is what a search returns as one hit: a line or
 a passage.
 
-    layout_of(text)                    "lines" or "passages", and whether it has pages
+    detect_segmentation(text)          "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order
     place_of(name, text, start, …)     "report.pdf:812 (page 14)"
     searchable(text)                   the text with the words of scripts without spaces apart
@@ -73,7 +73,7 @@ def sendable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def layout_of(text: Text) -> TextSegmentation:
+def detect_segmentation(text: Text) -> TextSegmentation:
     head = text[:_HEAD_CHARS]
     lines = head.split("\n")
     num_blank = sum(1 for line in lines[:-1] if not line.strip())
@@ -160,7 +160,7 @@ def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
     return last.strip()
 
 
-def searchable(text: str) -> str:
+def normalize_for_search(text: str) -> str:
     """Return a form of a text in which words can be found at spaces. This form is indexed and
     searched.
     """

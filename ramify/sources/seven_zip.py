@@ -8,8 +8,8 @@ import importlib.util
 import io
 from typing import Any
 
-from ramify.sources.archives import check_count, check_ratio, is_hidden, member_name, read_member
-from ramify.sources.base import SourceCollector, UnreadableSource, needs_inputs
+from ramify.sources.archives import check_count, check_ratio, is_hidden, load_member, member_name
+from ramify.sources.base import SourceCollector, UnreadableSource, missing_library_advice
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile
 
@@ -19,7 +19,7 @@ MAX_UNPACKED_BYTES = 1 << 30
 
 def read(file: SourceFile, loading: SourceCollector) -> None:
     if importlib.util.find_spec("py7zr") is None:
-        raise UnreadableSource("is a 7-Zip archive", needs_inputs())
+        raise UnreadableSource("is a 7-Zip archive", missing_library_advice())
     found = convert_document("7z", "a 7-Zip archive", file, loading)
     check_count(len(found.members))
     total = 0
@@ -31,7 +31,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
         if is_hidden(member):
             loading.leave_out(name, "hidden")
         else:
-            read_member(name, data, loading)
+            load_member(name, data, loading)
 
 
 def convert(data: bytes) -> ConvertedDocument:

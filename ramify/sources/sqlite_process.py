@@ -13,7 +13,7 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcesses, answered
+from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcesses, encode_outcome
 from ramify.sources.sqlite_query import Params, run_query
 
 
@@ -52,4 +52,6 @@ def serve() -> None:
 def _answer(request: list[bytes]) -> list[bytes]:
     """Run the query in ``request``."""
     asked: SqlQuery = decode(request[0], SqlQuery)
-    return answered(lambda: run_query(Path(asked.path), asked.query, asked.params, asked.limit_s))
+    return encode_outcome(
+        lambda: run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)
+    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, RowsWithinLimits
+from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, BoundedRowCollector
 
 _STEPS = 10_000
 """SQLite virtual machine steps between two checks of the clock: about 0.1 ms."""
@@ -67,7 +67,7 @@ def run_query(
 
 
 def _fetch(cursor: sqlite3.Cursor) -> list[tuple[Any, ...]]:
-    bounded = RowsWithinLimits()
+    bounded = BoundedRowCollector()
     for row in cursor:
         bounded.add(row)
     return bounded.rows

@@ -8,7 +8,12 @@ the rows are queried.
 from __future__ import annotations
 
 from ramify.sources.archives import MACROS, check_parts, has_macros
-from ramify.sources.base import SourceCollector, SourcePlace, UnreadableSource, needs_inputs
+from ramify.sources.base import (
+    SourceCollector,
+    SourcePlace,
+    UnreadableSource,
+    missing_library_advice,
+)
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.sql_table_types import TableInfo
 from ramify.sources.tables import describe_file, described, has_duckdb
@@ -64,7 +69,8 @@ def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
 def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableInfo]:
     if not has_duckdb():
         raise UnreadableSource(
-            f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file", needs_inputs()
+            f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file",
+            missing_library_advice(),
         )
     return describe_file(file.name, kind, file.path, file.data, loading)
 

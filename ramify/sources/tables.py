@@ -93,7 +93,7 @@ def describe_file(
     ]
 
 
-def describe_text(
+def add_text_table(
     name: str, kind: str, path: Path | None, text: str, loading: SourceCollector
 ) -> str:
     """Describe a text of the context as a table and add it to the load, so that ``sql`` can query

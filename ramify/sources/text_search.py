@@ -31,7 +31,7 @@ from ramify.sources.search_units import (
     MAX_HITS,
     Text,
     TextSegmentation,
-    layout_of,
+    detect_segmentation,
     place_of,
     sendable,
     unit_at,
@@ -181,7 +181,7 @@ class TextSearchTool:
     def _layout(self, name: Any) -> TextSegmentation:
         layout = self._layouts.get(name)
         if layout is None:
-            layout = self._layouts[name] = layout_of(self._texts[name])
+            layout = self._layouts[name] = detect_segmentation(self._texts[name])
         return layout
 
     def _line(self, name: Any, start: int) -> int:
@@ -206,7 +206,7 @@ class TextSearchTool:
                 built = self._built = _in_thread(_UsedSearch(self).get_or_build_index)
             return built
 
-    def places(self) -> list[tuple[int, int]]:
+    def block_starts(self) -> list[tuple[int, int]]:
         """Return where each block of text begins, as pairs of the number of a text and a position
         in it.
         """
@@ -216,7 +216,7 @@ class TextSearchTool:
             for at in range(0, len(text), BLOCK_CHARS)
         ]
 
-    def fingerprint(self, number: int, at: int) -> bytes:
+    def block_hash_input(self, number: int, at: int) -> bytes:
         """Return the bytes that represent one block of text in the hash of the context. Contexts
         with equal hashes share a search index.
         """
@@ -226,7 +226,7 @@ class TextSearchTool:
             return head + (b"" if at else text.file.digest.encode())
         return head + text[at : at + BLOCK_CHARS].encode("utf-8", "replace")
 
-    def block(self, number: int, at: int) -> IndexedTextBlock:
+    def block_at(self, number: int, at: int) -> IndexedTextBlock:
         """Return the block of a text that begins at the given position."""
         from ramify.sources.search_index_process import IndexedTextBlock
 
@@ -246,7 +246,7 @@ class _UsedSearch:
     def __init__(self, search: TextSearchTool) -> None:
         self._search = weakref.ref(search)
         self._is_asked = search.is_asked
-        self._places = search.places()
+        self._places = search.block_starts()
         self._num_chars = search.num_chars
 
     def get_or_build_index(self) -> SearchIndexProcess:
@@ -261,7 +261,7 @@ class _UsedSearch:
 
         digest = hashlib.sha256()
         for number, at in self._places:
-            digest.update(self._used().fingerprint(number, at))
+            digest.update(self._used().block_hash_input(number, at))
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[SearchProcessRequest]:
@@ -273,7 +273,7 @@ class _UsedSearch:
         blocks: list[IndexedTextBlock] = []
         num_chars = 0
         for number, at in self._places:
-            blocks.append(self._used().block(number, at))
+            blocks.append(self._used().block_at(number, at))
             num_chars += len(blocks[-1].text)
             if num_chars >= BLOCK_CHARS:
                 yield SearchProcessRequest("add", tuple(blocks))

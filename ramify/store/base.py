@@ -144,7 +144,7 @@ class RunStore(Protocol):
         """Return the full id of ``run``, which may also be the beginning of an id or ``"last"``.
         Raises UnknownRun.
         """
-        return id_of(run, self.ids(), self)
+        return resolve_run_id(run, self.ids(), self)
 
     def stored(self, run: str) -> StoredRun:
         """Return an object that reads ``run`` line by line."""
@@ -175,7 +175,7 @@ class RunStore(Protocol):
                 continue
             if id not in known or known[id][0] != state:
                 known[id] = state, summarise(run)
-            review = run.reviews().get(id)
+            review = run.store_reviews().get(id)
             found.append(replace(known[id][1], review=review, alive=run.is_written()))
         return found
 
@@ -249,7 +249,7 @@ class FilelessStoredRun(NamedTuple):
     def has_neighbor(self, id: str) -> bool:
         return id in self.store.ids()
 
-    def reviews(self) -> Mapping[str, HumanRunReview]:
+    def store_reviews(self) -> Mapping[str, HumanRunReview]:
         review = self.store.review(self.id)
         return {} if review.is_empty() else {self.id: review}
 
@@ -276,7 +276,7 @@ def check_run_id(run_id: str) -> None:
         )
 
 
-def id_of(name: str, ids: Sequence[str], place: object) -> str:
+def resolve_run_id(name: str, ids: Sequence[str], place: object) -> str:
     """Return the run id that ``name`` stands for: a complete id, the unique beginning of an id, or
     ``"last"``. ``ids`` are the ids of all runs, newest first. Raises UnknownRun if no run or
     several runs match; its message names ``place``, where the runs are stored.

@@ -73,14 +73,14 @@ class CallCache:
         except msgspec.DecodeError as error:
             raise self._failed(error) from error
 
-    def place(self, prompt_hash: str) -> ReplyPlace | None:
+    def journal_place(self, prompt_hash: str) -> ReplyPlace | None:
         """Return where a journal records the reply to the request with this hash, or None if
         ``add_run`` has not registered one.
         """
         row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
         return None if row is None else ReplyPlace(*row)
 
-    def read_bytes(self, run: str) -> int:
+    def registered_journal_bytes(self, run: str) -> int:
         """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
         its replies, or 0 if that never happened. A larger journal has new replies.
         """
@@ -115,7 +115,7 @@ class CallCache:
             "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", prompt_hash, time.time(), data
         )
 
-    def prune(self, older_than_s: float = 0.0) -> int:
+    def delete_older_than(self, older_than_s: float = 0.0) -> int:
         """Delete replies that were stored more than ``older_than_s`` seconds ago, and return how
         many were deleted.
         """

@@ -107,7 +107,7 @@ def keep_reserve(root: Path) -> None:
     becomes full, the reserve is freed for replies that still arrive.
     """
     path = root / _RESERVE
-    if reserve_bytes(root) >= RESERVE_BYTES:
+    if reserve_file_bytes(root) >= RESERVE_BYTES:
         return
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
@@ -120,7 +120,7 @@ def keep_reserve(root: Path) -> None:
         release_reserve(root)
 
 
-def reserve_bytes(root: Path) -> int:
+def reserve_file_bytes(root: Path) -> int:
     """Return the size in bytes of the reserve file, which keeps disk space free for the store at
     ``root``, or 0 if there is none.
     """
@@ -152,7 +152,7 @@ class _Size(msgspec.Struct):
     at: float
 
 
-class StoreSize:
+class StoreSizeMonitor:
     """Measures the size of one store and warns if it exceeds its limit."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
@@ -167,7 +167,7 @@ class StoreSize:
         """Return the total size of the store's folder in bytes. The result is cached for
         ``warn_if_full``.
         """
-        total = sum(_walk(self._root)) - reserve_bytes(self._root)
+        total = sum(_walk(self._root)) - reserve_file_bytes(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
         try:
             fd = os.open(
@@ -436,7 +436,7 @@ class BlobStore:
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
-    def list(self) -> Iterator[tuple[Path, os.stat_result]]:
+    def list_files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Yield the path and attributes of every blob's file, including files that a killed writer
         left behind, whose names begin with a dot.
         """

@@ -274,11 +274,11 @@ def _lock(fd: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = _named(path) or "another process"
-                raise in_use(path, str(holder)) from None
+                raise run_in_use_error(path, str(holder)) from None
         time.sleep(0.01)
 
 
-def in_use(path: Path, holder: str) -> RunInUse:
+def run_in_use_error(path: Path, holder: str) -> RunInUse:
     """Return the error to raise if another process, described by ``holder``, is writing a
     journal.
     """
@@ -469,7 +469,7 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
             number += 1
             if decoded is None or type(decoded) is RunStarted:
                 event = decode_line(line, run, number, chain)
-            elif problem := chain.take(line):
+            elif problem := chain.check_and_advance(line):
                 raise damaged(run, number, problem)
             else:
                 event = decoded
@@ -542,7 +542,7 @@ class FileStoredRun(NamedTuple):
     def has_neighbor(self, id: str) -> bool:
         return is_run_id(id) and (self.path.parent / f"{id}.jsonl").is_file()
 
-    def reviews(self) -> dict[str, HumanRunReview]:
+    def store_reviews(self) -> dict[str, HumanRunReview]:
         return read_reviews(self.path)
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:

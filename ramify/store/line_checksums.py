@@ -57,7 +57,7 @@ class ChecksumChain:
             return _MISSING if self.is_checked else ""
         return CHANGED
 
-    def take(self, line: bytes) -> str:
+    def check_and_advance(self, line: bytes) -> str:
         """Advance past ``line`` if it is intact. Otherwise return the reason why it is damaged."""
         crc = crc32(line[:-_NUM_BYTES], self.crc)
         if line.endswith(_tail(crc)):

@@ -128,7 +128,7 @@ class LiveReplyFileWriter(LiveReplyFile):
             os.ftruncate(self._fd, len(sealed))
             self._written = line
 
-    def end(self) -> None:
+    def delete(self) -> None:
         """Delete the file, because no more replies will arrive."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class LiveReplyFileWriter(LiveReplyFile):
         """Return ``text`` without secrets. If the text ends with what may be the beginning of a
         secret, that end is removed, too.
         """
-        return self._secrets.without_beginning(self._secrets.redact(encodable(text)))
+        return self._secrets.trim_partial_secret(self._secrets.redact(encodable(text)))
 
 
 class LiveReplyFileReader(LiveReplyFile):
@@ -201,7 +201,7 @@ def live_file(journal: Path) -> Path:
     return journal.with_suffix(".live")
 
 
-def delete_unused(path: Path) -> None:
+def delete_if_unfollowed(path: Path) -> None:
     """Delete the ``.live`` file at ``path``, unless a page follows its run."""
     file = LiveReplyFile(path.with_suffix(".jsonl"))
     with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.errors import RunInUse, StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
-from ramify.store.base import RunStore, check_run_id, id_of
+from ramify.store.base import RunStore, check_run_id, resolve_run_id
 from ramify.store.durable_files import Bytes
 from ramify.store.journal import encode_line
 from ramify.store.reviews import HumanRunReview
@@ -119,7 +119,7 @@ class MemoryStore(RunStore):
         return starts
 
     def _free(self, run: str) -> str:
-        id = id_of(run, [*self._lines][::-1], self)
+        id = resolve_run_id(run, [*self._lines][::-1], self)
         if id in self._written:
             raise RunInUse(f"run {id} is being written in this process: wait for it, or cancel it")
         return id

@@ -25,11 +25,11 @@ from ramify.store.durable_files import (
     MATRIX,
     TOKENIZED,
     BlobStore,
-    StoreSize,
+    StoreSizeMonitor,
     remove_file,
 )
 from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.live_text import delete_unused, live_file
+from ramify.store.live_text import delete_if_unfollowed, live_file
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
@@ -52,7 +52,7 @@ class PruneResult(msgspec.Struct):
 class StorePruner:
     """Deletes runs and other data from one store."""
 
-    def __init__(self, root: Path, runs: Path, blobs: BlobStore, size: StoreSize) -> None:
+    def __init__(self, root: Path, runs: Path, blobs: BlobStore, size: StoreSizeMonitor) -> None:
         self._root = root
         self._runs = runs
         self._blobs = blobs
@@ -158,7 +158,7 @@ class StorePruner:
         """Delete blobs that no journal refers to, and files that a killed writer left behind."""
         settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
         candidates = {}
-        for path, stat in self._blobs.list():
+        for path, stat in self._blobs.list_files():
             if not path.name.startswith("."):
                 candidates[path.name] = settled
             elif stat.st_mtime < stale:
@@ -168,7 +168,7 @@ class StorePruner:
             if not path.with_suffix(".jsonl").exists() and path.stat().st_mtime < stale:
                 remove_file(path)
         for path in self._runs.glob("*.live"):
-            delete_unused(path)
+            delete_if_unfollowed(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
         """Delete those candidates to which no journal refers, and return the number of bytes freed.

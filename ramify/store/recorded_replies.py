@@ -115,7 +115,7 @@ class RecordedRunIndex:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
         self._held: dict[Key, None] = {}
-        """Identities of the events that ``holds`` cannot look up elsewhere."""
+        """Identities of the events that ``must_not_append`` cannot look up elsewhere."""
         self._booked: set[tuple[str, int]] = set()
         """Requests without a reply whose last attempt is accounted for."""
         for event in events:
@@ -133,7 +133,9 @@ class RecordedRunIndex:
             for place, texts in (forked.get("prompts") or {}).items()
         }
 
-    def edited(self, call: str, turn: int, new: tuple[Message, ...]) -> tuple[Message, ...]:
+    def with_edited_texts(
+        self, call: str, turn: int, new: tuple[Message, ...]
+    ) -> tuple[Message, ...]:
         """Return the messages that a turn adds to its conversation. ``new`` holds them as the
         engine made them; in a fork of a run whose texts were edited, the edited texts replace those
         of the last messages.
@@ -159,7 +161,7 @@ class RecordedRunIndex:
             self._missing(f"a reply to call {call}, turn {turn}")
         return None if reply is None else reply.reply
 
-    def answered_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
+    def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
         """Return the first request of a call and its reply if a resumed or replayed run can simply
         reuse them. Return None if the call was not recorded to its end, if it had failed attempts
         or dropped turns, or if the run has diverged from the journal.
@@ -199,7 +201,7 @@ class RecordedRunIndex:
                 "or context have changed, so start a new run"
             )
 
-    def reused_ids(self, call: str, turn: int) -> int:
+    def num_reused_ids(self, call: str, turn: int) -> int:
         """Return how many token ids at the start of this turn's recorded prompt were taken over
         unchanged from earlier turns of the call.
         """
@@ -211,7 +213,7 @@ class RecordedRunIndex:
         """
         return self._attempts.get((call, turn), [])
 
-    def in_flight(self, call: str, turn: int) -> bool:
+    def is_in_flight(self, call: str, turn: int) -> bool:
         """Return True if the request of this turn had been sent but not answered when the run was
         cut off. The provider may have charged for it.
         """
@@ -228,7 +230,7 @@ class RecordedRunIndex:
         place = (call, turn)
         return place in self._requests and place not in self._replies and call not in self._ends
 
-    def replace_request(self, call: str, turn: int) -> None:
+    def drop_request(self, call: str, turn: int) -> None:
         """Drop the recorded request of this turn, which has no reply, so that a different one can
         be sent in its place."""
         request = self._requests.pop((call, turn), None)
@@ -240,10 +242,10 @@ class RecordedRunIndex:
         return [
             request
             for (call, turn), request in self._requests.items()
-            if self.in_flight(call, turn)
+            if self.is_in_flight(call, turn)
         ]
 
-    def last_word(self, call: str, turn: int) -> Stop | None:
+    def final_turn_limit(self, call: str, turn: int) -> Stop | None:
         """Return the limit that made this request the last one of its call, or None if the call
         could have continued after it.
         """
@@ -290,7 +292,7 @@ class RecordedRunIndex:
             )
         return recorded
 
-    def holds(self, event: AnyEvent) -> bool:
+    def must_not_append(self, event: AnyEvent) -> bool:
         """Return True if a resumed run must not append this event. Either the journal already
         contains the event, or the run has diverged and the journal must stay as it is, so that the
         original program can still resume from it.

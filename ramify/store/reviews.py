@@ -82,7 +82,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return not (self.labels or self.note or self.rewards or self.verdicts)
 
     @property
-    def verdict(self) -> str:
+    def combined_verdict(self) -> str:
         """The combined verdict of all people: the one on which all who are sure agree, ``disputed``
         if they differ, ``not sure`` if no person is sure, and empty if there are no verdicts.
         """
@@ -90,11 +90,11 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
 
     @property
-    def listed_labels(self) -> tuple[str, ...]:
+    def labels_and_verdict(self) -> tuple[str, ...]:
         """The labels by which lists show and filter the run, followed by the combined verdict of
         all people, if there is one.
         """
-        return (*self.labels, self.verdict) if self.verdict else self.labels
+        return (*self.labels, self.combined_verdict) if self.combined_verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> HumanRunReview:
         """Return a copy of this review in which ``person`` has given ``verdict``. If ``verdict`` is
@@ -108,8 +108,8 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             self, verdicts=others if verdict is None else {**others, person: verdict}
         )
         rewards = {name: value for name, value in self.rewards.items() if name != reward}
-        if review.verdict in _WORTH:
-            rewards[reward] = _WORTH[review.verdict]
+        if review.combined_verdict in _WORTH:
+            rewards[reward] = _WORTH[review.combined_verdict]
         return msgspec.structs.replace(review, rewards=rewards)
 
 
@@ -129,7 +129,7 @@ class InterRaterAgreement(msgspec.Struct, frozen=True):
     about all runs, since chance then explains everything."""
 
 
-def agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
+def inter_rater_agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
     """Return, for each pair of people, how often their verdicts agree. Pairs are included if both
     people are sure about at least one common run. ``verdicts`` has one mapping for each run, from
     each person to that person's verdict.

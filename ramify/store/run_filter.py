@@ -143,7 +143,7 @@ _TEXTS: Mapping[str, Text] = {
     "task": lambda run: run.task,
     "question": lambda run: run.question,
     "answer": lambda run: run.answer or "",
-    "label": lambda run: "\n".join(run.review.listed_labels) if run.review else "",
+    "label": lambda run: "\n".join(run.review.labels_and_verdict) if run.review else "",
     "note": lambda run: run.review.note if run.review else "",
     "corrected": lambda run: "\n".join(run.review.rewards) if run.review else "",
     "id": lambda run: run.id,
@@ -157,7 +157,7 @@ GROUPS = ("origin", "task", "model", "stop", "label", "question")
 
 def _words_of(run: RunSummary) -> str:
     stop = stop_of(run)
-    review = [*run.review.listed_labels, run.review.note] if run.review else []
+    review = [*run.review.labels_and_verdict, run.review.note] if run.review else []
     parts = [run.question, run.model, stop, stop.replace("_", " "), run.id, run.task]
     return " ".join([*parts, run.answer or "", *review, run.problem or ""]).lower()
 

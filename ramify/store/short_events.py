@@ -42,7 +42,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Reply, Usage
-from ramify.types.partial_struct import short_form_of
+from ramify.types.partial_struct import check_short_form
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
     Call,
@@ -56,7 +56,7 @@ from ramify.types.trajectory import (
 )
 
 
-@short_form_of(CallStarted)
+@check_short_form(CallStarted)
 class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
     """The event that a call has started, reduced to the fields that listings and a run's page
     need.
@@ -72,7 +72,7 @@ class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
     context: ContextRef | None = None
 
 
-@short_form_of(RequestStarted)
+@check_short_form(RequestStarted)
 class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
     """The event that a request was sent, without its prompt."""
 
@@ -80,7 +80,7 @@ class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
     turn: int
 
 
-@short_form_of(Reply)
+@check_short_form(Reply)
 class ReplyBill(msgspec.Struct, frozen=True, gc=False):
     """The cost of a reply, read without its text."""
 
@@ -88,7 +88,7 @@ class ReplyBill(msgspec.Struct, frozen=True, gc=False):
     cost: float | None = None
 
 
-@short_form_of(ReplyReceived)
+@check_short_form(ReplyReceived)
 class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
     """The event that a reply was received, without its text and token ids."""
 
@@ -97,7 +97,7 @@ class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
     reply: ReplyBill
 
 
-@short_form_of(CellRan)
+@check_short_form(CellRan)
 class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
     """The event that a code cell was run, without its code and output."""
 
@@ -106,7 +106,7 @@ class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
     cell: int
 
 
-@short_form_of(ToolAnswered)
+@check_short_form(ToolAnswered)
 class ToolAnswerOutline(Event, frozen=True, gc=False, tag="ToolAnswered"):
     """The event that a tool has answered, without its arguments and result."""
 
@@ -142,7 +142,7 @@ def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
 _FIRST = b'{"type":"RunStarted"'
 
 
-def short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
+def decode_short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
     """Decode one line of a run into a shortened event. Raises StoreError if a newer version of
     Ramify wrote the line, and one of the errors in ``CANNOT_DECODE`` if the line is damaged.
     """
@@ -157,7 +157,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
     reason: str
 
 
-def short_events(
+def decode_short_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
     """Decode a block of complete lines of ``run`` into shortened events. The block comes directly
@@ -189,7 +189,7 @@ def _decoded(
 def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline | DamagedLine]:
     for line in lines:
         try:
-            yield short_event(line, run)
+            yield decode_short_event(line, run)
         except CANNOT_DECODE as error:
             yield DamagedLine(str(error))
 
@@ -197,21 +197,21 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 # --- trajectories ---------------------------------------------------------------------------------
 
 
-@short_form_of(Turn)
-class CountedTurn(msgspec.Struct):
+@check_short_form(Turn)
+class TurnOutline(msgspec.Struct):
     """A turn of a call without any fields, because listings only count the turns."""
 
 
-@short_form_of(Call)
+@check_short_form(Call)
 class CallOutline(msgspec.Struct):
     """A call of a trajectory, without its texts."""
 
     model: str
     depth: int = 0
-    turns: list[CountedTurn] = []
+    turns: list[TurnOutline] = []
 
 
-@short_form_of(Trajectory)
+@check_short_form(Trajectory)
 class TrajectoryOutline(msgspec.Struct):
     """A trajectory without the texts and token ids of its calls."""
 

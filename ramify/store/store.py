@@ -29,12 +29,12 @@ import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
-from ramify.store.base import RunStore, check_run_id, id_of
+from ramify.store.base import RunStore, check_run_id, resolve_run_id
 from ramify.store.durable_files import (
     BlobStore,
     Fsync,
     FsyncFlusher,
-    StoreSize,
+    StoreSizeMonitor,
     keep_reserve,
     make_folder,
 )
@@ -44,8 +44,8 @@ from ramify.store.journal import (
     chain_at_end,
     cut_torn_line,
     follow,
-    in_use,
     open_locked,
+    run_in_use_error,
     writer,
     writer_file,
 )
@@ -200,7 +200,7 @@ class Store(RunStore):
         self._flusher = FsyncFlusher(fsync)
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._index = RunIndex(self.root / "index.sqlite")
-        self._size = StoreSize(self.root)
+        self._size = StoreSizeMonitor(self.root)
         self._claimed: tuple[int, frozenset[str]] = (-1, frozenset())
         """Time of a change of the folder of runs, and the runs that had a writer then."""
 
@@ -267,7 +267,7 @@ class Store(RunStore):
         """
         holder = writer(self.path(run))
         if holder is not None:
-            raise in_use(self.path(run), str(holder))
+            raise run_in_use_error(self.path(run), str(holder))
 
     def path(self, run: str | Path) -> Path:
         """Return the path of the journal of a run. ``run`` is a run's id, the unique beginning of
@@ -282,7 +282,7 @@ class Store(RunStore):
         exact = self._runs / f"{name}.jsonl"
         if is_run_id(name) and exact.is_file():
             return exact
-        return self._runs / f"{id_of(name, self.ids(), self._runs)}.jsonl"
+        return self._runs / f"{resolve_run_id(name, self.ids(), self._runs)}.jsonl"
 
     def lines(self, id: str, offset: int = 0) -> Iterator[bytes]:
         return (line + b"\n" for line in self.stored(id).lines(offset))
@@ -336,7 +336,7 @@ class Store(RunStore):
         return changed, tuple(journals), time.monotonic() // _EVERY_S
 
     def review(self, run: str | Path) -> HumanRunReview:
-        return self.stored(run).reviews().get(self.find(run), HumanRunReview())
+        return self.stored(run).store_reviews().get(self.find(run), HumanRunReview())
 
     def write_review(self, run: str | Path, review: HumanRunReview) -> HumanRunReview:
         return self.stored(run).write_review(self.find(run), review)

@@ -65,7 +65,7 @@ class StoredRun(Protocol):
     def has_neighbor(self, id: str) -> bool:
         """Return True if the store of this run also has a run ``id``."""
 
-    def reviews(self) -> Mapping[str, HumanRunReview]:
+    def store_reviews(self) -> Mapping[str, HumanRunReview]:
         """Return the reviews of all runs in the same store, by run id. A journal that is not in a
         store has at most its own review. Raises StoreError if the reviews cannot be read.
         """

@@ -48,7 +48,7 @@ def open_store() -> RunStore:
     return store
 
 
-def folder_store(what: str) -> Store:
+def require_folder_store(what: str) -> Store:
     """Open the store for a command that needs the files of a folder. ``what`` names the command in
     the error. Raises ConfigError if the store has no files.
     """

@@ -15,7 +15,7 @@ from ramify.store.short_events import (
     DamagedLine,
     ReplyOutline,
     RequestOutline,
-    short_events,
+    decode_short_events,
 )
 from ramify.store.stored_run import StoredRun
 from ramify.types.event import (
@@ -27,7 +27,7 @@ from ramify.types.event import (
     ScoreAdded,
 )
 from ramify.types.message import Usage
-from ramify.types.trajectory import Stop, as_text, cut
+from ramify.types.trajectory import Stop, answer_text, cut
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
@@ -84,7 +84,7 @@ def summarise(run: StoredRun) -> RunSummary:
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
         for block in run.blocks():
-            for event, num_bytes in short_events(block, run, chain):
+            for event, num_bytes in decode_short_events(block, run, chain):
                 number += 1
                 if isinstance(event, DamagedLine):
                     raise damaged(run, number, event.reason)
@@ -123,7 +123,7 @@ def _add(summary: RunSummary, event: AnyEventOutline) -> None:
         case RunEnded():
             summary.stop, summary.reason = event.stop, event.reason or event.error or ""
             summary.answer = (
-                None if event.answer is None else cut(as_text(event.answer), MAX_ANSWER)
+                None if event.answer is None else cut(answer_text(event.answer), MAX_ANSWER)
             )
         case RunResumed():
             summary.stop, summary.reason, summary.answer = None, "", None

@@ -39,7 +39,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, nearest, raised_at
+from ramify.errors import ConfigError, RamifyError, did_you_mean, raised_at
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
@@ -347,7 +347,7 @@ def items_of(task: Task, split: str) -> Sequence[Item]:
     """
     if split not in task.splits:
         raise ConfigError(
-            f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}"
+            f"task '{task.name}' has no split '{split}': {did_you_mean(split, task.splits)}"
         )
     return task.splits[split]
 
@@ -398,7 +398,7 @@ def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
     unknown = [option for option in options if option not in parameters]
     if unknown and not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
         raise ConfigError(
-            f"task '{name}' has no option '{unknown[0]}': {nearest(unknown[0], parameters)}"
+            f"task '{name}' has no option '{unknown[0]}': {did_you_mean(unknown[0], parameters)}"
         )
     try:
         return make(**options)
@@ -421,7 +421,7 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return math.fsum(weights.get(name, 1.0) * reward for name, reward in rewards.items())
 
 
-def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
+def score_trajectory(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
     """Score a trajectory, store the rewards, per-call rewards and metrics in it, and return it.
 
     Raises RamifyError, naming the task and the item, if the score raised or returned an invalid
@@ -436,11 +436,11 @@ def scored(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
         raise RamifyError(
             f"{where}: its score raised {type(error).__name__}: {error}{raised_at(error)}"
         ) from error
-    store_score(where, trajectory, score)
+    set_trajectory_score(where, trajectory, score)
     return trajectory
 
 
-def store_score(where: str, trajectory: Trajectory, score: Score) -> None:
+def set_trajectory_score(where: str, trajectory: Trajectory, score: Score) -> None:
     """Store the rewards and metrics of ``score`` in ``trajectory``. Raises RamifyError, whose
     message begins with ``where``, if the score is invalid.
     """

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from ramify.errors import RamifyError, raised_at
-from ramify.tasks.base import Item, Score, Task, store_score
+from ramify.tasks.base import Item, Score, Task, set_trajectory_score
 from ramify.tasks.score_with_timeout import call_in_time
 from ramify.types.trajectory import Trajectory
 
@@ -85,7 +85,7 @@ def score_step_in_time(
         problem = score if isinstance(score, RamifyError) else None
         if not isinstance(score, RamifyError):
             try:
-                store_score(f"task '{task.name}', item {item.id}", trajectory, score)
+                set_trajectory_score(f"task '{task.name}', item {item.id}", trajectory, score)
             except RamifyError as error:
                 problem = error
         errors.append(problem)

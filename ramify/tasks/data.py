@@ -231,7 +231,7 @@ class DatasetItems(LazySequence[Item]):
             return range(len(self._rows))
         return self._selected() if callable(self._selected) else self._selected
 
-    def some(self, name: str, places: Sequence[int]) -> DatasetItems:
+    def select(self, name: str, places: Sequence[int]) -> DatasetItems:
         """Return the items at the given positions as a dataset called ``name``. The ids of the
         items still contain the numbers of their rows.
         """

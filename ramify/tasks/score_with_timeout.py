@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ramify.errors import RamifyError
-from ramify.tasks.base import Item, Task, scored
+from ramify.tasks.base import Item, Task, score_trajectory
 from ramify.tasks.stoppable_thread import StoppableThread
 from ramify.types.trajectory import Trajectory
 
@@ -25,7 +25,7 @@ def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: fl
     was being executed.
     """
     what = f"task '{task.name}', item {item.id}: its score"
-    return call_in_time(lambda: scored(task, item, trajectory), what, timeout_s)
+    return call_in_time(lambda: score_trajectory(task, item, trajectory), what, timeout_s)
 
 
 def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:

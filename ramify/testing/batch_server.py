@@ -26,7 +26,7 @@ import msgspec
 
 from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.errors import Refused
-from ramify.testing.script import Lines, Script, ScriptedFailure, served
+from ramify.testing.script import Lines, Script, ScriptedFailure, step_outcome
 from ramify.testing.scripted_server import completion
 from ramify.types.message import Message, Reply, Usage
 
@@ -64,7 +64,7 @@ class BatchApiJob(msgspec.Struct):
     problem: str = ""
     """Why it was refused as a whole."""
 
-    def count(self, *kinds: str) -> int:
+    def count_requests(self, *kinds: str) -> int:
         return sum(each.kind in kinds for each in self.requests)
 
 
@@ -191,7 +191,7 @@ class BatchServer:
         if inspect.isawaitable(step):
             step = await step
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 128_000
-        outcome, usage = served(step, messages, most)
+        outcome, usage = step_outcome(step, messages, most)
         self.served += usage
         if isinstance(outcome, ScriptedFailure):
             status = outcome.status or _STATUS.get(outcome.fail, 500)
@@ -349,7 +349,7 @@ class BatchServer:
 
     def _openai(self, batch: BatchApiJob) -> dict[str, Any]:
         is_ended = batch.status in ("completed", "expired", "cancelled")
-        num_failed = batch.count("errored")
+        num_failed = batch.count_requests("errored")
         code, _, message = batch.problem.partition(": ")
         errors = {"object": "list", "data": [{"code": code, "message": message}]}
         return {
@@ -361,15 +361,15 @@ class BatchServer:
             "completion_window": "24h",
             "status": batch.status,
             "output_file_id": f"results_{batch.id}_out"
-            if is_ended and batch.count("succeeded")
+            if is_ended and batch.count_requests("succeeded")
             else None,
             "error_file_id": f"results_{batch.id}_err"
-            if is_ended and batch.count("errored", "expired", "canceled")
+            if is_ended and batch.count_requests("errored", "expired", "canceled")
             else None,
             "created_at": _MADE_AT + batch.number,
             "request_counts": {
                 "total": len(batch.requests),
-                "completed": batch.count("succeeded"),
+                "completed": batch.count_requests("succeeded"),
                 "failed": num_failed,
             },
             "metadata": batch.metadata,
@@ -384,7 +384,7 @@ class BatchServer:
             "id": batch.id,
             "type": "message_batch",
             "processing_status": words.get(batch.status, "ended"),
-            "request_counts": {kind: batch.count(kind) for kind in (*kinds, "processing")},
+            "request_counts": {kind: batch.count_requests(kind) for kind in (*kinds, "processing")},
             "created_at": _now(),
             "expires_at": _FAR,
             "ended_at": _now() if is_ended else None,

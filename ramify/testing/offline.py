@@ -41,7 +41,12 @@ from ramify.clients.function_client import count, count_message
 from ramify.clients.providers import FREE
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
-from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest, spoilt, turn_of, written
+from ramify.testing.plan_leaf_prompt_formats import (
+    ParsedPlanLeafRequest,
+    parse_leaf_prompt,
+    with_some_wrong,
+    written,
+)
 from ramify.testing.root_prompt_formats import (
     RESULT,
     ROOT_FORMS,
@@ -229,7 +234,7 @@ class OfflineModel(
         run = (
             f"chars = max({4 * self.leaf_tokens}, len(context) // {calls} + 1)\n"
             "result = None\n"
-            f"result = solve({form.literal(turn.question)}, context, ask, "
+            f"result = solve({form.question_code(turn.question)}, context, ask, "
             f"min(chars, {turn.max_chars}))\n"
             f'print("{RESULT}", result)'
         )
@@ -239,7 +244,7 @@ class OfflineModel(
     def _reading(self, messages: Sequence[Message]) -> str:
         """Return the reply to a question about a text: the right one, or a plausible wrong one."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
-        if (turn := turn_of(prompt)) is not None:
+        if (turn := parse_leaf_prompt(prompt)) is not None:
             return self._plan_leaf(turn, messages)
         text, question = _parts(prompt)
         for suite in self._known():
@@ -269,7 +274,7 @@ class OfflineModel(
         if draw.random() < self.curve(sum(map(count_message, messages))):
             return written(turn, right)
         if not isinstance(right, str):
-            return written(turn, spoilt(right, draw))
+            return written(turn, with_some_wrong(right, draw))
         wrong = suite.spoil(turn.question, turn.text, right, draw) if right else right
         return written(turn, wrong)
 

@@ -59,7 +59,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
         return self._table(0)
 
     @property
-    def spread(self) -> dict[str, int]:
+    def count_distribution(self) -> dict[str, int]:
         """How many values occur once, twice and so on, by that number. Empty if the leaf is not
         asked about counts."""
         return self._table(1)
@@ -78,7 +78,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
         return self.text.split(_BETWEEN)
 
 
-def turn_of(prompt: str) -> ParsedPlanLeafRequest | None:
+def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
     """Recognize a prompt of a leaf, which is a model call that a ready plan makes, and parse it.
     Returns None for any other prompt."""
     if not prompt.startswith("Question: "):
@@ -101,7 +101,7 @@ def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def spoilt(right: Sequence[Any], draw: random.Random) -> list[Any]:
+def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
     """Return a partly wrong copy of a list of right values: a few of them are replaced by other
     values from the list."""
     replies = list(right)

@@ -80,7 +80,7 @@ class RootPromptFormat(Protocol):
         write the request."""
         ...
 
-    def literal(self, question: str) -> str:
+    def question_code(self, question: str) -> str:
         """Return Python code for the question: a string literal, or the name of a variable that the
         session already has."""
         ...
@@ -121,7 +121,7 @@ class RamifyPromptFormat:
             "Answer now with what you have" in messages[-1].content,
         )
 
-    def literal(self, question: str) -> str:
+    def question_code(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -151,7 +151,7 @@ class RlmsPromptFormat:
         num_cells = sum(message.role == "assistant" for message in messages)
         return ParsedRootRequest(first[1], num_cells, result=_result_in(messages))
 
-    def literal(self, question: str) -> str:
+    def question_code(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -187,7 +187,7 @@ class DrostePromptFormat:
             is_extraction,
         )
 
-    def literal(self, question: str) -> str:
+    def question_code(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -225,7 +225,7 @@ class DspyPromptFormat:
             is_last=not is_step,
         )
 
-    def literal(self, question: str) -> str:
+    def question_code(self, question: str) -> str:
         return "question"
 
     def cell(self, thought: str, code: str) -> str:

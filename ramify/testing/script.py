@@ -212,7 +212,7 @@ class Script:
         return cls(_lines(path), name=str(path))
 
 
-def served(
+def step_outcome(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
     """Turn one step of a script into a reply with token counts, or into its failure. The second

@@ -50,9 +50,9 @@ from ramify.testing.script import (
     no_usage,
     rate_limited,
     refused,
-    served,
     server_error,
     stalled,
+    step_outcome,
     unreachable,
 )
 from ramify.types.message import Message, Reply, Usage, VersionSpan
@@ -83,7 +83,7 @@ class ScriptedByteTokenizer:
         """The renderer with which a client converts a prompt to byte-level token ids."""
         return PromptRenderer(self._prompt, self._keeps_ids, _token_text)
 
-    def added_to(self, reply: Reply, request: Request) -> Reply:
+    def with_token_ids(self, reply: Reply, request: Request) -> Reply:
         """Return a copy of ``reply`` that includes its token ids and those of its prompt."""
         token_ids = (*_text(reply.message), END)
         return msgspec.structs.replace(
@@ -186,7 +186,7 @@ class ScriptedClient:
         started = time.perf_counter()
         try:
             answer = await self._next(request)
-            outcome, usage = served(answer, request.messages, request.sampling.max_tokens)
+            outcome, usage = step_outcome(answer, request.messages, request.sampling.max_tokens)
             self._refuse_overlong(usage)
             self.served += usage
             if self._latency_s:
@@ -195,7 +195,7 @@ class ScriptedClient:
         finally:
             self.in_flight -= 1
         if self._ids is not None and reply.token_ids is None:
-            reply = self._ids.added_to(reply, request)
+            reply = self._ids.with_token_ids(reply, request)
         model = reply.model or self.name.partition(":")[2]
         seconds = reply.seconds or time.perf_counter() - started
         return msgspec.structs.replace(reply, model=model, seconds=seconds)

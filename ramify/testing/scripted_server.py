@@ -31,9 +31,9 @@ from ramify.clients.function_client import count_message
 from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
 from ramify.errors import ConfigError, Refused
 from ramify.testing.offline import model_of
-from ramify.testing.script import Lines, Script, ScriptedFailure, Step, served
+from ramify.testing.script import Lines, Script, ScriptedFailure, Step, step_outcome
 from ramify.types.message import Message, Reply, ToolCall, Usage
-from ramify.types.picture import Picture, picture_of
+from ramify.types.picture import Picture, picture_from_bytes
 
 
 class _Function(msgspec.Struct):
@@ -223,7 +223,7 @@ class ScriptedServer:
         step: Step,
         due: float,
     ) -> None:
-        outcome, usage = served(
+        outcome, usage = step_outcome(
             step, messages, parsed.max_completion_tokens or parsed.max_tokens or self._window
         )
         self.served += usage
@@ -388,7 +388,7 @@ def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
     for part in parts:
         if part.get("type") == "image_url":
             kind, _, encoded = str(part["image_url"]["url"]).partition(";base64,")
-            picture = picture_of(base64.b64decode(encoded, validate=True))
+            picture = picture_from_bytes(base64.b64decode(encoded, validate=True))
             if kind != f"data:{picture.media_type}":
                 raise ValueError(f"a picture of {picture.media_type} is sent as {kind[:60]!r}")
             yield picture

@@ -83,7 +83,7 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 "rl.rollout.branch.where=[1]"
             )
 
-    def widened(self, limits: Limits) -> Limits:
+    def widened_limits(self, limits: Limits) -> Limits:
         """Return the limits for a rollout with as many lines as the budget allows. The limits on
         calls, tokens and cost are multiplied, so that each line may use as much as a rollout
         without forks."""
@@ -139,15 +139,15 @@ class BranchSampler:
         if where == "every":
             return True
         if where == "entropy":
-            surprisals = call.surprisals
+            surprisals = call.mean_surprisals
             known = len(surprisals) > 1 and None not in (surprisals[0], surprisals[-1])
             return known and surprisals[-1] - surprisals[0] > self._options.entropy_rise  # type: ignore[operator]
         return turn in where
 
 
-def forking(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
+def fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
     """Return the arguments that make a rollout fork as ``options`` say, or no arguments if it is
     None. ``limits`` are those of a rollout without forks, and are raised for the continuations."""
     if options is None:
         return {}
-    return {"search": BranchSampler(options), "limits": options.widened(limits)}
+    return {"search": BranchSampler(options), "limits": options.widened_limits(limits)}

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.actors.launcher import Launcher, close_with
+from ramify.actors.launcher import Launcher, close_on_exit
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
@@ -30,26 +30,26 @@ from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import plain
-from ramify.train.depth_models import OwnCallsAlgorithm, temperatures
-from ramify.train.evaluation_metrics import evaluate
-from ramify.train.initial_policy import adapters_of, device_of, sharded_checkpoint_folder
+from ramify.train.depth_models import OwnCallsAlgorithm, call_temperature
+from ramify.train.initial_policy import adapter_spec_of, device_of, sharded_checkpoint_folder
 from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
 from ramify.train.load_run_parts import RunParts
 from ramify.train.metrics import CpuMeter, StepMetrics
+from ramify.train.policy_evaluation import evaluate
 from ramify.train.preflight import first_prompt
-from ramify.train.rollout_resources import RolloutResources, open_machines, open_rollouts
+from ramify.train.rollout_resources import RolloutResources, open_rollouts, reserve_machines
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdRecordingClient
-from ramify.train.sft_training_data import num_demonstrated
+from ramify.train.sft_training_data import num_demo_items
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_runner import TrainingSignalSet
-from ramify.train.signals.teacher import needed
-from ramify.train.stages import RlStage, TrainingStage, scheduled, streams_of
-from ramify.train.trainer import SplitEvaluator, Trainer
+from ramify.train.signals.teacher import needed_scorers
+from ramify.train.stages import RlStage, TrainingStage, streams_of, with_schedule_defaults
+from ramify.train.trainer import SplitEvaluationPlan, Trainer
 from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
 from ramify.types.message import Message
 
@@ -83,7 +83,7 @@ async def opened_trainer(
     import torch
 
     if checkpoint is not None:
-        parts.check_fits(checkpoint)
+        parts.check_same_tensors(checkpoint)
     on_start()
     _log.info(
         "run_started",
@@ -97,16 +97,16 @@ async def opened_trainer(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(_interpreter_for_training())
         with report_progress("preparing", note="engine and sandbox"):
-            hosts = await open_machines(parts, out, stack)
+            hosts = await reserve_machines(parts, out, stack)
             # Closed after the engines: one that comes back asks for the trained weights.
             models = await stack.enter_async_context(contextlib.AsyncExitStack())
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = trained_model(parts, out, hosts)
-        close_with(models, "trained", trained.close)
+        close_on_exit(models, "trained", trained.close)
         weights = EnginePolicyWeights(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
-            close_with(stack, "teachers", teachers.close)
+            close_on_exit(stack, "teachers", teachers.close)
         record = _record(parts, rollouts, out, trained, listener)
         watch = RunWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
@@ -176,7 +176,7 @@ def _record(
         run.schedule,
         config=plain(run),
         first_item=max(
-            run.rl.sample.first_item if run.rl is not None else 0, num_demonstrated(run.sft)
+            run.rl.sample.first_item if run.rl is not None else 0, num_demo_items(run.sft)
         ),
         listener=listener,
         measures=measures,
@@ -184,12 +184,14 @@ def _record(
     )
 
 
-def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluator:
+def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluationPlan:
     run = parts.run
-    if not run.is_evaluated:
-        return SplitEvaluator(None, keep=run.evaluate.keep)
+    if not run.can_be_evaluated:
+        return SplitEvaluationPlan(None, keep=run.evaluate.keep)
     evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers)
-    return SplitEvaluator(evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep)
+    return SplitEvaluationPlan(
+        evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep
+    )
 
 
 class LearnerContext(NamedTuple):
@@ -249,7 +251,7 @@ def _other_learners(
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
-        close_with(models, f"trained.{name}", trained.close)
+        close_on_exit(models, f"trained.{name}", trained.close)
         weights = EnginePolicyWeights(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
         own_wiring = wiring._replace(model=engine.name, name=name)
@@ -281,7 +283,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> 
         parts.policy,
         parts.compute,
         out,
-        lora=adapters_of(run),
+        lora=adapter_spec_of(run),
         source=source,
         critic=critic,
         **placed,
@@ -300,7 +302,7 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
     critic_optim = (
         stage.optim
         if spec.optim is None or stage.optim.num_steps is None
-        else scheduled("rl.critic", spec.optim, stage.optim.num_steps)
+        else with_schedule_defaults("rl.critic", spec.optim, stage.optim.num_steps)
     )
     return trained.with_critic(stage.optim, critic_optim)
 
@@ -332,7 +334,7 @@ def _rl_stages(
         )
     names = {POLICY: rollouts.client.name}
     names |= {name: client.name for name, (client, _) in rollouts.others.items()}
-    temperature = temperatures(run.depths, names, rl.rollout.temperature)
+    temperature = call_temperature(run.depths, names, rl.rollout.temperature)
     stage = partial(RlStage, task=parts.task, rollouts=rollouter, temperature=temperature)
     if not parts.others:
         yield stage(rl, rl.algorithm, signals=signals, pool=pool)
@@ -363,7 +365,7 @@ def teachers_of(
     rl, client = parts.run.rl, rollouts.client
     if rl is None or not isinstance(rl.algorithm, Hybrid):
         return None
-    sources = needed(rl.signals)
+    sources = needed_scorers(rl.signals)
     if "live" in sources and rl.sample.max_staleness:
         raise ConfigError(
             "a signal scores with the current policy (teacher source=live, "

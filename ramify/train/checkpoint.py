@@ -95,7 +95,7 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     there were checksums."""
     schema_version: int = SCHEMA_VERSION
 
-    def memory_of(self, policy: str) -> dict[str, float]:
+    def algorithm_state(self, policy: str) -> dict[str, float]:
         """Return the state of the algorithm that trains a policy, given its name in
         ``Run.policies``. The empty name stands for the main policy, ``Run.policy``."""
         return self.memories.get(policy, {}) if policy else self.memory
@@ -328,7 +328,7 @@ def _decoded(checkpoint: Path) -> CheckpointState:
     return state
 
 
-def find(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """Return ``path`` itself if it is a checkpoint, or the latest checkpoint if it is the folder of
     a run. Raises ConfigError if there is none."""
     if (path / _STATE).is_file():

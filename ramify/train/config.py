@@ -27,7 +27,7 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import check_methods, name_places
+from ramify.plugins import check_methods, use_import_locations
 from ramify.sandbox.base import (
     AnySandboxSpec,
     JailSpec,
@@ -40,17 +40,17 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config_redaction import check_optional, redacted
+from ramify.train.config_redaction import check_none_or_positive, redacted
 from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.named_objectives import (
     OBJECTIVES,
+    advantage_estimator_of,
     algorithm_of,
-    estimator_of,
+    canonical_objective_name,
     loss_of,
-    objective_named,
-    within,
+    replace_estimator,
 )
 from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
@@ -85,10 +85,12 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     keep_best: int = 1
 
     def __post_init__(self) -> None:
-        check_optional("schedule", "never", checkpoint_every=self.checkpoint_every)
-        check_optional("schedule", "never", checkpoint_every_s=self.checkpoint_every_s)
-        check_optional("schedule", "never", save_rollouts_every=self.save_rollouts_every)
-        check_optional("schedule", "only at the stage's end", evaluate_every=self.evaluate_every)
+        check_none_or_positive("schedule", "never", checkpoint_every=self.checkpoint_every)
+        check_none_or_positive("schedule", "never", checkpoint_every_s=self.checkpoint_every_s)
+        check_none_or_positive("schedule", "never", save_rollouts_every=self.save_rollouts_every)
+        check_none_or_positive(
+            "schedule", "only at the stage's end", evaluate_every=self.evaluate_every
+        )
         if min(self.keep_last, self.keep_best) < 0:
             raise ConfigError(
                 f"schedule: keep_last={self.keep_last} and keep_best={self.keep_best} cannot be "
@@ -105,12 +107,13 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     rank: int = 16
     alpha: float | None = None
-    """Adapters are scaled by ``alpha / rank``. None: by the policy (``policy_defaults.py``)."""
+    """Adapters are scaled by ``alpha / rank``. None: by the policy
+    (``policy_dependent_defaults.py``)."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter."""
 
     @property
-    def scale_alpha(self) -> float:
+    def effective_alpha(self) -> float:
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def __post_init__(self) -> None:
@@ -161,8 +164,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ConfigError(
                 "policy.shape has no model_type: give one that transformers knows, as 'qwen3'"
             )
-        check_optional("policy", "the device's usual size", slots=self.slots)
-        check_optional("policy", "the device's usual size", cache_bytes=self.cache_bytes)
+        check_none_or_positive("policy", "the device's usual size", slots=self.slots)
+        check_none_or_positive("policy", "the device's usual size", cache_bytes=self.cache_bytes)
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,7 +187,7 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gold answer are skipped. False: check no scores, e.g. for an environment whose gold answer takes
     more than one action."""
 
-    def plain(self) -> TaskSpec:
+    def as_base_spec(self) -> TaskSpec:
         """Return a plain ``TaskSpec`` with the same name and options, without the fields that a
         subclass may add."""
         if type(self) is TaskSpec:
@@ -305,7 +308,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "to null"
             )
         if self.objective:
-            name = objective_named(self.objective)
+            name = canonical_objective_name(self.objective)
             msgspec.structs.force_setattr(self, "objective", name)
             objective = OBJECTIVES[name]
             if self.algorithm is _ALGORITHM:
@@ -440,7 +443,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     and on shared machines."""
 
     @property
-    def is_evaluated(self) -> bool:
+    def can_be_evaluated(self) -> bool:
         """True if the policy can be evaluated on the run's task. False for a run that only does
         supervised fine-tuning on conversations and sets no task."""
         only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
@@ -449,12 +452,12 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "sandbox", provider_spec(self.sandbox))
         if isinstance(self.task, TaskSpec):
-            msgspec.structs.force_setattr(self, "task", self.task.plain())
+            msgspec.structs.force_setattr(self, "task", self.task.as_base_spec())
         if not self.stall_s > 0:
             raise ConfigError(
                 f"stall_s={self.stall_s} must be above 0: it is the longest time without progress"
             )
-        check_optional("run", "torch's default", threads=self.threads)
+        check_none_or_positive("run", "torch's default", threads=self.threads)
         workers = self.placement is not None and "rollouts" in self.placement.roles
         check_depths(self.depths, self.limits.max_depth, tuple(self.policies), has_workers=workers)
         if not self.policy.path and not self.policy.shape and self.sft is None:
@@ -477,10 +480,10 @@ def with_objective(run: Run, name: str) -> Run:
     """
     if run.rl is None:
         raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
-    name = objective_named(name)
+    name = canonical_objective_name(name)
     objective = OBJECTIVES[name]
     before = run.rl.algorithm
-    algorithm = within(before, algorithm_of(objective, estimator_of(before)))
+    algorithm = replace_estimator(before, algorithm_of(objective, advantage_estimator_of(before)))
     loss = loss_of(objective, run.rl.loss)
     rl = msgspec.structs.replace(run.rl, objective=name, algorithm=algorithm, loss=loss)
     return msgspec.structs.replace(run, rl=rl)
@@ -518,7 +521,7 @@ def plain(run: Run) -> dict[str, Any]:
         ) from error
     if run.rl is not None:
         rl = data["rl"]
-        name_places(run.rl.algorithm, rl["algorithm"])
-        name_places(run.rl.loss.policy, rl["loss"]["policy"])
-        name_places(run.rl.loss.corrections, rl["loss"]["corrections"])
+        use_import_locations(run.rl.algorithm, rl["algorithm"])
+        use_import_locations(run.rl.loss.policy, rl["loss"]["policy"])
+        use_import_locations(run.rl.loss.corrections, rl["loss"]["corrections"])
     return redacted(data)

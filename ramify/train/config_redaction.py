@@ -12,9 +12,9 @@ list or a URL; logins in URLs; and values of environment variables that hold key
 A redacted value cannot be compared or restored: to resume such a run, give its recipe. Secrets
 under names that do not mark them are not found.
 
-``check_optional`` checks optional numbers, for which None, not 0, means off or automatic:
+``check_none_or_positive`` checks optional numbers, for which None, not 0, means off or automatic:
 
-    check_optional("optim", "never", max_grad_norm=0.0)
+    check_none_or_positive("optim", "never", max_grad_norm=0.0)
     ConfigError: optim.max_grad_norm=0 must be above 0; give null for never
 
 ``check_types`` checks what the constructors of a recipe do not, the types of all fields:
@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import explained
+from ramify.plugins import explain_conversion_error
 from ramify.secrets import (
     KINDS,
     MARK,
@@ -100,7 +100,7 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
         before = value
 
 
-def check_optional(owner: str, null: str, **values: float | None) -> None:
+def check_none_or_positive(owner: str, null: str, **values: float | None) -> None:
     """Raise ConfigError if one of the given fields is neither None nor positive. The message uses
     ``owner``, the name of the section, and ``null``, the meaning of None."""
     for name, value in values.items():
@@ -124,7 +124,7 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
         try:
             msgspec.convert(value, kinds.get(field, Any))
         except msgspec.ValidationError as error:
-            reason = explained(error, kinds[field])
+            reason = explain_conversion_error(error, kinds[field])
             raise ConfigError(f"{where}={value!r:.80}: {reason}") from error
         except TypeError:
             pass  # a type that msgspec does not know, as a plug-in's callable

@@ -12,7 +12,7 @@ still shows which model answered each call.
 
 Before a request is sent to a frozen model, its cost is reserved in the budgets of the step and of
 the run, so neither is ever exceeded. The engine's client pool handles retries and rate limits, as
-in ``ask``. Credit assignment is done in ``advantages/``.
+in ``ask_frozen_model``. Credit assignment is done in ``advantages/``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ramify.engine.resources import DepthOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
 from ramify.train.advantages.base import StepAdvantages
-from ramify.train.config_redaction import check_optional
-from ramify.train.signals.judge_calls import BUDGET, POLICY, LedgerBudget
+from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.signals.judge_calls import BUDGET, POLICY, RequestBudgetReservation
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call, Group, Trajectory, Turn
 
@@ -67,9 +67,11 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(
                 "a depth has no model: give depths 'policy', or 'provider:model' for a frozen one"
             )
-        check_optional("depths", "that of the rollouts", temperature=self.temperature)
-        check_optional("depths", "limits.max_reply_tokens", max_reply_tokens=self.max_reply_tokens)
-        check_optional("depths", "limits.max_turns", max_turns=self.max_turns)
+        check_none_or_positive("depths", "that of the rollouts", temperature=self.temperature)
+        check_none_or_positive(
+            "depths", "limits.max_reply_tokens", max_reply_tokens=self.max_reply_tokens
+        )
+        check_none_or_positive("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
         """Convert this depth's settings to the form that the engine takes."""
@@ -101,7 +103,7 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in self.__struct_fields__}
-        check_optional("frozen", "no limit", **values)
+        check_none_or_positive("frozen", "no limit", **values)
 
     @property
     def limits_cost(self) -> bool:
@@ -175,7 +177,7 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
             )
 
 
-def check_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
+def check_frozen_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
     """Raise ConfigError if the API key of a frozen model is missing, or if costs are limited and
     the model's price is unknown."""
     pool = RateLimitedClientPool()
@@ -231,10 +233,10 @@ class DepthModels:
             return DepthSampledPolicy(policies[spec.model], spec)
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
-    async def ask(self, client: Client, request: Request) -> Reply:
+    async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
         """Send one request to a frozen model, within the budgets of the step and of the run. Raises
         Refused if a budget is exhausted, and ModelError if the attempt fails."""
-        budget = LedgerBudget(client, request, self._step, self._run)
+        budget = RequestBudgetReservation(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
             return await self._pool.ask(client, request, budget)
@@ -304,7 +306,7 @@ class FrozenClient:
         request = _sampled_by(request, self._spec)
         sampling = msgspec.structs.replace(request.sampling, logprobs=False)
         request = msgspec.structs.replace(request, sampling=sampling, known=None)
-        reply = await self._models.ask(self._client, request)
+        reply = await self._models.ask_frozen_model(self._client, request)
         return _without_ids(reply)
 
     async def close(self) -> None:
@@ -320,7 +322,7 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-def temperatures(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
+def call_temperature(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
     """Return the sampling temperature of calls, for use in the loss. This is the constant ``usual``
     if no depth sets its own temperature, and otherwise a function from a call to its temperature.
     ``names`` maps each policy to the model name under which it answers calls."""
@@ -351,14 +353,14 @@ class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
-        own = own_calls(groups, self.model)
+        own = mask_other_calls(groups, self.model)
         assigned: StepAdvantages = self.outcome.assign_advantages(
             own, weights, every_token=every_token
         )
         return assigned
 
 
-def own_calls(groups: Sequence[Group], model: str) -> list[Group]:
+def mask_other_calls(groups: Sequence[Group], model: str) -> list[Group]:
     """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. The ids
     of all other calls are removed, so nothing is learned from those calls."""
     return [

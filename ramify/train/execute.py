@@ -32,7 +32,7 @@ from ramify.train.checkpoint import (
 from ramify.train.config import Run, plain
 from ramify.train.load_run_parts import assemble
 from ramify.train.metrics import StepMetrics
-from ramify.train.policy_defaults import report_policy_defaults
+from ramify.train.policy_dependent_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
 from ramify.train.resolve import resolve
 from ramify.train.trainer import Trainer
@@ -88,7 +88,7 @@ def train(
     out = Path(out)
     with locked(out), run_log(out / RUN_LOG, out.resolve().name) as log:
         if log.path.exists():
-            log.begin()
+            log.release_held_records()
         try:
             state = _train(
                 run, out, Path(resume) if resume is not None else None, listener, on_stall, log
@@ -144,9 +144,14 @@ def _train(
             parts = assemble(resolved)
         report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
         async with opened_trainer(
-            parts, out, checkpoint, listener=measured, on_stall=on_stall, on_start=log.begin
+            parts,
+            out,
+            checkpoint,
+            listener=measured,
+            on_stall=on_stall,
+            on_start=log.release_held_records,
         ) as trainer:
-            parts.keep_rows(out)
+            parts.save_sft_rows(out)
             trainers.append(trainer)
             with (
                 trackers.opened(run.name, out, plain(run), resumed_at),

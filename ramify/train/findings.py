@@ -23,7 +23,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.evaluate.evaluation_report import RIGHT
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 
 Values = Mapping[str, float]
 """Metrics of a step by name."""
@@ -70,7 +70,7 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "window"}
-        check_optional("guard.alarms", "no alarm", **limits)
+        check_none_or_positive("guard.alarms", "no alarm", **limits)
         if self.window < 1 or (self.length is not None and self.length <= 1):
             raise ConfigError(
                 f"guard.alarms: window={self.window} must be at least 1, length={self.length} "
@@ -150,7 +150,7 @@ def findings(
         yield name, finding
 
 
-def metrics_of(name: str) -> tuple[str, ...]:
+def metric_names_for(name: str) -> tuple[str, ...]:
     """Return the names of the metrics on which an alarm is based. ``name`` is the name of a
     finding, or of a limit that the user sets (``max_kl``, ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)

@@ -25,13 +25,13 @@ from ramify import __version__
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
-from ramify.secrets import without_secrets
+from ramify.secrets import redact_likely_secrets
 from ramify.train.checkpoint import FOLDER, CheckpointState, read_state
 from ramify.train.config import Run
 from ramify.train.config_redaction import redacted
 from ramify.train.lineage import LINEAGE
 from ramify.train.metrics import read_metrics
-from ramify.train.recipe import stored
+from ramify.train.recipe import load_stored_run
 from ramify.train.run_record import KeptPolicy
 from ramify.train.trackers.base import send_folder
 
@@ -107,7 +107,7 @@ def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
     try:
         kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
         checkpoint = source / FOLDER / kept.checkpoint
-        return kept, read_state(checkpoint), stored(checkpoint)
+        return kept, read_state(checkpoint), load_stored_run(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{source} has no trained policy: give the folder of a run that has ended "
@@ -144,9 +144,9 @@ def _write(
         _name_base(folder / _ADAPTER, base)
     config = {"ramify": __version__, "run": redacted(state.config)}
     text = msgspec.json.format(msgspec.json.encode(config)).decode()
-    text = without_secrets(_without_folders(text))
+    text = redact_likely_secrets(_without_folders(text))
     (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
-    text = without_secrets(_card(folder, source, kept, run, licence, base))
+    text = redact_likely_secrets(_card(folder, source, kept, run, licence, base))
     card.write_text(text, encoding="utf-8")
     folder_file_checksums.write(folder)
 
@@ -168,10 +168,10 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
     from the backend's part of the checkpoint."""
     import torch
 
-    from ramify.train.backends import adapters
-    from ramify.train.initial_policy import adapters_of
+    from ramify.train.backends import sharded_lora
+    from ramify.train.initial_policy import adapter_spec_of
 
-    adapters.need_peft()
+    sharded_lora.need_peft()
     try:
         weights = torch.load(backend / "backend.pt", map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
     tensors = [
         (f"{name.replace(mark, '.lora_')}.default.weight", each) for name, each in found.items()
     ]
-    adapters.save(folder, adapters_of(run), names, tensors)
+    sharded_lora.save(folder, adapter_spec_of(run), names, tensors)
 
 
 def _name_base(folder: Path, base: str) -> None:
@@ -345,9 +345,9 @@ def _push(folder: Path, repository: str, private: bool, kept: KeptPolicy) -> str
     except HfHubHTTPError as error:
         code = error.response.status_code if error.response is not None else ""
         advice = " (log in: hf auth login, or set HF_TOKEN)" if code in (401, 403) else ""
-        reason = without_secrets(" ".join(str(error).split()))[:300]
+        reason = redact_likely_secrets(" ".join(str(error).split()))[:300]
         raise ConfigError(f"the hub refused {repository}{advice}: {reason}") from None
     except (OSError, ValueError) as error:
-        reason = without_secrets(" ".join(str(error).split()))[:300]
+        reason = redact_likely_secrets(" ".join(str(error).split()))[:300]
         raise ConfigError(f"{repository} could not be published: {reason}") from None
     return str(made)

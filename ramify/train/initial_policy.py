@@ -3,11 +3,11 @@ weights and its tokenizer.
 
     policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
-    neither       a shape that follows from the demonstrations (``policy_defaults.py``)
+    neither       a shape that follows from the demonstrations (``policy_dependent_defaults.py``)
 
 This module also decides whether the engine in this process serves the trained policy itself or a
-copy. Options that follow from the policy are set in ``policy_defaults.py``, and its files are read
-by ``models/load.py``.
+copy. Options that follow from the policy are set in ``policy_dependent_defaults.py``, and its files
+are read by ``models/load.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
-from ramify.train.policy_defaults import model_config_for, vocabulary_for
-from ramify.train.preflight import path_of
+from ramify.train.policy_dependent_defaults import scratch_model_config, vocabulary_size
+from ramify.train.preflight import policy_path
 from ramify.train.sft_training_data import DemonstrationSet, tokenised
 from ramify.trained_policy_settings import TrainedPolicySettings
 from ramify.types.trajectory import Trajectory
@@ -56,9 +56,9 @@ def stored_precision(run: Run) -> str:
     if the policy is trained from scratch."""
     if not run.policy.path:
         return "float32"
-    from ramify.models.load import read_config, stored_dtype
+    from ramify.models.load import default_dtype, read_config
 
-    return str(stored_dtype(read_config(path_of(run)), "cuda")).removeprefix("torch.")
+    return str(default_dtype(read_config(policy_path(run)), "cuda")).removeprefix("torch.")
 
 
 def policy_of(
@@ -81,7 +81,7 @@ def policy_of(
     device = None if spec.device == "auto" else spec.device
     if spec.path:
         device = "meta" if needs_no_weights(run) else device
-        return load_policy(path_of(run), getattr(torch, dtype), device, thinking=spec.thinking)
+        return load_policy(policy_path(run), getattr(torch, dtype), device, thinking=spec.thinking)
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:
@@ -115,7 +115,7 @@ def policy_of(
     return policy
 
 
-def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
+def trained_policy_settings(run: Run, policy: Policy) -> TrainedPolicySettings:
     """Return the settings that are stored with the trained policy, so that it can later be used as
     it was trained: its scaffold, the limits that differ from the defaults, and its task. A scaffold
     that the user wrote is left out, since its file may no longer be there."""
@@ -133,7 +133,7 @@ def card_of(run: Run, policy: Policy) -> TrainedPolicySettings:
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
-    return 512 if spec.shape else vocabulary_for(sum(map(len, _texts(demonstrations))))
+    return 512 if spec.shape else vocabulary_size(sum(map(len, _texts(demonstrations))))
 
 
 def _shape(
@@ -155,7 +155,7 @@ def _shape(
     lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
     if not lengths:
         raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
-    shape = model_config_for(sum(lengths), max(lengths))
+    shape = scratch_model_config(sum(lengths), max(lengths))
     _log.info(
         "derived_shape",
         f"the policy follows from {sum(lengths):,} tokens of demonstrations: vocabulary "
@@ -168,7 +168,7 @@ def _shape(
     return shape
 
 
-def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
+def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
     """Return the policy that the engine serves: the trained policy itself, or a copy that is
     updated each time weights are published. A copy is needed if the trained policy has another
     precision or adapters, or if it is trained while rollouts continue."""
@@ -182,7 +182,7 @@ def serving_of(run: Run, policy: Policy, is_here: bool) -> Policy:
         return policy
     serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
     if lora is not None:
-        num = attach(policy.model, lora.rank, lora.scale_alpha, lora.targets, run.seed)
+        num = attach(policy.model, lora.rank, lora.effective_alpha, lora.targets, run.seed)
         _log.info(
             "adapters",
             f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are "
@@ -207,28 +207,30 @@ def set_deterministic(policy: Policy) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def adapters_of(run: Run) -> Any:
+def adapter_spec_of(run: Run) -> Any:
     """Return the specification of the run's LoRA adapters, or None if it trains without
     adapters."""
-    from ramify.train.backends.adapters import AdapterSpec
+    from ramify.train.backends.sharded_lora import AdapterSpec
 
     lora = run.policy.lora
     if lora is None:
         return None
-    return AdapterSpec(rank=lora.rank, alpha=lora.scale_alpha, targets=lora.targets, seed=run.seed)
+    return AdapterSpec(
+        rank=lora.rank, alpha=lora.effective_alpha, targets=lora.targets, seed=run.seed
+    )
 
 
 def sharded_checkpoint_folder(run: Run) -> Path | None:
     """Return the checkpoint folder from which each rank can read only its own shard of the policy.
     Returns None if this process has to read the whole policy."""
     from ramify.models.load import read_config
-    from ramify.models.model_config_files import model_folder
-    from ramify.models.stored_weights import is_read_in_parts
+    from ramify.models.model_config_files import local_model_folder
+    from ramify.models.stored_weights import can_read_separately
     from ramify.train.backends.meta_model import on_meta
 
-    if not run.policy.path or not is_read_in_parts(on_meta(read_config(path_of(run)))):
+    if not run.policy.path or not can_read_separately(on_meta(read_config(policy_path(run)))):
         return None
-    return model_folder(path_of(run))
+    return local_model_folder(policy_path(run))
 
 
 def needs_no_weights(run: Run) -> bool:

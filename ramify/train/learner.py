@@ -42,8 +42,8 @@ from ramify.models import folder_file_checksums
 from ramify.time_account import under_way, working
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
-from ramify.train.data.pack import attach, describe, pack
-from ramify.train.depth_models import own_calls
+from ramify.train.data.pack import copy_to_sequences, describe, pack
+from ramify.train.depth_models import mask_other_calls
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sampling_metrics import (
     UpdateProbe,
@@ -128,12 +128,12 @@ class Learner:
     def name(self) -> str:
         return self.publisher.name
 
-    def own(self, groups: Sequence[Group]) -> Sequence[Group]:
+    def mask_other_calls(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return a copy of ``groups`` in which only the calls of this policy have token ids, so
         that it learns from no others."""
-        return own_calls(groups, self._model) if self._model else groups
+        return mask_other_calls(groups, self._model) if self._model else groups
 
-    def measured(self, values: Mapping[str, float]) -> dict[str, float]:
+    def prefixed_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return ``values`` with metric names that tell the run's policies apart: each gets the
         prefix ``policy.NAME/``, except for the main policy ``Run.policy``."""
         prefix = f"policy.{self.name}/" if self.name else ""
@@ -218,26 +218,26 @@ class Learner:
             _attach(rows, backend, "old_logprobs", backend.logprobs)
         if "values" in stage.streams:
             _attach(rows, backend, "values", backend.values)
-        return stage.finish(rows)
+        return stage.add_streams(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
         """Score a sample of the step's calls with the policy before it learns, so that the effect
         of the update can be measured. Returns None if nothing was sampled."""
         assert self.publisher.backend is not None
         with working("forward_backward"):
-            rows = stage.probed(self.own(work.groups), step)
+            rows = stage.probed(self.mask_other_calls(work.groups), step)
             return UpdateProbe.taken(rows, self.publisher.backend)
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
         """Return metrics of all tokens that this policy sampled for a step, before it learns from
         them. Call it after ``prepare``, which completes the advantages."""
         with working("credit"):
-            own = self.own(work.groups)
+            own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
             measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
             return measured if probe is None else measured | probe.mismatch
 
-    def note_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
+    def store_logprob_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
         """Store the differences between trainer and sampler log-probabilities in the rollouts of a
         step. They are known only for tokens that the trainer has scored, for the loss or for
         ``probe``. Call it after ``prepare``."""
@@ -277,7 +277,7 @@ class Learner:
         with working("packing"):
             batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
             if self.publisher.check is not None:
-                self.publisher.check.weights(part.rows, batches)
+                self.publisher.check.check_loss_weights(part.rows, batches)
         with working("forward_backward"):
             measured = backend.forward_backward(batches, stage.loss)
         with working("optimizer"):
@@ -300,7 +300,7 @@ def _attach(
     array of values per batch."""
     with working("packing"):
         batches = pack(rows, backend.packing)
-    attach(rows, batches, name, ask(batches))
+    copy_to_sequences(rows, batches, name, ask(batches))
 
 
 # --- publishing
@@ -376,7 +376,7 @@ class Publisher:
             return
         state = self._record.state
         if self.phase is EngineWeightState.ASLEEP:
-            await self.thread.run(state.step + 1, self.policy.release_memory)
+            await self.thread.run(state.step + 1, self.policy.release_trainer_memory)
             self.phase = EngineWeightState.BEHIND
         started = time.monotonic()
         await self.thread.watch.bounded(
@@ -405,7 +405,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 (raised again in the run's next wait)
             self.thread.watch.fail(error)
 
-    async def load(self, folder: Path) -> None:
+    async def load_policy(self, folder: Path) -> None:
         """Load a saved policy from ``folder``, so that it is the next one to be published."""
         await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
         self.learned()
@@ -417,7 +417,7 @@ class Publisher:
             def in_thread(work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
                 return self.thread.run(step + 1, _as_weight_sync(work), *arguments)
 
-            checking = self.check.engine(self.backend, in_thread)
+            checking = self.check.check_engines(self.backend, in_thread)
             await self.thread.watch.bounded(f"checking the engine after step {step}", checking)
 
 
@@ -503,7 +503,7 @@ class EnginePolicyWeights:
         called. Returns True if there are any."""
         return self._engines is not None and await self._engines.sleep()
 
-    def release_memory(self) -> None:
+    def release_trainer_memory(self) -> None:
         """Free the trainer's cached memory, so that engines on the same devices can use it."""
         self._model.release_memory()
 
@@ -515,14 +515,14 @@ class EnginePolicyWeights:
         return await self._engines.rejoin(self._sources(), self._trained.version)
 
     def _sources(self) -> list[LazyWeight]:
-        from ramify.inference.weight_sync.base import as_checkpoint, source
+        from ramify.inference.weight_sync.base import source, to_checkpoint_names
 
         given = [
             source(name, tensor, self._serving.dtype, make)
             for name, tensor, make in self._unmerged()
         ]
         loads = self._engines is not None and self._engines.takes_checkpoint_names
-        return list(as_checkpoint(self._serving.model, given)) if loads else given
+        return list(to_checkpoint_names(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Return an iterator with one triple per parameter: its name, the parameter, and a function

@@ -82,7 +82,7 @@ class Learners:
                 loading = partial(learner.load_reference, is_new=not state.stage_step)
                 await self._in_torch(loading, self._record.out)
 
-    def end(self) -> None:
+    def end_stage(self) -> None:
         """End the current stage by dropping the backends of all policies."""
         for learner in self._all:
             learner.publisher.backend = None
@@ -91,11 +91,11 @@ class Learners:
         """Restore the state that the algorithms of ``stage`` keep between steps, from the run's
         record."""
         for learner, own in self._in(stage):
-            own.memory = dict(self._record.state.memory_of(learner.name))
+            own.memory = dict(self._record.state.algorithm_state(learner.name))
 
     # --- a step
 
-    def report(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
+    def log_data_notes(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
         """Log the notes about a step's data, and warn about policies that have nothing to learn
         from. The returned metrics mark these policies."""
         values: dict[str, float] = {}
@@ -107,11 +107,11 @@ class Learners:
             if own.no_signal:
                 text = f"{whose} has nothing to learn from: {own.no_signal}"
                 _log.warning("no_signal", text, shown=True, **about)
-                values |= learner.measured({"no_signal": 1.0})
+                values |= learner.prefixed_metrics({"no_signal": 1.0})
         return values
 
     @contextlib.asynccontextmanager
-    async def changing(
+    async def weight_update(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
         """Hold a context in which weights may change: no engine rejoins, and engines on the
@@ -122,9 +122,11 @@ class Learners:
             for learner, _, own in self._of(stage, work):
                 await stack.enter_async_context(learner.publisher.changing)
                 version = learner.publisher.policy.version
-                values |= learner.measured(staleness(learner.own(work.groups), version))
+                values |= learner.prefixed_metrics(
+                    staleness(learner.mask_other_calls(work.groups), version)
+                )
                 if own.parts or own.groups:
-                    values |= learner.measured(await learner.publisher.sleep())
+                    values |= learner.prefixed_metrics(await learner.publisher.sleep())
             yield values
 
     async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
@@ -133,7 +135,7 @@ class Learners:
         for learner, own_stage, own in self._of(stage, work):
             measured = dict(own.metrics) if learner.name else {}
             measured |= await self._learned(learner, own_stage, own)
-            values |= learner.measured(measured)
+            values |= learner.prefixed_metrics(measured)
         return values
 
     async def _learned(
@@ -149,7 +151,7 @@ class Learners:
         if stage.samples:
             values |= learner.measured_before(work, probe)
             if self._record.saves_rollouts(self._record.state.stage_step + 1):
-                learner.note_gaps(work, probe)
+                learner.store_logprob_gaps(work, probe)
         values |= _over_parts(
             [await self._in_torch(learner.learn, stage, part) for part in work.parts]
         )
@@ -164,13 +166,13 @@ class Learners:
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
         """Send the weights that a step changed to the engines, if ``stage`` samples from them. Call
-        it inside the context ``changing``."""
+        it inside the context ``weight_update``."""
         for learner, _, own in self._of(stage, work):
             publisher = learner.publisher
             if stage.samples and (own.parts or publisher.phase is EngineWeightState.ASLEEP):
                 await publisher.publish()
 
-    def check_ids(self, stage: TrainingStage, work: StepData) -> None:
+    def check_sampled_ids(self, stage: TrainingStage, work: StepData) -> None:
         """Check that the token ids in the step's rollouts are the ones that the engines
         returned."""
         for learner, _, _ in self._of(stage, work):
@@ -214,16 +216,16 @@ class Learners:
         for learner, own in self._in(stage):
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
 
-    def copy_references(self, checkpoint: Path) -> None:
+    def inherit_references(self, checkpoint: Path) -> None:
         """Copy the reference policies from the run of ``checkpoint`` to this run's folder."""
         for learner in self._all:
-            self._record.copy_reference(checkpoint, learner.paths.reference)
+            self._record.inherit_reference(checkpoint, learner.paths.reference)
 
     async def load(self, checkpoint: Path) -> None:
         """Load the policies of ``checkpoint``, so that they are the next ones to be published."""
         for learner in self._all:
             await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
-            await learner.publisher.load(checkpoint / learner.paths.policy)
+            await learner.publisher.load_policy(checkpoint / learner.paths.policy)
 
     async def save_policies(self) -> None:
         """Save the current policies in the run's folder."""

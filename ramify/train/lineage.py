@@ -83,7 +83,7 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         cannot be compared."""
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
-    def extends(self, stage: str) -> bool:
+    def reopens_stage(self, stage: str) -> bool:
         """Return True if the changes show that ``stage`` should continue although a guard has ended
         it, for example because they raise its number of steps."""
         names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")

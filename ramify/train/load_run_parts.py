@@ -27,26 +27,26 @@ from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has
 from ramify.train.config import Run, plain
 from ramify.train.data.stored_sft_rows import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
-    adapters_of,
-    card_of,
+    adapter_spec_of,
     device_of,
     policy_of,
-    serving_of,
+    serving_policy,
     set_deterministic,
     stored_precision,
+    trained_policy_settings,
 )
-from ramify.train.placement_plan import engines_of, settled
-from ramify.train.policy_defaults import with_policy_defaults
+from ramify.train.placement_plan import plan_placement, resolved_inference
+from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
     check_device,
-    check_embedded,
+    check_engine_memory,
     check_inference,
     check_prompts,
     check_schedules,
     note_missing_template,
     note_rewritten_history,
-    path_of,
+    policy_path,
 )
 from ramify.train.resolve import ResolvedTrainingRun
 from ramify.train.sft_training_data import (
@@ -90,41 +90,41 @@ class RunParts:
     """Name of another policy -> its parts: its run is this one, with its policy and optimizer."""
 
     @property
-    def is_placed(self) -> bool:
+    def is_placed_by_ray(self) -> bool:
         """True if the run starts processes on other machines."""
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     @property
-    def dtype(self) -> str:
+    def serving_dtype(self) -> str:
         """The precision of the served policy, such as ``float32``."""
         return str(self.serving.dtype).removeprefix("torch.")
 
-    def save_policy(self, folder: Path) -> None:
+    def save_initial_policy(self, folder: Path) -> None:
         """Write the initial policy to ``folder``, in the format that engines load."""
         from ramify.models.load import save_policy
-        from ramify.models.model_config_files import model_folder
-        from ramify.train.backends.safetensors_export import copy_checkpoint
+        from ramify.models.model_config_files import local_model_folder
+        from ramify.train.backends.safetensors_export import convert_checkpoint
 
         if self.policy.device.type != "meta":
             return save_policy(self.serving, folder)
-        source, serving = model_folder(path_of(self.run)), self.serving
+        source, serving = local_model_folder(policy_path(self.run)), self.serving
         save_policy(
             serving,
             folder,
-            write=lambda out: copy_checkpoint(source, out, serving.config, serving.dtype),
+            write=lambda out: convert_checkpoint(source, out, serving.config, serving.dtype),
         )
 
-    def keep_rows(self, out: Path) -> None:
+    def save_sft_rows(self, out: Path) -> None:
         """Store the token sequences of supervised fine-tuning in the run's folder ``out``, for
         later resumption."""
         if self.rows:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
-    def num_members(self, role: str) -> int:
+    def num_processes(self, role: str) -> int:
         """Return how many processes with the given role have a place on a machine."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
-    def check_fits(self, checkpoint: Path) -> None:
+    def check_same_tensors(self, checkpoint: Path) -> None:
         """Raise ConfigError if a checkpoint's policy does not have the same tensors as this run's
         policy. The error names the first tensor that differs."""
         from ramify.models.weights import check_weights, read_weights
@@ -139,7 +139,7 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
     the files of the model."""
     task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
-    run, placement_slots = settled(resolved.run)
+    run, placement_slots = plan_placement(resolved.run)
     check_device(run)
     device = device_of(run)
     kind: Any = BACKENDS.of(run.compute.backend)
@@ -147,18 +147,18 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
     check_schedules(run)
     precision = precision_of(run, stored_precision(run), device, has_bf16=has_bf16(device))
-    engines = engines_of(run, device)
+    engines = resolved_inference(run, device)
     rows = _stored_rows(run, checkpoint)
     demonstrations = demonstrations_of(run, task, scaffold) if rows is None else []
     _check_model(run, kind, device)
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
-    policy.card = card_of(run, policy)
+    policy.card = trained_policy_settings(run, policy)
     if isinstance(task, TrafficTask):
         from ramify.models.policy_vocabulary_identity import identity_of
 
-        task.check(identity_of(policy))
+        task.check_policy(identity_of(policy))
     if not run.policy.path:
         _check_model(run, kind, device, policy.config)
     compute = msgspec.structs.replace(
@@ -166,8 +166,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     )
     if run.deterministic:
         set_deterministic(policy)
-    serving = serving_of(run, policy, kind.is_here)
-    if run.is_evaluated:
+    serving = serving_policy(run, policy, kind.is_here)
+    if run.can_be_evaluated:
         check_prompts(run, task, scaffold, policy)
     note_rewritten_history(run, policy)
     note_missing_template(policy)
@@ -211,7 +211,7 @@ def _rows_key(run: Run) -> str:
 def _other_parts(parts: RunParts, name: str) -> RunParts:
     """Return the run's parts for an additional policy, which is trained beside the main one.
     ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy."""
-    run = with_policy_defaults(run_of_policy(parts.run, name))
+    run = with_policy_defaults(single_policy_run(parts.run, name))
     check_inference(run)
     check_schedules(run)
     device = device_of(run)
@@ -226,17 +226,17 @@ def _other_parts(parts: RunParts, name: str) -> RunParts:
     return dataclasses.replace(
         parts,
         run=run,
-        engines=engines_of(run, device),
+        engines=resolved_inference(run, device),
         compute=msgspec.structs.replace(parts.compute, precision=precision.trainer),
         precision=precision,
         policy=policy,
-        serving=serving_of(run, policy, parts.kind.is_here),
+        serving=serving_policy(run, policy, parts.kind.is_here),
         rows=[],
         fixed=[],
     )
 
 
-def run_of_policy(run: Run, name: str) -> Run:
+def single_policy_run(run: Run, name: str) -> Run:
     """Return a copy of ``run`` that trains only the additional policy ``name`` of
     ``Run.policies``."""
     spec = run.policies[name]
@@ -260,7 +260,7 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
 
     if config is None and not run.policy.path:
         return
-    config = config or read_config(path_of(run))
+    config = config or read_config(policy_path(run))
     if run.rl is not None:
         replays = run.rl.rollout.replay_routes
         given: dict[str, object] = {
@@ -275,9 +275,9 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
             )
     if not hasattr(kind, "check_model"):
         return
-    kind.check_model(config, run.compute, device, adapters_of(run), _optims(run))
+    kind.check_model(config, run.compute, device, adapter_spec_of(run), _optims(run))
     if run.inference is None and not kind.is_here:
-        check_embedded(config, run.policy.dtype, device)
+        check_engine_memory(config, run.policy.dtype, device)
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:

@@ -196,7 +196,7 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
     return METRICS.read(folder)
 
 
-def last_step_values(folder: Path) -> dict[str, float]:
+def last_step_metrics(folder: Path) -> dict[str, float]:
     """Return the metrics of the last training step in a run's folder, or an empty dict if there is
     none."""
     rows = [row.values for row in read_metrics(folder) if "learn_s" in row.values]
@@ -233,7 +233,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 GROUPS = JsonlRecordFile("groups.jsonl", GroupRecord)
 
 
-def account(
+def group_record(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> GroupRecord:
     """Return the record of a group's outcome. ``learnt`` holds the ids of the step's rollouts that
@@ -380,7 +380,7 @@ def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, flo
     }
 
 
-def of_parts(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+def mixture_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
     """Return metrics for each task of a mixture: its number of groups, its mean weighted reward,
     the share of its groups in which all scored rollouts have the same reward, and pass@k."""
     by_part: dict[str, list[Group]] = defaultdict(list)
@@ -426,8 +426,8 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 class CpuMeter:
-    """Measures the CPU time that rollouts use between calls of ``restart`` and ``spent``. Call both
-    in the event loop's thread."""
+    """Measures the CPU time that rollouts use between calls of ``restart`` and
+    ``measure_and_restart``. Call both in the event loop's thread."""
 
     def __init__(self, paces: Callable[[], list[EngineStepTotals]]) -> None:
         """Create a meter. ``paces`` returns the cost of the engine's steps since its last call."""
@@ -438,23 +438,23 @@ class CpuMeter:
     def restart(self) -> None:
         """Start measuring now, and discard what was measured before."""
         self._paces()
-        self._loop_s, self._sessions_s = time.thread_time(), below_s()
+        self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
 
-    def spent(self) -> dict[str, float]:
+    def measure_and_restart(self) -> dict[str, float]:
         """Return the CPU time since the last call as metrics, and start measuring again."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
-        self._loop_s, self._sessions_s = time.thread_time(), below_s()
+        self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
         return {
             "cpu/cores": float(num_cores()),
             "cpu/loop_s": self._loop_s - loop_s,
             "cpu/sessions_s": max(0.0, self._sessions_s - sessions_s),
             "cpu/engine_s": sum(each.cpu_s for each in engine),
-            **{name: value for each in engine for name, value in batch_metrics(each)},
+            **{name: value for each in engine for name, value in engine_step_metrics(each)},
         }
 
 
-def batch_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
+def engine_step_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
     """Yield the metrics of one kind of engine step, with their names."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)
@@ -481,7 +481,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def below_s() -> float:
+def descendant_cpu_s() -> float:
     """Return the CPU seconds used by all descendant processes, including children that have ended
     and were waited for. Returns 0 if the system does not report them."""
     ticks, children = {}, defaultdict(list)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import needs_of
 from ramify.train.losses import POLICY_LOSSES
@@ -238,7 +238,7 @@ ALIASES: Mapping[str, str] = {
 """Another name, in lower case -> objective, in addition to the aliases of ``ALGORITHMS``."""
 
 
-def objective_named(name: str) -> str:
+def canonical_objective_name(name: str) -> str:
     """Return the canonical name of an objective, given its name or an alias in upper or lower case.
     Raises ConfigError for an unknown name, and suggests the nearest one."""
     lower = name.lower()
@@ -249,7 +249,7 @@ def objective_named(name: str) -> str:
             f"rl.algorithm={ALGORITHMS.canonical(lower)}"
         )
     if found not in OBJECTIVES:
-        raise ConfigError(f"unknown objective '{name}': {nearest(name, OBJECTIVES)}")
+        raise ConfigError(f"unknown objective '{name}': {did_you_mean(name, OBJECTIVES)}")
     return found
 
 
@@ -271,7 +271,7 @@ def loss_of(objective: Objective, recipe: LossSpec) -> LossSpec:
     return msgspec.structs.replace(recipe, policy=policy, **options)
 
 
-def within(algorithm: Any, inner: Any) -> Any:
+def replace_estimator(algorithm: Any, inner: Any) -> Any:
     """Return a recipe's algorithm with its advantage estimator replaced by ``inner``. If the
     algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
     ``by_task`` keeps the estimators of the tasks that it lists."""
@@ -281,7 +281,7 @@ def within(algorithm: Any, inner: Any) -> Any:
     return inner
 
 
-def estimator_of(algorithm: Any) -> Any:
+def advantage_estimator_of(algorithm: Any) -> Any:
     """Return the advantage estimator of a recipe's algorithm. A hybrid or ``by_task`` contains it
     in a field; any other algorithm is an estimator itself."""
     for field in ("outcome", "other"):

@@ -27,7 +27,13 @@ from ramify.plugins import Registry, is_reference
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.config import CHOICES, CriticSpec, Run
 from ramify.train.losses import POLICY_LOSSES
-from ramify.train.named_objectives import OBJECTIVES, PLAIN_LOSS, Options, objective_named, within
+from ramify.train.named_objectives import (
+    OBJECTIVES,
+    PLAIN_LOSS,
+    Options,
+    canonical_objective_name,
+    replace_estimator,
+)
 from ramify.train.override import Choices
 
 
@@ -110,7 +116,7 @@ def preset_named(name: str) -> TrainerPreset:
     return preset
 
 
-def choices(name: str | None) -> Choices:
+def override_choices(name: str | None) -> Choices:
     """Return the fields that overrides can set by name. If a preset is given, the named objects get
     its options."""
     if name is None:
@@ -132,7 +138,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     """Return ``run`` with an objective set as the trainer of a preset computes it. Raises
     ConfigError, which lists the available objectives, if the trainer does not have this one."""
     preset = preset_named(name)
-    objective = objective_named(objective)
+    objective = canonical_objective_name(objective)
     rl = run.rl
     if rl is None:
         raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
@@ -145,7 +151,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     theirs = preset.objectives[objective]
     kind = ALGORITHMS.of(theirs.algorithm["name"])
     each = {key: value for key, value in preset.each_algorithm.items() if key in _fields(kind)}
-    algorithm = within(rl.algorithm, ALGORITHMS.build({**each, **theirs.algorithm}))
+    algorithm = replace_estimator(rl.algorithm, ALGORITHMS.build({**each, **theirs.algorithm}))
     policy = POLICY_LOSSES.build(theirs.policy)
     loss = msgspec.structs.replace(
         rl.loss, policy=policy, **{**PLAIN_LOSS, **preset.loss, **theirs.loss}
@@ -154,7 +160,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     return msgspec.structs.replace(run, rl=rl)
 
 
-def policy_losses_of(objective: str) -> list[str]:
+def usual_policy_losses(objective: str) -> list[str]:
     """Return the names of the policy losses that are usual for an objective: the one in its paper,
     and those that other trainers use for it."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]
@@ -182,7 +188,7 @@ def with_preset(run: Run, name: str) -> Run:
         raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage, which it would set")
     named = _named(preset)
     # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
-    algorithm = within(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))
+    algorithm = replace_estimator(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))
     fields = {
         "objective": "",
         "algorithm": algorithm,

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.plugins import explained
+from ramify.errors import ConfigError, did_you_mean
+from ramify.plugins import explain_conversion_error
 
 RENAMED_FIELDS = {
     "cadence": "schedule",
@@ -218,7 +218,7 @@ def _set_field(
             )
         raise ConfigError(f"override {first}: {parent} is {value!r}, which has no field '{head}'")
     elif head not in value.__struct_fields__:
-        suggestion = nearest(head, value.__struct_fields__)
+        suggestion = did_you_mean(head, value.__struct_fields__)
         now_called = new_name(first.name) or new_name(head)
         advice = f"it is called {now_called} now" if now_called else suggestion
         raise ConfigError(f"override {first}: no field '{head}': {advice}")
@@ -316,7 +316,7 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
             msgspec.json.decode(text.encode())
         except msgspec.DecodeError as broken:
             return f"this is not JSON ({broken}); names and texts take double quotes"
-    return explained(error, kind)
+    return explain_conversion_error(error, kind)
 
 
 def _by_tag(kind: Any, text: str) -> Any:

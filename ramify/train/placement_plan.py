@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.actors.launcher import Launcher, NodeResourceSlot, RoleInstanceId
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.placement.placement_slots import counts, placement_slots
 from ramify.train.placement.placement_spec import KINDS, PlacementSpec
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ramify.train.config import Run
 
 
-def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
+def num_processes_by_role(run: Run, spec: PlacementSpec) -> dict[str, int]:
     """Return the number of processes of each role, by name. The trainer has at least one, the run's
     own process. Raises ConfigError if the placement contradicts the rest of the run."""
     inference = run.inference
@@ -61,7 +61,7 @@ def _check_rollout_workers(run: Run) -> None:
         )
 
 
-def settled(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
+def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
     """Determine how many processes each role of the run has, and on which placement slots they run.
     Returns a copy of ``run`` with these numbers, and the slots. Without a placement, the run is
     unchanged and there are no slots. Raises ConfigError, which shows the sums, if the roles do not
@@ -69,7 +69,7 @@ def settled(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
     spec = run.placement
     if spec is None:
         return run, []
-    num = counted(run, spec)
+    num = num_processes_by_role(run, spec)
     compute = run.compute
     if (
         compute.backend == "fsdp"
@@ -98,11 +98,11 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
     )
 
 
-def by(run: Run, kind: str) -> Run:
+def with_placement(run: Run, kind: str) -> Run:
     """Return a copy of ``run`` whose processes are started directly on this machine
     (``kind="local"``) or by Ray (``kind="ray"``). Raises ConfigError for any other kind."""
     if kind not in KINDS:
-        raise ConfigError(f"--placement {kind}: {nearest(kind, KINDS)}")
+        raise ConfigError(f"--placement {kind}: {did_you_mean(kind, KINDS)}")
     spec = run.placement
     if spec is None:
         return (
@@ -113,7 +113,7 @@ def by(run: Run, kind: str) -> Run:
     return msgspec.structs.replace(run, placement=msgspec.structs.replace(spec, kind=kind))
 
 
-def check_reach(run: Run, hosts: Launcher, num: int) -> None:
+def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
     """Raise ConfigError if an engine was placed on another machine, but the configured weight sync
     works only on this one."""
     spec = run.inference
@@ -145,7 +145,7 @@ def check_reach(run: Run, hosts: Launcher, num: int) -> None:
         )
 
 
-def sleeping(run: Run, device: str) -> InferenceSpec | None:
+def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
     """Return ``run.inference`` with its option ``sleep`` decided. It becomes "learn" (engines sleep
     while the trainer learns) if the recipe says so or if engines share the trainer's GPUs, and
     otherwise "never". ``device`` is the trainer's kind of device, cpu or cuda. Raises ConfigError
@@ -153,7 +153,7 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
     spec = run.inference
     if spec is None or spec.sleep == "never":
         return spec
-    why = "inference.sleep=learn" if spec.sleep == "learn" else shared(run, device)
+    why = "inference.sleep=learn" if spec.sleep == "learn" else colocation_reason(run, device)
     staleness = run.rl.sample.max_staleness if run.rl is not None else 0
     if why and staleness:
         raise ConfigError(
@@ -165,16 +165,16 @@ def sleeping(run: Run, device: str) -> InferenceSpec | None:
     return msgspec.structs.replace(spec, sleep="learn" if why else "never")
 
 
-def engines_of(run: Run, device: str) -> InferenceSpec | None:
+def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
     """Return ``run.inference`` with options that follow from the rest of the recipe: whether
     engines sleep while the trainer learns, and whether they report the experts that they chose."""
-    spec = sleeping(run, device)
+    spec = with_sleep_mode(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec
     return msgspec.structs.replace(spec, report_experts=True)
 
 
-def shared(run: Run, device: str) -> str:
+def colocation_reason(run: Run, device: str) -> str:
     """Return the reason why the run's engines share the trainer's GPUs, as a clause, or an empty
     string if they do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()

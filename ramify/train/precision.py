@@ -44,7 +44,7 @@ class RunPrecision(NamedTuple):
     """Precision of matrix products."""
 
     @property
-    def both(self) -> tuple[str, str]:
+    def engine_and_trainer(self) -> tuple[str, str]:
         """The precisions of the engine and of the trainer, both in the notation ``float32`` or
         ``bfloat16``."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
@@ -62,12 +62,12 @@ class RunPrecision(NamedTuple):
                 + ("" if self.trainer == "fp32" else ", or policy.dtype=float32")
             )
             return CanaryTolerance(0.0, 0.0, hint)
-        if self.both != ("float32", "float32"):
+        if self.engine_and_trainer != ("float32", "float32"):
             hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
         if spec is not None and spec.tolerance is not None:
             return CanaryTolerance(spec.tolerance, 0.0, hint)
         is_ours = spec is None or spec.engine == "ramify"
-        tolerance, rounding = max(_LIMITS[each] for each in self.both)
+        tolerance, rounding = max(_LIMITS[each] for each in self.engine_and_trainer)
         return CanaryTolerance(tolerance if is_ours else max(tolerance, _FOREIGN), rounding, hint)
 
 
@@ -99,14 +99,14 @@ def _check(run: Run, precision: RunPrecision) -> None:
     """Raise ConfigError if the precisions cannot satisfy the run's limits. A deterministic run
     needs the same precision in engine and trainer, and the tolerance must be at least one rounding
     error."""
-    if run.deterministic and precision.both[0] != precision.both[1]:
+    if run.deterministic and precision.engine_and_trainer[0] != precision.engine_and_trainer[1]:
         raise ConfigError(
             f"deterministic=true needs one precision, but the engine would compute in "
             f"{precision.engine} and the trainer in {precision.trainer}: set {_OPTIONS} to the "
             "same, or only one of them"
         )
     tolerance = None if run.inference is None else run.inference.tolerance
-    unit = max(_UNITS[each] for each in precision.both)
+    unit = max(_UNITS[each] for each in precision.engine_and_trainer)
     if tolerance is not None and tolerance < unit:
         raise ConfigError(
             f"inference.tolerance={tolerance:g} is less than one rounding ({unit:.2g}) of the "

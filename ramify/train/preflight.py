@@ -15,14 +15,14 @@ from ramify.engine.limits import Limits
 from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.attempt import GRACE_S, check_begins
+from ramify.evaluate.attempt import GRACE_S, check_task_start
 from ramify.inference.http.engine_process import check_program
 from ramify.logging import ComponentLogger
 from ramify.models.model_config_files import (
     check_model_type,
-    check_tokenizer,
+    check_tokenizer_file,
     config_of,
-    model_folder,
+    local_model_folder,
     window_in,
 )
 from ramify.sandbox.base import check_provider, open_sandbox
@@ -37,12 +37,12 @@ from ramify.train.backends.base import BACKENDS
 from ramify.train.config import Run
 from ramify.train.data.sft_data import DEMOS
 from ramify.train.losses import SEQUENCE_MEANS
-from ramify.train.named_objectives import estimator_of, why_impossible
-from ramify.train.other_trainer_presets import policy_losses_of
-from ramify.train.signals.teacher import needed
-from ramify.train.stages import scheduled
+from ramify.train.named_objectives import advantage_estimator_of, why_impossible
+from ramify.train.other_trainer_presets import usual_policy_losses
+from ramify.train.signals.teacher import needed_scorers
+from ramify.train.stages import with_schedule_defaults
 from ramify.train.traffic import TrafficTask
-from ramify.trained_policy_settings import packaged_policy
+from ramify.trained_policy_settings import packaged_policy_folder
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 """Kinds of devices that a policy can be on."""
 
 
-def check_names(run: Run) -> None:
+def check_component_names(run: Run) -> None:
     """Check that the names in the recipe are valid: those of the backend, of the sandbox, and of
     the sources of demonstrations. Nothing is imported for this."""
     BACKENDS.check(run.compute.backend)
@@ -71,11 +71,11 @@ def check_names(run: Run) -> None:
         )
 
 
-def path_of(run: Run) -> str | Path:
+def policy_path(run: Run) -> str | Path:
     """Return the path of the run's initial policy. If the recipe names a policy that ships with the
     package, this is that policy's folder."""
     path = run.policy.path
-    packaged = packaged_policy(path)
+    packaged = packaged_policy_folder(path)
     return path if packaged is None or Path(path).exists() else packaged
 
 
@@ -89,14 +89,14 @@ def check_policy_files(run: Run) -> None:
             "there are several, as in cuda:1"
         )
     if spec.path:
-        folder = model_folder(path_of(run))
+        folder = local_model_folder(policy_path(run))
         config, where = config_of(folder), f"{folder}/config.json"
-        check_tokenizer(folder)
+        check_tokenizer_file(folder)
     else:
         config, where = spec.shape, "policy.shape"
         if spec.tokenizer:
             try:
-                check_tokenizer(Path(spec.tokenizer))
+                check_tokenizer_file(Path(spec.tokenizer))
             except ConfigError as error:
                 raise ConfigError(f"policy.tokenizer={spec.tokenizer}: {error}") from None
     check_model_type(config, where)
@@ -154,7 +154,7 @@ def check_first_items(run: Run, task: Task) -> None:
         return
     item = items[index % len(items)]
     try:
-        event_loop_thread.run(check_begins(task, item, _grace_s(run)))
+        event_loop_thread.run(check_task_start(task, item, _grace_s(run)))
     except RamifyError as error:
         where = f"task '{task.name}', item {item.id}"
         text = str(error)
@@ -166,7 +166,7 @@ def _grace_s(run: Run) -> float:
     return run.rl.rollout.grace_s if run.rl is not None else GRACE_S
 
 
-def check_scaffold(run: Run, scaffold: Scaffold) -> None:
+def check_system_message(run: Run, scaffold: Scaffold) -> None:
     """Raise ConfigError if the scaffold begins with a system message, but the prompt format of the
     policy has none."""
     spec = run.policy
@@ -178,7 +178,7 @@ def check_scaffold(run: Run, scaffold: Scaffold) -> None:
         )
 
 
-def check_task(run: Run, task: Task) -> None:
+def check_splits_and_references(run: Run, task: Task) -> None:
     """Check that the task has the splits that the run uses, and that its reference answers score 1
     if it has any. A warning is logged if the options make learning from the task impossible, or if
     the scores were not checked."""
@@ -236,14 +236,14 @@ def check_objective(run: Run) -> None:
         why = why_impossible(name, rl.algorithm, rl.rollout.group, has_critic=has_critic)
         if why:
             raise ConfigError(why)
-        usual = policy_losses_of(name)
+        usual = usual_policy_losses(name)
         if loss not in usual:
             _log.warn(
                 f"rl.objective={name}, but rl.loss.policy={loss}: the loss of {name} is "
                 f"{' or '.join(usual)}; give the objective as an override, or with with_objective",
                 stacklevel=3,
             )
-    reduction = getattr(estimator_of(rl.algorithm), "reduction", None)
+    reduction = getattr(advantage_estimator_of(rl.algorithm), "reduction", None)
     reduction = ALSO.get(str(reduction), reduction)
     if rl.loss.reduction is not None and reduction not in ("constant", "call", "rollout"):
         _log.warn(
@@ -295,16 +295,16 @@ def check_branches(run: Run) -> None:
         )
 
 
-def check_embedded(config: Any, dtype: str, device: str) -> None:
+def check_engine_memory(config: Any, dtype: str, device: str) -> None:
     """Raise ConfigError if the policy's weights do not fit into the memory of the engine's device.
     This applies to an engine in this process, which holds the whole model. ``dtype`` is the
     policy's data type."""
     import torch
 
-    from ramify.models.load import stored_dtype
+    from ramify.models.load import default_dtype
     from ramify.train.backends.meta_model import on_meta
 
-    kind = stored_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
+    kind = default_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
     parameters = sum(each.numel() for each in on_meta(config).parameters())
     needed = parameters * kind.itemsize
     is_cuda = device == "cuda"
@@ -358,7 +358,7 @@ def check_inference(run: Run) -> None:
         check_program(spec)
 
 
-def check_signals(run: Run) -> None:
+def check_teacher_sampling(run: Run) -> None:
     """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k). The
     log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
     relative to the whole vocabulary. Each difference would be off by the logarithm of the
@@ -367,7 +367,7 @@ def check_signals(run: Run) -> None:
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
     for name, signal in rl.signals.items():
-        if needed({name: signal}):
+        if needed_scorers({name: signal}):
             raise ConfigError(
                 f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be "
                 f"combined with the teacher rl.signals.{name}: it scores over the whole "
@@ -379,13 +379,13 @@ def check_schedules(run: Run) -> None:
     """Check that stages with a fixed number of steps are long enough for their learning-rate
     schedules."""
     if run.warmup is not None:
-        scheduled("warmup", run.warmup.optim, run.warmup.steps)
+        with_schedule_defaults("warmup", run.warmup.optim, run.warmup.steps)
     if run.rl is None:
         return
     steps = run.rl.steps * run.rl.sample.minibatches
-    scheduled("rl", run.rl.optim, steps)
+    with_schedule_defaults("rl", run.rl.optim, steps)
     if run.rl.critic.optim is not None and run.rl.critic.model == "own":
-        scheduled("rl.critic", run.rl.critic.optim, steps)
+        with_schedule_defaults("rl.critic", run.rl.critic.optim, steps)
 
 
 def check_deterministic(run: Run) -> None:

@@ -15,7 +15,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.nearest_name import nearest_name
 from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.checkpoint import find, read_state
+from ramify.train.checkpoint import read_state, resolve_checkpoint
 from ramify.train.config import CHOICES, Run, plain
 from ramify.train.config_redaction import check_types, redacted_keys
 from ramify.train.override import new_name, override
@@ -113,12 +113,12 @@ def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     return completed
 
 
-def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+def load_stored_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Return the configuration of the run that made a checkpoint, with overrides applied. ``path``
     is a checkpoint, or the folder of a run, whose latest checkpoint is used. Raises ConfigError if
     there is none, or if a value was left out of the checkpoint as a possible secret and no override
     sets it."""
-    config = dict(read_state(find(Path(path))).config)
+    config = dict(read_state(resolve_checkpoint(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
     unknown = next((name for name in redacted_keys(config) if name not in overridden), None)
     if unknown is not None:

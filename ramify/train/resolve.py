@@ -20,23 +20,23 @@ import msgspec
 
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.tasks.base import Task, task_of
-from ramify.train.checkpoint import find, read_state, verify
+from ramify.train.checkpoint import read_state, resolve_checkpoint, verify
 from ramify.train.config import Run, plain
 from ramify.train.config_redaction import check_types
-from ramify.train.depth_models import check_models, check_scaffolds
+from ramify.train.depth_models import check_frozen_models, check_scaffolds
 from ramify.train.lineage import check_changes, with_same_demonstrations
-from ramify.train.policy_defaults import with_policy_defaults
+from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.preflight import (
     check_branches,
+    check_component_names,
     check_deterministic,
     check_first_items,
     check_inference,
-    check_names,
     check_policies,
     check_policy_files,
-    check_scaffold,
-    check_signals,
-    check_task,
+    check_splits_and_references,
+    check_system_message,
+    check_teacher_sampling,
     traffic_task,
 )
 from ramify.train.recipe import with_defaults
@@ -72,23 +72,23 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     check_types(run)
     trackers = RunTrackers(run.trackers, run.tracker_options)
     check_policies(run)
-    check_names(run)
+    check_component_names(run)
     check_policy_files(run)
     scaffold = scaffold_of(run.scaffold)
     check_scaffolds(run.depths, scaffold)
-    check_models(run.depths, run.frozen)
+    check_frozen_models(run.depths, run.frozen)
     check_inference(run)
-    check_signals(run)
+    check_teacher_sampling(run)
     check_branches(run)
     check_deterministic(run)
     task = task_of(run.task.name, **run.task.options)
-    if run.is_evaluated:
-        check_scaffold(run, scaffold)
+    if run.can_be_evaluated:
+        check_system_message(run, scaffold)
         check_first_items(run, task)
-        check_task(run, task)
+        check_splits_and_references(run, task)
     task = traffic_task(run, task)
     run = with_policy_defaults(run)
-    checkpoint = find(resume) if resume is not None else None
+    checkpoint = resolve_checkpoint(resume) if resume is not None else None
     if checkpoint is not None:
         run = _continued(run, checkpoint)
     return ResolvedTrainingRun(given, run, task, scaffold, trackers, checkpoint)

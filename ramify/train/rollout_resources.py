@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.actors.launcher import Launcher, LocalLauncher, close_with
+from ramify.actors.launcher import Launcher, LocalLauncher, close_on_exit
 from ramify.engine.rlm import RLM
 from ramify.train.depth_models import DepthModels
 from ramify.train.load_run_parts import RunParts
-from ramify.train.metrics import last_step_values
+from ramify.train.metrics import last_step_metrics
 from ramify.train.placement.reward_services import RewardServices
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.placement_plan import attached, check_reach
+from ramify.train.placement_plan import attached, check_weight_sync_reach
 from ramify.train.selfcheck import TokenIdRecordingClient
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RolloutResources:
     """Name of another policy -> its engines."""
 
 
-async def open_machines(
+async def reserve_machines(
     parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
     """Reserve the machines on which the run places processes, and start the services of the run.
@@ -60,13 +60,13 @@ async def open_machines(
         _choose_key(each)
     hosts = _placed(parts)
     if hosts is not None:
-        close_with(stack, "hosts", hosts.close)
+        close_on_exit(stack, "hosts", hosts.close)
     placement = parts.run.placement
     if placement is not None and placement.services:
         services = RewardServices(
             hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
         )
-        close_with(stack, "services", services.close)
+        close_on_exit(stack, "services", services.close)
         await services.start()
     return hosts
 
@@ -86,13 +86,13 @@ async def open_rollouts(
         run.depths,
         run.frozen,
         audited,
-        last_step_values(out),
+        last_step_metrics(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
-    close_with(stack, "depths", depths.close)
+    close_on_exit(stack, "depths", depths.close)
     workers = _workers(parts, client, audited, out, hosts)
     if workers is not None:
-        close_with(stack, "rollout_workers", workers.close)
+        close_on_exit(stack, "rollout_workers", workers.close)
         await workers.start()
     rlm = RLM(
         depths.clients,
@@ -116,9 +116,9 @@ async def _engines(
     from ramify.inference.local.local_client import LocalClient
 
     client = client_of(parts)
-    close_with(stack, f"client{suffix}", client.close)
+    close_on_exit(stack, f"client{suffix}", client.close)
     if not isinstance(client, LocalClient):
-        await client.start(folder, parts.save_policy, hosts)
+        await client.start(folder, parts.save_initial_policy, hosts)
     rl = parts.run.rl
     return client, TokenIdRecordingClient(
         client, rl.sample.max_token_staleness if rl is not None else 0
@@ -165,7 +165,7 @@ def _placed(parts: RunParts) -> Launcher | None:
 
     from ramify.actors.ray_launcher import RayLauncher
 
-    if not parts.is_placed:
+    if not parts.is_placed_by_ray:
         return None
     spec = parts.run.placement
     assert spec is not None
@@ -178,7 +178,7 @@ def _placed(parts: RunParts) -> Launcher | None:
         num_gpus=torch.cuda.device_count(),
     )
     try:
-        check_reach(parts.run, hosts, parts.num_members("inference"))
+        check_weight_sync_reach(parts.run, hosts, parts.num_processes("inference"))
     except BaseException:
         hosts.close()
         raise
@@ -195,20 +195,20 @@ def _workers(
     """Return the rollout workers, which are not started yet, or None if the placement has none."""
     from ramify.inference.local.local_client import LocalClient
 
-    run, num = parts.run, parts.num_members("rollouts")
+    run, num = parts.run, parts.num_processes("rollouts")
     if not num or run.rl is None or isinstance(client, LocalClient):
         return None
     assert run.inference is not None
     checkpoint = out / "inference" / "checkpoint"
     if run.inference.urls:
-        parts.save_policy(checkpoint)
+        parts.save_initial_policy(checkpoint)
     return RolloutWorkers(
         hosts or LocalLauncher(),
         num,
         _worker_spec(parts, client, checkpoint),
         out,
         client,
-        seen=audited.note,
+        seen=audited.add_hashes,
         restarts=run.placement.restarts if run.placement is not None else 0,
     )
 
@@ -225,9 +225,9 @@ def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> Roll
         scaffold=run.scaffold,
         limits=run.limits,
         sandbox=run.sandbox,
-        inference=attached(run.inference, client.answering),
+        inference=attached(run.inference, client.current_urls),
         checkpoint=str(checkpoint.resolve()),
-        dtype=parts.dtype,
+        dtype=parts.serving_dtype,
         grace_s=run.rl.rollout.grace_s,
         direct=run.rl.rollout.direct,
         thinking=run.policy.thinking,

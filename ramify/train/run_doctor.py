@@ -26,7 +26,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.findings import (
     BASELINE,
     CONSEQUENCES,
@@ -81,7 +81,7 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         limits = {"max_kl": self.max_kl, "min_entropy": self.min_entropy}
-        check_optional("guard", "no limit", **limits, patience=self.patience)
+        check_none_or_positive("guard", "no limit", **limits, patience=self.patience)
         if self.min_delta < 0:
             raise ConfigError(f"guard.min_delta={self.min_delta:g} cannot be negative")
         if not 0 < self.rollback_lr < 1 or self.max_rollbacks < 1:
@@ -155,7 +155,7 @@ class TrainingGuardVerdict(msgspec.Struct):
         ]
 
 
-def before_steps(memory: GuardState, values: Mapping[str, float]) -> None:
+def note_initial_score(memory: GuardState, values: Mapping[str, float]) -> None:
     """Remember the score of the evaluation before the first step, with which later evaluations are
     compared."""
     memory.best_score = ValidationScore.of(values, None, 0.0)

@@ -30,7 +30,7 @@ from ramify.logging import ComponentLogger
 from ramify.time_account import TimeAccount
 from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
 from ramify.train.config import Schedule
-from ramify.train.data.sft_data import write
+from ramify.train.data.sft_data import append_trajectories
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
 from ramify.train.metrics import (
     FILE,
@@ -41,7 +41,7 @@ from ramify.train.metrics import (
     GroupRecord,
     MetricsFile,
     StepMetrics,
-    below_s,
+    descendant_cpu_s,
     of_times,
     read_metrics,
 )
@@ -116,7 +116,7 @@ class TrainingRunRecorder:
         self._listener = listener
         self._measures = measures
         self._meter = meter
-        self.account = TimeAccount(None if meter is None else below_s)
+        self.account = TimeAccount(None if meter is None else descendant_cpu_s)
         """Where the time of a step goes. Sessions count only if the child processes are known to
         be sessions."""
         self._metrics: MetricsFile | None = None
@@ -125,7 +125,7 @@ class TrainingRunRecorder:
 
     # --- the run's beginning
 
-    def begin(self) -> None:
+    def begin_fresh(self) -> None:
         """Begin a new run: create its folder, and delete any records that are already there."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._cut(-1)
@@ -177,7 +177,7 @@ class TrainingRunRecorder:
         stages = [name for name in STAGES if state.config.get(name) is not None]
         if entry.makes_scores_incomparable:
             state.score, state.scored_since = None, entry.step
-        if state.stopped and entry.extends(stages[state.stage]):
+        if state.stopped and entry.reopens_stage(stages[state.stage]):
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
@@ -188,7 +188,7 @@ class TrainingRunRecorder:
             if source.is_file():
                 shutil.copyfile(source, self.out / lines.name)
 
-    def open(self) -> None:
+    def open_metrics(self) -> None:
         """Open the metrics file, and continue the run's wall-clock and CPU time from the values in
         the checkpoint."""
         self._metrics = MetricsFile(self.out, self._listener)
@@ -205,7 +205,7 @@ class TrainingRunRecorder:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def copy_reference(self, checkpoint: Path, name: str) -> None:
+    def inherit_reference(self, checkpoint: Path, name: str) -> None:
         """Copy the reference policy ``name`` from the run that wrote ``checkpoint``. Does nothing
         if the checkpoint belongs to this run, which already has the reference policy."""
         target = self.out / name
@@ -240,7 +240,7 @@ class TrainingRunRecorder:
         self.state.memory = memory
         self.state.memories = others
 
-    def measured(self, values: dict[str, float]) -> dict[str, float]:
+    def add_step_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Add further metrics to those of a step: throughput, the share of time spent on each
         signal, and the engines' own metrics."""
         seconds = values.get("work_s", 0.0) + values["learn_s"]
@@ -288,7 +288,9 @@ class TrainingRunRecorder:
             path = self.out / _ROLLOUTS / f"step-{step:06d}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)
-            write(path, (trajectory for group in groups for trajectory in group.trajectories))
+            append_trajectories(
+                path, (trajectory for group in groups for trajectory in group.trajectories)
+            )
 
     def saves_rollouts(self, stage_step: int) -> bool:
         """Return True if the rollouts of this step of the stage are saved in full."""
@@ -300,12 +302,14 @@ class TrainingRunRecorder:
         if self._meter is not None:
             self._meter.restart()
 
-    def cpu_metrics(self, samples: bool) -> dict[str, float]:
+    def rollout_cpu_metrics(self, samples: bool) -> dict[str, float]:
         """Return the CPU time of a step's rollouts as metrics. Returns an empty dict if the step
         has no rollouts (``samples`` is False) or CPU time is not measured."""
-        return self._meter.spent() if self._meter is not None and samples else {}
+        return self._meter.measure_and_restart() if self._meter is not None and samples else {}
 
-    def note_kept(self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool) -> None:
+    def note_final_checkpoint(
+        self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool
+    ) -> None:
         """Record which checkpoint is stored as the final policy, with its scores. ``final`` holds
         the metrics of the final evaluation. ``is_best`` is True if the checkpoint is the best on
         the validation split."""
@@ -373,7 +377,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
     """Numbers that do not occur: groups that were skipped without a record."""
 
     @property
-    def balanced(self) -> bool:
+    def has_each_group_once(self) -> bool:
         """True if every group occurs exactly once."""
         return not self.duplicated and not self.missing
 

@@ -34,7 +34,7 @@ from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.advantages.credit import ends_in_cut_reply
 from ramify.train.backends.base import ReferenceModel
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.pack import attach, pack
+from ramify.train.data.pack import copy_to_sequences, pack
 from ramify.types.sequence import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
@@ -93,10 +93,10 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
         "solve_all": fmean(all(reward >= RIGHT for reward, _ in group) for group in groups),
         "solve_none": fmean(all(reward < RIGHT for reward, _ in group) for group in groups),
     }
-    return found | _named("reward_length_corr", correlation(groups))
+    return found | _named("reward_length_corr", within_group_correlation(groups))
 
 
-def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
+def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
     """Return the correlation between two numbers that each rollout has, within groups: both are
     taken as differences from the group's mean. Returns None if one of the numbers never varies
     within a group."""
@@ -112,7 +112,7 @@ def correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None
     return math.fsum(a * b for a, b in zip(left, right, strict=True)) / math.sqrt(squares)
 
 
-def of_comparison(
+def advantage_reward_correlation(
     groups: Sequence[Group], rollouts: Sequence[RolloutAdvantages], weights: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the correlation within groups between the advantages of root calls and the rewards of
@@ -135,7 +135,9 @@ def of_comparison(
         for group in groups
         if any(tree.id in credit for tree in group.trajectories)
     ]
-    return _named("advantage_reward_corr", correlation([pair for pair in pairs if pair]))
+    return _named(
+        "advantage_reward_corr", within_group_correlation([pair for pair in pairs if pair])
+    )
 
 
 def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
@@ -205,7 +207,7 @@ class UpdateProbe(NamedTuple):
             return None
         sampler = np.concatenate([batch.streams["sampler_logprobs"] for batch in batches])
         before = backend.logprobs(batches)
-        attach(rows, batches, "old_logprobs", before)
+        copy_to_sequences(rows, batches, "old_logprobs", before)
         return cls(rows, batches, sampler, np.concatenate(before))
 
     @property

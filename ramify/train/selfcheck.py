@@ -76,8 +76,8 @@ class TokenIdRecordingClient:
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
         """Wrap ``client``. Ids are remembered for the latest ``max_token_staleness + 1`` periods
-        between calls of ``forget``, since rollouts of later steps may complete before the current
-        step is learned from."""
+        between calls of ``begin_next_window``, since rollouts of later steps may complete before
+        the current step is learned from."""
         self.name = client.name
         self.window = client.window
         self.price = client.price
@@ -92,12 +92,12 @@ class TokenIdRecordingClient:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
 
-    def note(self, paths: Iterable[int]) -> None:
+    def add_hashes(self, paths: Iterable[int]) -> None:
         """Add hashes of token ids that went through the client of another process, as returned by
-        its method ``take``."""
+        its method ``take_hashes``."""
         self._paths[-1].update(paths)
 
-    def take(self) -> tuple[int, ...]:
+    def take_hashes(self) -> tuple[int, ...]:
         """Return the hashes of the token ids that were recorded since the last call of this method,
         and forget them."""
         paths = tuple(self._paths[-1])
@@ -107,7 +107,7 @@ class TokenIdRecordingClient:
     def has_seen(self, ids: tuple[int, ...]) -> bool:
         return any(hash(ids) in paths for paths in self._paths)
 
-    def forget(self) -> None:
+    def begin_next_window(self) -> None:
         self._paths.append(set())
 
     async def close(self) -> None:
@@ -155,7 +155,7 @@ class EngineConsistencyChecks:
         self._scored: dict[str, CanaryLogprobs] = {}
         """The latest scores of each engine without a fingerprint, by the engine's name."""
 
-    async def engine(self, backend: Backend, in_torch: InTorch) -> None:
+    async def check_engines(self, backend: Backend, in_torch: InTorch) -> None:
         """Raise TrainError if any engine does not have the same policy as the trainer. Engines that
         are lost at the moment are skipped, and checked when they rejoin."""
         ours, some = await in_torch(self._expected_weights)
@@ -170,7 +170,7 @@ class EngineConsistencyChecks:
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
         """Return the fingerprint of the weights that engines should have, and a sample of the
         values of each weight matrix, by name."""
-        from ramify.models.weights import fingerprint_of
+        from ramify.models.weights import tensors_fingerprint
 
         some: dict[str, Tensor] = {}
 
@@ -182,7 +182,7 @@ class EngineConsistencyChecks:
                     some[name] = weight.detach().flatten()[::step].cpu().clone()
                 yield name, weight
 
-        return fingerprint_of(recorded()), some
+        return tensors_fingerprint(recorded()), some
 
     async def _check_engine(
         self,
@@ -282,7 +282,7 @@ class EngineConsistencyChecks:
         through the engine."""
         for trajectory in groups[0].trajectories:
             self._check_ids(trajectory)
-        self.seen.forget()
+        self.seen.begin_next_window()
 
     def _check_ids(self, trajectory: Trajectory) -> None:
         for call in trajectory.calls:
@@ -297,7 +297,7 @@ class EngineConsistencyChecks:
                         "train on something other than what was sampled"
                     )
 
-    def weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
+    def check_loss_weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
         """Raise TrainError if packing changed the total loss weight of a step, i.e. if the batches
         do not have the same sum of weights as the sequences in ``rows``."""
         for name in ("rl", "ce", "kd"):

@@ -47,9 +47,9 @@ from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import (
     DEMOS,
     TrajectoryTokenizer,
-    form_of,
     is_store,
     read,
+    rendering_key,
     trajectory_of,
 )
 from ramify.train.data.stored_sft_rows import key_of
@@ -126,7 +126,7 @@ class DemonstrationSet(NamedTuple):
     trajectories are not stored, so they are tokenized each time that they are made."""
 
 
-class RunsOfStore(list[Trajectory]):
+class StoredDemonstrations(list[Trajectory]):
     """A list of demonstrations that are also kept as runs in the store at ``root``, so that their
     token ids can be cached there."""
 
@@ -177,7 +177,7 @@ def _made(
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
         made = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
-        folder = made.root / TOKENIZED if isinstance(made, RunsOfStore) else None
+        folder = made.root / TOKENIZED if isinstance(made, StoredDemonstrations) else None
         return DemonstrationSet([taken(each) for each in made], folder)
     except RamifyError:
         raise
@@ -189,7 +189,7 @@ def _made(
         ) from error
 
 
-def num_demonstrated(spec: SftSpec | None) -> int:
+def num_demo_items(spec: SftSpec | None) -> int:
     """Return how many items at the beginning of the training split are used for demonstrations. It
     is 0 if there are no demonstrations, or if they come from a file."""
     if spec is None or not spec.demos or spec.shows_conversations:
@@ -247,7 +247,7 @@ def demonstrate(
             items=len(items),
             settings={"limits": msgspec.to_builtins(rlm.limits)},
         )
-        record = EvaluationStore(kept.root).continued(plan)
+        record = EvaluationStore(kept.root).reopen_or_create(plan)
         try:
             made = await evaluate(rlm, task, plan, record=record, concurrency=concurrency)
         finally:
@@ -262,7 +262,7 @@ def demonstrate(
         raise ConfigError(
             f"all {len(runs)} demonstrations failed, the first with: {runs[0].errors}"
         )
-    return shown if kept is None else RunsOfStore(shown, kept.root)
+    return shown if kept is None else StoredDemonstrations(shown, kept.root)
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
@@ -293,7 +293,7 @@ def tokenised(
             stored = (
                 None
                 if each.tokens is None
-                else TokenizedCallCache(each.tokens, tokenizer, form_of(renderer, tools))
+                else TokenizedCallCache(each.tokens, tokenizer, rendering_key(renderer, tools))
             )
             tokeniser = TrajectoryTokenizer(renderer, tools, stored)
             for trajectory in each.trajectories:

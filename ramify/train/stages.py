@@ -30,22 +30,22 @@ from ramify.train.advantages.base import (
     Algorithm,
     RolloutAdvantages,
     StepAdvantages,
-    finish,
+    finish_advantages,
     needs_of,
-    reduced,
-    remembering,
+    with_memory,
+    with_reduction,
 )
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.sft_data import induction, order
+from ramify.train.data.sft_data import induction, rows_by_step
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.metrics import GroupRecord, account, of_parts, of_rollouts
-from ramify.train.policy_defaults import usual_warmup
+from ramify.train.metrics import GroupRecord, group_record, mixture_metrics, of_rollouts
+from ramify.train.policy_dependent_defaults import usual_warmup
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
-from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, first_items
-from ramify.train.sampling_metrics import of_comparison, of_samples, sample_rows
+from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, items_from
+from ramify.train.sampling_metrics import advantage_reward_correlation, of_samples, sample_rows
 from ramify.train.score_failures import ScoreFailures, failures_of
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
@@ -157,12 +157,12 @@ class TrainingStage(Protocol):
         ...
 
     @property
-    def kept(self) -> Mapping[str, Checkpointable]:
+    def extra_state(self) -> Mapping[str, Checkpointable]:
         """The additional state of this stage that a checkpoint must store, by name. A checkpoint
         before the first step stores none, since the stage creates this state itself."""
         ...
 
-    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Compute further per-token values (streams) that the loss needs, and add them to ``rows``
         in place. Returns metrics."""
         ...
@@ -179,7 +179,7 @@ class TrainingStage(Protocol):
         next new item, and the numbers of the items that were in progress."""
         ...
 
-    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
+    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
         """Count how many of the first items start as recursive calls and how many as plain ones, so
         that the run can report this in advance. Returns None for a stage without rollouts."""
         ...
@@ -201,10 +201,10 @@ class FixedDataStage(ABC):
         return {}
 
     @property
-    def kept(self) -> Mapping[str, Checkpointable]:
+    def extra_state(self) -> Mapping[str, Checkpointable]:
         return {}
 
-    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return {}
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
@@ -215,7 +215,7 @@ class FixedDataStage(ABC):
         self._state = (next_item, list(pending))
         yield self
 
-    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
+    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
         return None
 
     @abstractmethod
@@ -245,7 +245,7 @@ class RandomStringWarmUpStage(FixedDataStage):
     ) -> None:
         super().__init__()
         self.num_steps = num_steps
-        self.optim = scheduled(self.name, optim, num_steps)
+        self.optim = with_schedule_defaults(self.name, optim, num_steps)
         self._ids = ids
         self._batch_tokens = batch_tokens
         self._seed = seed
@@ -273,13 +273,13 @@ class SftStage(FixedDataStage):
         from."""
         super().__init__()
         self._rows = rows
-        self._order = order(rows, batch_tokens, epochs, seed)
+        self._order = rows_by_step(rows, batch_tokens, epochs, seed)
         if not self._order:
             raise ConfigError(
                 "supervised fine-tuning has nothing to learn from: no trajectory passed its filter"
             )
         self.num_steps = len(self._order)
-        self.optim = scheduled(self.name, optim, self.num_steps)
+        self.optim = with_schedule_defaults(self.name, optim, self.num_steps)
 
     async def work(self, step: int) -> StepData:
         return StepData([Minibatch([self._rows[index] for index in self._order[step]], None)], {})
@@ -309,7 +309,9 @@ class RlStage:
         holds the stages of other policies that learn from the same rollouts, by policy name.
         ``pool`` decides which items are skipped because they currently give no training signal."""
         self.num_steps = spec.steps
-        self.optim = scheduled(self.name, spec.optim, spec.steps * spec.sample.minibatches)
+        self.optim = with_schedule_defaults(
+            self.name, spec.optim, spec.steps * spec.sample.minibatches
+        )
         self.loss = spec.loss.for_minibatches(spec.sample.minibatches)
         self.max_staleness = spec.sample.max_staleness
         needs = needs_of(algorithm)
@@ -320,14 +322,14 @@ class RlStage:
         self._task = task
         self._items = items_of(task, "train")
         self._rollouts = rollouts
-        self._algorithm = reduced(algorithm, self.loss.reduction)
+        self._algorithm = with_reduction(algorithm, self.loss.reduction)
         self._sample = spec.sample
         self._temperature = spec.rollout.temperature if temperature is None else temperature
         self._signals = signals
         self._pool = pool
 
     @property
-    def kept(self) -> Mapping[str, Checkpointable]:
+    def extra_state(self) -> Mapping[str, Checkpointable]:
         return {} if self._signals is None else self._signals.kept
 
     @contextlib.asynccontextmanager
@@ -356,11 +358,11 @@ class RlStage:
             stack.push_async_callback(queue.close)
             yield RolloutStepSource(self, queue, reader)
 
-    async def count_root_modes(self, next_item: int) -> RootModeCounts | None:
-        return await self._rollouts.count_root_modes(first_items(self._items, next_item))
+    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
+        return await self._rollouts.count_planned_modes(items_from(self._items, next_item))
 
-    def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        return finish(self._algorithm, rows)
+    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+        return finish_advantages(self._algorithm, rows)
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         return sample_rows(groups, self._temperature, step)
@@ -370,15 +372,15 @@ class RlStage:
         ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, taken.notes)
-        data, learnt = self.learned_from(groups, reader)
+        data, learnt = self.assign_credit(groups, reader)
         for name, stage in self.others.items():
-            data.others[name], also = stage.learned_from(groups)
+            data.others[name], also = stage.assign_credit(groups)
             learnt |= also
         metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
         metrics |= of_samples(groups, self._task.weights)
         metrics |= of_rollouts(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
-            metrics = of_parts(groups, self._task.weights) | metrics
+            metrics = mixture_metrics(groups, self._task.weights) | metrics
         is_recorded = isinstance(self._task, TrafficTask)
         allowed = self.num_steps if is_recorded else self._sample.max_token_staleness
         metrics["staleness_allowed"] = float(allowed)
@@ -389,7 +391,8 @@ class RlStage:
             reader.forget(groups)
         gone = taken.stragglers
         data.accounts = [
-            account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups
+            group_record(number, group, learnt, gone.get(number, ()))
+            for number, group in taken.groups
         ]
         data.accounts += taken.given_up
         if self._pool is not None:
@@ -399,13 +402,13 @@ class RlStage:
         data.notes = [*taken.notes, *([str(unscored)] if unscored.num else []), *data.notes]
         return data
 
-    def learned_from(
+    def assign_credit(
         self, groups: list[Group], reader: SignalRunner | None = None
     ) -> tuple[StepData, set[str]]:
         """Assign advantages to the rollouts in ``groups``. Return the training data for this
         stage's policy, and the ids of the rollouts that received credit."""
         assigned = self._composed(reader).assign_advantages(
-            groups, self._task.weights, every_token=self.loss.wants_every_token
+            groups, self._task.weights, every_token=self.loss.needs_zero_advantage
         )
         self.memory = {**self.memory, **assigned.memory}
         if isinstance(self._task, TrafficTask):
@@ -413,7 +416,9 @@ class RlStage:
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
             _note_advantages(assigned.rollouts)
-            assigned.metrics |= of_comparison(groups, assigned.rollouts, self._task.weights)
+            assigned.metrics |= advantage_reward_correlation(
+                groups, assigned.rollouts, self._task.weights
+            )
         data = StepData(
             parts,
             dict(assigned.metrics),
@@ -433,7 +438,7 @@ class RlStage:
     def _composed(self, reader: SignalRunner | None) -> Algorithm:
         """Return the training algorithm with its current state and with the scores of the
         signals."""
-        algorithm = remembering(self._algorithm, self.memory)
+        algorithm = with_memory(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
     def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
@@ -461,7 +466,7 @@ class RolloutStepSource:
         """Numbers of the items whose groups are taken, while their signals are read."""
         self.newer = queue.newer
         self.paused = queue.paused
-        self.take_skipped = queue.take_skipped
+        self.take_skipped = queue.take_skipped_records
 
     def state(self) -> tuple[int, list[int]]:
         next_item, pending = self._queue.state()
@@ -480,7 +485,7 @@ class RolloutStepSource:
             return self._stage.step_data(taken, step, self._reader)
 
 
-def scheduled(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
+def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
     """Complete the optimizer's options. Unless they are set, the schedule lasts ``num_steps``
     steps, and the warm-up lasts a tenth of that, but at most 10 steps. Raises ConfigError, with the
     stage's name, if the schedule is shorter than the warm-up."""

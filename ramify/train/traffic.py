@@ -40,7 +40,7 @@ from ramify.types.traffic import (
     REDACTED,
     TEMPERATURE,
     PolicyArchitectureIdentity,
-    next_message,
+    next_user_message,
 )
 from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
 
@@ -101,7 +101,7 @@ class TrafficTask:
         scores: Sequence[Score | RamifyError] = own.score_step(rollouts)
         return scores
 
-    def check(self, identity: PolicyArchitectureIdentity) -> None:
+    def check_policy(self, identity: PolicyArchitectureIdentity) -> None:
         """Raise ConfigError if a policy with this tokenizer and architecture cannot learn from the
         traffic."""
         if difference := self.identity.difference(identity):
@@ -110,7 +110,7 @@ class TrafficTask:
                 "and log-probabilities mean nothing to this policy"
             )
 
-    async def recorded(self, item: Item, name: str, number: int) -> Trajectory:
+    async def recorded_rollout(self, item: Item, name: str, number: int) -> Trajectory:
         """Return the recorded reply ``number`` of ``item`` as a rollout with this name. If the
         recording has been deleted in the meantime, the rollout has an error and no reward."""
         reply = self.replies[item.metadata["replies"][number]]
@@ -255,7 +255,7 @@ def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Tra
         for each in run.marks
         if (each.call, each.turn) == (reply.call, reply.turn)
     ]
-    after = next_message(run, source, reply.turn)
+    after = next_user_message(run, source, reply.turn)
     return Trajectory(
         name,
         run.question,

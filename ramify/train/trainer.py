@@ -38,7 +38,7 @@ from ramify.train.run_doctor import (
     TrainingGuardVerdict,
     after_evaluation,
     after_step,
-    before_steps,
+    note_initial_score,
 )
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.score_failures import ScoreFailures
@@ -49,7 +49,7 @@ _log = ComponentLogger("train")
 T = TypeVar("T")
 
 
-class SplitEvaluator(NamedTuple):
+class SplitEvaluationPlan(NamedTuple):
     """Says how a training run evaluates its policy: by which function, on which splits, and
     when."""
 
@@ -72,7 +72,7 @@ class Trainer:
         record: TrainingRunRecorder,
         learners: Sequence[Learner],
         stages: Sequence[TrainingStage],
-        evaluation: SplitEvaluator,
+        evaluation: SplitEvaluationPlan,
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class Trainer:
         """End the run because of the signal named ``by``; ``run`` then raises StoppedBySignal. A
         training step whose learning has begun is completed and saved first. Rollouts and
         evaluations in progress are cut off. Call this in the event loop's thread."""
-        self._watch.stop(by)
+        self._watch.end_by_signal(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
         """Train to the end, starting from the checkpoint ``resume`` if one is given. Returns the
@@ -131,8 +131,8 @@ class Trainer:
             await self._thread.run(self.state.step + 1, self._restore, resume)
             await self._learners.publish_resumed()
         else:
-            self.record.begin()
-        self.record.open()
+            self.record.begin_fresh()
+        self.record.open_metrics()
         while self.state.stage < len(self._stages):
             await self._run_stage(self._stages[self.state.stage])
         await self._report()
@@ -147,7 +147,7 @@ class Trainer:
             for split in ("validation", *self._evaluation.first):
                 values = await self.evaluate(split, "first", also)
                 if split == "validation":
-                    before_steps(self.state.guard, values)
+                    note_initial_score(self.state.guard, values)
                 also = {}
             # If rollouts make the policy worse, the one they began with is the best.
             await self._in_torch(self._save)
@@ -160,7 +160,7 @@ class Trainer:
             await self._save_steps_so_far()
             raise
         self.record.begin_next_stage()
-        self._learners.end()
+        self._learners.end_stage()
 
     async def _run_steps(self, stage: TrainingStage) -> None:
         with report_progress(
@@ -185,7 +185,7 @@ class Trainer:
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
         """Log, before the first rollout, how many root calls will be recursive, and return the
         counts as metrics."""
-        counting = stage.count_root_modes(self.state.next_item)
+        counting = stage.count_planned_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
         count = await self._watch.bounded(what, counting, can_stop=True)
         if count is None:
@@ -219,7 +219,7 @@ class Trainer:
                     self.record.write(stage.name, {"failed_share": 1.0}, [note])
                     raise RolloutsFailed(text + self._repair) from error
                 work.metrics["work_s"] = time.monotonic() - started
-                work.metrics.update(self.record.cpu_metrics(stage.samples))
+                work.metrics.update(self.record.rollout_cpu_metrics(stage.samples))
                 yield work
 
     async def _step(self, stage: TrainingStage, work: StepData) -> None:
@@ -227,14 +227,14 @@ class Trainer:
         assert source is not None
         started = time.monotonic()
         where = self._where(stage)
-        values = {**work.metrics, **self._learners.report(stage, work, where)}
-        async with self._learners.changing(stage, work) as measured:
+        values = {**work.metrics, **self._learners.log_data_notes(stage, work, where)}
+        async with self._learners.weight_update(stage, work) as measured:
             values |= measured
             values |= await self._learners.learn(stage, work)
             values["learn_s"] = time.monotonic() - started
             self._learners.count_step(stage, work)
             await self._learners.publish_step(stage, work)
-        values = record.measured(values)
+        values = record.add_step_metrics(values)
         verdict: TrainingGuardVerdict | None = None
         if stage.samples:
             verdict = after_step(self._guard, state.guard, values)
@@ -248,7 +248,7 @@ class Trainer:
             unscored = ScoreFailures.of(work.groups)
             raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair}")
         with working("credit"):
-            self._learners.check_ids(stage, work)
+            self._learners.check_sampled_ids(stage, work)
         if self._rollback:
             return
         if not state.stopped:
@@ -339,7 +339,7 @@ class Trainer:
 
     def _save(self) -> None:
         stage = self._stages[self.state.stage]
-        saved = stage.kept if self.state.stage_step else {}
+        saved = stage.extra_state if self.state.stage_step else {}
         parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
         parts |= self._learners.parts(stage)
         with working("journal"):
@@ -353,7 +353,7 @@ class Trainer:
         is_open = is_open and not self.state.stopped
         if is_open:
             self._restore_stage(stage, checkpoint)
-            self._learners.copy_references(checkpoint)
+            self._learners.inherit_references(checkpoint)
             return
         self._learners.restore(stage, checkpoint, is_open=False)
         self.record.begin_next_stage()  # the next one begins with a new optimizer
@@ -361,7 +361,7 @@ class Trainer:
     def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
         """Restore the policies that learn in ``stage`` from ``checkpoint``."""
         self._learners.restore(stage, checkpoint, is_open=True)
-        for name, part in stage.kept.items() if self.state.stage_step else ():
+        for name, part in stage.extra_state.items() if self.state.stage_step else ():
             part.load(checkpoint / name)
 
     async def _in_torch(self, work: Callable[..., T], *arguments: object) -> T:
@@ -409,4 +409,4 @@ class Trainer:
                 scores |= await self.evaluate(split, name)
         await self._learners.save_policies()
         if (kept := found[keep]) is not None:
-            self.record.note_kept(kept, scores, is_best=kept == checkpoints.best())
+            self.record.note_final_checkpoint(kept, scores, is_best=kept == checkpoints.best())

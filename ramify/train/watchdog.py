@@ -109,7 +109,7 @@ class RunWatchdog:
         for wait in self._waits:
             _end(wait, self._failed)
 
-    def stop(self, by: str) -> None:
+    def end_by_signal(self, by: str) -> None:
         """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
         Call this in the event loop's thread."""
         self._stopped_by = by
@@ -125,7 +125,8 @@ class RunWatchdog:
 
         ``what`` describes the work in error messages. ``thread`` is the prefix of the name of the
         thread that does the work, or empty if the event loop's thread does it. ``can_stop`` is True
-        if a call of ``stop`` may end the wait early. A wait that ends early cancels ``work``.
+        if a call of ``end_by_signal`` may end the wait early. A wait that ends early cancels
+        ``work``.
         """
         task = asyncio.ensure_future(work)
         wait = _Wait(what, task, thread, can_stop=can_stop)

@@ -13,14 +13,14 @@ import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.sibling_question_diff import SiblingQuestions
-from ramify.types.trajectory import Annotation, Fork, Parent, Stop, as_text, cut
+from ramify.types.trajectory import Annotation, Fork, Parent, Stop, answer_text, cut
 
 MAX_NUMBER_CHARS = 40
 """A longer text is not read as a number."""
 _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
 
 
-def number_in(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """Return the number that ``text`` consists of, such as 1234.5 for ``$1,234.50``, or None if the
     text is something else."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
@@ -36,7 +36,7 @@ def kind_of_answer(answer: Any, text: str) -> str:
         return "list"
     if isinstance(answer, dict):
         return "dict"
-    return "text" if isinstance(answer, bool) or number_in(text) is None else "number"
+    return "text" if isinstance(answer, bool) or parse_number(text) is None else "number"
 
 
 class CallNode(msgspec.Struct, gc=False):
@@ -99,7 +99,7 @@ class CallNode(msgspec.Struct, gc=False):
     """Its place among these siblings, from 0."""
 
     def take_answer(self, answer: Any) -> None:
-        text = as_text(answer)
+        text = answer_text(answer)
         self.answer, self.answer_chars = cut(text), len(text)
         self.answer_hash = hash(text)
         self.answer_kind = kind_of_answer(answer, text)

@@ -73,7 +73,7 @@ class CallTree:
         self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
 
     @property
-    def run(self) -> Trajectory:
+    def run_data(self) -> Trajectory:
         """The data of the run as a whole, such as rewards and cost, without its calls."""
         return self._fold.trajectory
 
@@ -160,7 +160,7 @@ class CallTree:
     def _resume(self, event: RunResumed) -> CallNode | None:
         """Reopen calls that a limit had ended, since the run continues. Their last turns no longer
         count."""
-        self.run.stop, self.run.answer, self.run.reason = None, None, ""
+        self.run_data.stop, self.run_data.answer, self.run_data.reason = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:
             node.num_turns = event.forgets[node.id]
@@ -174,7 +174,7 @@ class CallTree:
     def _attempt(self, event: AttemptFailed) -> CallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
-        self.run.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
+        self.run_data.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
         return node
 
     def _end(self, event: CallEnded) -> CallNode:
@@ -186,21 +186,21 @@ class CallTree:
         if node.spans and len(node.spans) % 2:
             _add_span(node, event.at_s)
         if event.error:
-            self.run.errors.append(f"call {event.id}: {event.error}")
+            self.run_data.errors.append(f"call {event.id}: {event.error}")
         return node
 
     def _score(self, event: ScoreAdded) -> CallNode | None:
         node = self.nodes[event.call] if event.call else None
-        before = len(self.run.marks)
+        before = len(self.run_data.marks)
         self._fold.apply(event)
         if node is not None:
-            _add_marks(node, self.run.marks[before:])
+            _add_marks(node, self.run_data.marks[before:])
         elif self.order and not event.call:
             return self.order[0]  # its row shows the rewards of the run
         return node
 
     def _charge(self, node: CallNode, usage: Usage, cost: float | None) -> None:
-        run = self.run
+        run = self.run_data
         node.input_tokens += usage.input_tokens
         node.output_tokens += usage.output_tokens
         run.usage += usage

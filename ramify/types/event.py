@@ -249,7 +249,8 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     reason: str = ""
     """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
     typed_answer: Any = None
-    """The answer as packed by ``SharedContext.pack``, if JSON changes its type (a tuple, NaN)."""
+    """The answer as packed by ``SharedContext.to_jsonable``, if JSON changes its type (a tuple,
+    NaN)."""
     partial: str = ""
     """Words of the last message of a run that ended without an answer."""
 
@@ -394,7 +395,7 @@ class TrajectoryFold:
                         call.turns[-1] = msgspec.structs.replace(call.turns[-1], cells=())
                     call.stop, call.answer, call.error = None, None, None
             case ModeChosen():
-                self.trajectory.metadata |= chosen_mode(event)
+                self.trajectory.metadata |= mode_metadata(event)
                 for root in self.trajectory.calls:  # it began before a call chose its strategy
                     if root.parent is None and event.strategy:
                         root.kind = "strategy"
@@ -451,13 +452,13 @@ class TrajectoryFold:
             self.trajectory.cost = (self.trajectory.cost or 0.0) + cost
 
 
-def chosen_mode(event: ModeChosen) -> dict[str, Any]:
+def mode_metadata(event: ModeChosen) -> dict[str, Any]:
     """Return the entries of a run's metadata that record which mode was chosen and why."""
     strategy = {"strategy": event.strategy} if event.strategy else {}
     return {"chosen_mode": event.mode, "mode_reason": event.reason, **strategy}
 
 
-def mode_of(metadata: Mapping[str, Any]) -> tuple[str, str]:
+def mode_and_reason(metadata: Mapping[str, Any]) -> tuple[str, str]:
     """Return the mode in which a run was answered and the reason for it; both are empty for a run
     without a mode. If the user gave a strategy, its name is the mode."""
     strategy = metadata.get("strategy")
@@ -485,7 +486,7 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
         )
 
 
-def scores_of(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
+def score_events(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
     """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal."""
     calls = [
         ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=rewards)

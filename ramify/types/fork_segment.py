@@ -37,16 +37,16 @@ class ForkSegment(NamedTuple):
     """Segments after the fork at its end. The one that continues the same call is first. Empty at
     the end of a line."""
 
-    def ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
+    def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
         """Yield the last call of each path that passes through this segment, with the share of the
         path. The shares add up to ``share``, which is the share of the segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:
-            yield from each.ends(share / len(self.continuations))
+            yield from each.path_ends(share / len(self.continuations))
 
 
-def root_segments(trajectory: Trajectory) -> ForkSegment:
+def root_segment(trajectory: Trajectory) -> ForkSegment:
     """Return the first segment of a forked rollout. All other segments are reached from it."""
     forks: dict[str, dict[int, list[Call]]] = {}
     for call in trajectory.calls:
@@ -68,7 +68,7 @@ def root_segments(trajectory: Trajectory) -> ForkSegment:
     return whole(trajectory.root)
 
 
-def line_of(trajectory: Trajectory, end: Call) -> Trajectory:
+def path_trajectory(trajectory: Trajectory, end: Call) -> Trajectory:
     """Extract one path of a forked rollout as a trajectory without forks. The path leads from the
     question to the end of the call ``end``. The root call of the result has all turns on the path,
     and the result has only the calls that these turns made. It has no rewards yet."""

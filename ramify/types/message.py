@@ -53,7 +53,7 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def sendable(message: Message) -> Message:
+def encodable_message(message: Message) -> Message:
     """Return ``message`` with all its texts in a form that UTF-8 can encode: lone surrogates are
     replaced by escapes."""
     calls = tuple(

@@ -1,7 +1,7 @@
 """Define short forms of structs, which have the same data but fewer fields, for readers that need
 only those fields.
 
-    @short_form_of(ReplyReceived)
+    @check_short_form(ReplyReceived)
     class ReplyOutline(Event, frozen=True, tag="Replied"):
         call: str
         turn: int
@@ -24,7 +24,7 @@ import msgspec
 Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
-def short_form_of(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
+def check_short_form(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
     """Return a class decorator that checks a short form of the struct ``whole``. The decorator
     raises TypeError if the short form has a field or a tag that ``whole`` does not have."""
 

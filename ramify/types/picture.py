@@ -1,8 +1,8 @@
 """Pictures in a conversation: how they are recognised, how a message refers to them, and what
 stands for them in a session.
 
-    bytes ── picture_of ──> Picture(digest, kind, width, height, …)     in messages and the journal
-    Picture.value()    ──> {"picture": digest, "name": …, "kind": …}    in a context and a session
+    bytes ── picture_from_bytes ──> Picture(digest, kind, …)              in messages, the journal
+    Picture.as_reference() ──> {"picture": digest, "name": …, "kind": …}  in a context, a session
 
 A picture may be sent if it is PNG, JPEG or WebP, and at most as large as the strictest API accepts.
 Only the header is read, so a small file that claims to have billions of pixels costs nothing. The
@@ -96,7 +96,7 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
     def media_type(self) -> str:
         return f"image/{self.kind}"
 
-    def value(self) -> dict[str, Any]:
+    def as_reference(self) -> dict[str, Any]:
         """Return the dict that stands for the picture in a session. The dict does not contain the
         bytes."""
         return {
@@ -112,7 +112,7 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{self.kind.upper()} picture, {self.width:,} × {self.height:,} pixels"
 
 
-def picture_of(data: bytes, name: str = "") -> Picture:
+def picture_from_bytes(data: bytes, name: str = "") -> Picture:
     """Return a reference to the picture whose file content is ``data``. Raises NotAPicture if
     ``data`` is not a picture."""
     import hashlib
@@ -187,7 +187,7 @@ def _webp(data: bytes) -> PictureSize:
     return PictureSize("webp", width, height)
 
 
-def digest_in(value: Any) -> str | None:
+def picture_digest(value: Any) -> str | None:
     """Return the hash of a picture if ``value`` is a dict that stands for one, and None for any
     other value. The value may come from a hostile session, so it is checked."""
     if not isinstance(value, dict) or value.keys() != _KEYS:
@@ -198,12 +198,12 @@ def digest_in(value: Any) -> str | None:
 
 def has_pictures(context: Any) -> bool:
     """Return True if ``context`` is a picture, or if one of its first items is one."""
-    if digest_in(context) is not None:
+    if picture_digest(context) is not None:
         return True
     if not isinstance(context, dict | list | tuple):
         return False
     items = context.values() if isinstance(context, dict) else context
-    return any(digest_in(item) is not None for item in itertools.islice(items, _NUM_CHECKED))
+    return any(picture_digest(item) is not None for item in itertools.islice(items, _NUM_CHECKED))
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
@@ -213,7 +213,7 @@ def pictures_in(value: Any) -> list[dict[str, Any]]:
 
 
 def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
-    if digest_in(value) is not None:
+    if picture_digest(value) is not None:
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:

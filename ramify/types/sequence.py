@@ -216,7 +216,7 @@ SequenceUnit = Literal["call", "rollout"]
 all calls of a rollout sampled."""
 
 
-def path_group(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
+def sequence_group_key(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
     """Return a key that is the same for all token sequences of one call, or of one rollout if
     ``unit`` is ``rollout``. The key is taken from the sequence's name; without a name, it is
     ``index``."""

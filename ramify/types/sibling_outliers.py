@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ramify.types.call_node import CallNode, number_in
+from ramify.types.call_node import CallNode, parse_number
 from ramify.types.sibling_question_diff import SiblingQuestions
 
 MIN_SIBLINGS = 4
@@ -107,7 +107,8 @@ def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
         for index in group:
             if siblings[index].answer != most:
                 found[index] = (
-                    f"returned {shown(siblings[index])}; {votes} of {len(group)} with the same "
+                    f"returned {short_answer(siblings[index])}; {votes} of {len(group)} "
+                    "with the same "
                     f"question returned {_short(most)}"
                 )
     return found
@@ -126,10 +127,12 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
     }
     alike = [index for index in good if siblings[index].answer_kind == usual]
     if usual == "number":
-        numbers = [number_in(siblings[index].answer) or 0.0 for index in alike]
+        numbers = [parse_number(siblings[index].answer) or 0.0 for index in alike]
         for at, middle in _far(numbers):
             index = alike[at]
-            found[index] = f"returned {shown(siblings[index])}; its siblings about {_about(middle)}"
+            found[index] = (
+                f"returned {short_answer(siblings[index])}; its siblings about {_about(middle)}"
+            )
     else:
         lengths = [float(siblings[index].answer_chars) for index in alike]
         for at, middle in _far(lengths):
@@ -138,7 +141,7 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
                 index = alike[at]
                 found[index] = (
                     f"returned {lengths[at]:,.0f} characters; its siblings about {_about(middle)}: "
-                    f"{shown(siblings[index])}"
+                    f"{short_answer(siblings[index])}"
                 )
     return found
 
@@ -151,7 +154,7 @@ def _kind_and_value(node: CallNode) -> str:
     """Return a description of a call's answer: its type and its beginning, such as ``text: “none
     found”``, or ``nothing`` for a call without an answer."""
     kind = _NAMES.get(node.answer_kind)
-    return f"{kind}: {shown(node)}" if kind else "nothing"
+    return f"{kind}: {short_answer(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:
@@ -174,12 +177,12 @@ def _far(values: Sequence[float]) -> list[tuple[int, float]]:
     ]
 
 
-def shown(node: CallNode) -> str:
+def short_answer(node: CallNode) -> str:
     return _short(node.answer)
 
 
 def _short(text: str) -> str:
-    number = number_in(text)
+    number = parse_number(text)
     if number is not None:
         return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else text.strip()
     line = " ".join(text.split())

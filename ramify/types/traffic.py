@@ -52,7 +52,7 @@ class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
         return ""
 
 
-def next_message(run: Trajectory, call: Call, turn: int) -> Message | None:
+def next_user_message(run: Trajectory, call: Call, turn: int) -> Message | None:
     """Return the message that the user wrote after the reply of turn ``turn``, or None if no such
     message was recorded."""
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []

@@ -147,7 +147,7 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Files that the context refers to instead of containing them."""
 
     @property
-    def by_reference(self) -> str:
+    def reference_text(self) -> str:
         """Return a text that names the files which the context refers to, such as ``by reference:
         /var/log/a.log (92,663,629 bytes) and 2 more files``. The text is empty if the context
         contains its texts."""
@@ -438,7 +438,7 @@ def cut(text: str, width: int = 120) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def as_text(value: Any) -> str:
+def answer_text(value: Any) -> str:
     """Convert an answer to text: a string as it is, None to the empty text, and other values to
     JSON."""
     return (

@@ -31,7 +31,7 @@ Row = list[CallNode | None]
 """One call per run; None where a run has no such call."""
 
 
-def compared(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
+def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
     """Return the overview of a run and the list of its calls, which ``rows_of`` compares with those
     of other runs."""
     return head(run), list(run.tree.order)

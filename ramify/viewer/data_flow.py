@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.returned_value_index import QUERIES, CellSubcall, assign_sites
+from ramify.viewer.returned_value_index import QUERIES, CellSubcall, match_call_sites
 
 _MUTATORS = {"append", "extend", "add", "update", "insert", "setdefault", "appendleft"}
 _SAME_ITEMS = {"list", "tuple"}
@@ -45,7 +45,7 @@ class ValueOrigin(msgspec.Struct, frozen=True):
     def __bool__(self) -> bool:
         return bool(self.calls or self.guesses or self.from_context)
 
-    def whole(self) -> ValueOrigin:
+    def without_items(self) -> ValueOrigin:
         """Return the origin of a list or dict as a whole, without the origins of its single
         items."""
         return ValueOrigin(self.calls, self.guesses, self.from_context, self.names)
@@ -57,7 +57,7 @@ NOTHING = ValueOrigin()
 def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
     several = [flow for flow in flows if flow or flow.names]
     if len(several) == 1:
-        return several[0].whole()
+        return several[0].without_items()
     return ValueOrigin(
         frozenset().union(*(flow.calls for flow in several)),
         frozenset().union(*(flow.guesses for flow in several)),
@@ -124,7 +124,7 @@ class CellValueTracer:
         except (SyntaxError, ValueError, RecursionError):
             self._cell.is_parsed = False
             return self._cell
-        self._sites = assign_sites(tree, made)
+        self._sites = match_call_sites(tree, made)
         try:
             for statement in tree.body:
                 self._statement(statement)
@@ -206,7 +206,7 @@ class CellValueTracer:
                 self.env[name] = union([flow, self.env.get(name, NOTHING)])
 
     def _under(self, test: ValueOrigin, body: Sequence[ast.stmt], *, loops: bool = False) -> None:
-        self._control.append(test.whole())
+        self._control.append(test.without_items())
         self._loops += loops
         for _ in range(2 if loops else 1):  # twice, for what is carried from one round to the next
             prints, uses = len(self._cell.prints), len(self._cell.uses)
@@ -252,7 +252,7 @@ class CellValueTracer:
                 for index, each in enumerate(targets):
                     inner = each.value if isinstance(each, ast.Starred) else each
                     known = flow.items.get(index) if flow.items else None
-                    part = known if known is not None and inner is each else flow.whole()
+                    part = known if known is not None and inner is each else flow.without_items()
                     self._assign(inner, part, adds=adds)
             case ast.Subscript():
                 self._put(target, flow)
@@ -345,7 +345,7 @@ class CellValueTracer:
             return NOTHING
         if name != "context" and (flow.calls or flow.guesses):
             self._cell.uses.append(
-                TracedExpression(node.lineno, node.col_offset, name, flow.whole())
+                TracedExpression(node.lineno, node.col_offset, name, flow.without_items())
             )
         return _with_names(flow, frozenset([name]))
 
@@ -450,7 +450,7 @@ class CellValueTracer:
             keys = inner[0].keys() if inner[0] else ()
             items = {key: union(each.get(key, NOTHING) for each in inner if each) for key in keys}
             return _with_items(flow, items)
-        return flow.whole()
+        return flow.without_items()
 
 
 def _with_items(flow: ValueOrigin, items: dict[Any, ValueOrigin] | None) -> ValueOrigin:

@@ -60,7 +60,7 @@ class FileFeed(Generic[T]):
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
-    async def inspect(self, look: Callable[[T], R]) -> R:
+    async def call_locked(self, look: Callable[[T], R]) -> R:
         """Call ``look`` with the watched object, in a thread, and return the result. Nothing can
         change the object meanwhile."""
         async with self.lock:
@@ -179,7 +179,7 @@ class FileFeedCache:
 
     def run(self, located: LocatedRun) -> FileFeed[WatchedRun]:
         feed = self._runs.get(located.key)
-        if feed is None or feed.watched.source != located.run or feed.watched.is_stale():
+        if feed is None or feed.watched.source != located.run or feed.watched.is_replaced():
             self._runs[located.key] = FileFeed(WatchedRun(located))
         self._runs.move_to_end(located.key)
         idle = [key for key, feed in self._runs.items() if not feed._queues]

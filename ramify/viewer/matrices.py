@@ -47,16 +47,16 @@ def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
     return {**found, "keys": keys, "problems": problems[:10]}
 
 
-def stored_matrix_file(library: RunCatalog, key: str) -> tuple[str, bytes]:
+def stored_matrix_page(library: RunCatalog, key: str) -> tuple[str, bytes]:
     """Return the id of the evaluation matrix with address ``key``, and its page as an HTML file.
     Raises StoreError if the matrix does not exist or cannot be read."""
     path = library.evaluation(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
-    return plan.id, matrix_file(matrix_report(plan, outcomes), outcomes)
+    return plan.id, matrix_html(matrix_report(plan, outcomes), outcomes)
 
 
-def matrix_file(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
+def matrix_html(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
     """Return the content of an HTML file that shows an evaluation matrix and its attempts without a
     server."""
     left = MAX_ATTEMPTS
@@ -101,8 +101,8 @@ def _data(report: MatrixReport, outcomes: RecordedOutcomes, path: str) -> dict[s
         "id": plan.id,
         "path": path,
         "k": report.k,
-        "items": plan.first.items,
-        "attempts": plan.first.attempts,
+        "items": plan.first_plan.items,
+        "attempts": plan.first_plan.attempts,
         "baseline": report.baseline,
         "rows": msgspec.to_builtins(report.rows),
         "first_error": report.first_error,

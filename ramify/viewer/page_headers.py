@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ramify.viewer.page_script import early, hashed
+from ramify.viewer.page_script import csp_hash, early
 
 POLICY = (
-    f"default-src 'none'; script-src 'self' {hashed(early())}; style-src 'self'; img-src 'self' "
+    f"default-src 'none'; script-src 'self' {csp_hash(early())}; style-src 'self'; img-src 'self' "
     "data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
     "'script'; trusted-types 'none'"

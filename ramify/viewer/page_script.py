@@ -75,7 +75,7 @@ def module(name: str) -> str:
     )
 
 
-def hashed(text: str) -> str:
+def csp_hash(text: str) -> str:
     """Return the hash of a script or style sheet, in the form that a Content-Security-Policy
     needs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -135,14 +135,14 @@ MAX_TEXT = 100_000
 """Maximum characters of one text in the file; the rest is cut."""
 
 
-def page(located: LocatedRun) -> bytes:
+def offline_run_page(located: LocatedRun) -> bytes:
     """Return the content of an HTML file that shows a run without a server. Raises StoreError if
     nothing of the run can be read."""
     run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
         raise StoreError(problem)
-    return offline_page(data(run), ON_DEMAND)
+    return offline_page(offline_run_data(run), ON_DEMAND)
 
 
 def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
@@ -150,7 +150,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
     show it."""
     script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
-        f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src "
+        f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src "
         "data:; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
@@ -166,7 +166,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
     ).encode("utf-8", "backslashreplace")
 
 
-def data(run: WatchedRun) -> dict[str, Any]:
+def offline_run_data(run: WatchedRun) -> dict[str, Any]:
     """Return all data about a run that the page would otherwise request from the server."""
     calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
@@ -177,7 +177,7 @@ def data(run: WatchedRun) -> dict[str, Any]:
                 siblings[node.id] = sibling_code(run, node.id)
         except StoreError:  # damaged: the page shows that it is missing
             continue
-        for index, turn in enumerate(run.whole(node.id).call.turns):
+        for index, turn in enumerate(run.call_detail(node.id).call.turns):
             if turn.reply.token_ids:
                 token_views[f"{node.id}/{index}"] = tokens(
                     run, node.id, index, find_tokenizer_file(run, [node.model])

@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.types.call_node import CallNode
-from ramify.types.trajectory import Call, Turn, as_text
+from ramify.types.trajectory import Call, Turn, answer_text
 from ramify.viewer.data_flow import NOTHING, CellValueOrigins, CellValueTracer, ValueOrigin, union
 from ramify.viewer.returned_value_index import (
     NUMBER,
@@ -65,7 +65,7 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
     """Return the links that show where the values of the call ``id`` came from. Raises StoreError
     if there is no such call."""
-    call, node = run.whole(id).call, run.tree.nodes[id]
+    call, node = run.call_detail(id).call, run.tree.nodes[id]
     returned = ReturnedValueIndex()
     links = (
         _CallLinks(call, run, returned).collect_links()
@@ -131,7 +131,7 @@ class _CallLinks:
         the text, the text's offset in that output, and its origin. If each print wrote one line,
         the standard output is yielded line by line."""
         if not flow.is_parsed:
-            everything = ValueOrigin(guesses=self._returned.calls)
+            everything = ValueOrigin(guesses=self._returned.call_ids)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
             return
         lines = stdout.splitlines(keepends=True)
@@ -201,11 +201,11 @@ class _CallLinks:
         return any(_position(text, number) >= 0 for text in texts)
 
     def _answer(self, turns: Sequence[Turn]) -> None:
-        text = as_text(self._call.answer)
+        text = answer_text(self._call.answer)
         flow = self._flow.final
         # It is text unless code of the last cell that ran gave it.
         if flow is None or not any(turn.cells for turn in turns[-2:]):
-            flow = ValueOrigin(guesses=self._returned.calls)
+            flow = ValueOrigin(guesses=self._returned.call_ids)
         self._placed(text, 0, self._call.answer, flow)
         self._seen_before(text)
         if not any(link.part == "answer" for link in self._links):
@@ -354,7 +354,7 @@ def _calls_by_place(
     for node in children[:MAX_CALLS]:
         assert node.parent is not None
         try:
-            question, answer = run.ends_of(node)
+            question, answer = run.question_and_answer(node)
         except StoreError:  # damaged: the page already says so
             continue
         place = (node.parent.turn, node.parent.cell)
@@ -370,7 +370,7 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
     the places in the prompt that have the same text."""
     if not call.turns or call.answer is None:
         return []
-    text, links = as_text(call.answer), []
+    text, links = answer_text(call.answer), []
     prompt = call.turns[0].prompt[-1].content if call.turns[0].prompt else ""
     whole = text.strip()
     matches = [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
@@ -395,7 +395,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextPro
     place = (node.parent.turn, node.parent.cell)
     by_place = _calls_by_place(run, parent.id)
     prompt = NOTHING
-    for index, turn in enumerate(run.whole(parent.id).call.turns[: place[0] + 1]):
+    for index, turn in enumerate(run.call_detail(parent.id).call.turns[: place[0] + 1]):
         for number, cell in enumerate(turn.cells):
             if (index, number) > place:
                 break

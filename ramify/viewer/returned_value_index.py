@@ -6,8 +6,8 @@ value which a sub-call returned.
 
 A value that more than ``MAX_SOURCES`` calls returned is linked to none. A journal records the
 sub-calls of a cell in the order of their creation, but not the expression that made each one;
-``assign_sites`` finds that expression. ``data_flow.py`` traces where the results went from there,
-and which calls a text can have come from.
+``match_call_sites`` finds that expression. ``data_flow.py`` traces where the results went from
+there, and which calls a text can have come from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.types.trajectory import as_text
+from ramify.types.trajectory import answer_text
 
 QUERIES = {
     "llm_query": "lm",
@@ -40,7 +40,7 @@ class CellSubcall(msgspec.Struct, frozen=True):
     question: str
 
 
-def assign_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
+def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
     """Find the expression in a cell's code that made each sub-call. Returns the ids of the
     sub-calls for each such expression (its syntax node).
 
@@ -173,7 +173,7 @@ class ReturnedValueIndex:
         self._texts[id] = texts
 
     @property
-    def calls(self) -> frozenset[str]:
+    def call_ids(self) -> frozenset[str]:
         """The ids of all calls that were added to the index so far."""
         return frozenset(self._texts)
 
@@ -236,7 +236,7 @@ def leaves(answer: Any) -> Iterator[str]:
             elif "\n" in text:
                 stack += [line for line in text.split("\n") if len(line.strip()) >= _MIN_TEXT]
         elif value is not None:
-            yield as_text(value)
+            yield answer_text(value)
 
 
 class ReturnedValueSpan(msgspec.Struct, frozen=True):
@@ -256,7 +256,7 @@ def find_values(
         sources = returned.calls_with(value) & calls
         if not sources or NUMBER.fullmatch(value):
             continue
-        for form in dict.fromkeys((value, repr(value)[1:-1], as_text([value])[2:-2])):
+        for form in dict.fromkeys((value, repr(value)[1:-1], answer_text([value])[2:-2])):
             spans += _occurrences(text, form, sources, taken)
     for match in NUMBER.finditer(text):
         sources = returned.calls_with_number(text, match) & calls

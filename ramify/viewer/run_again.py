@@ -33,7 +33,7 @@ from ramify.store.recorded_replies import RecordedRunIndex
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.viewer.run_lookup import LocatedRun
-from ramify.viewer.run_overview import fields
+from ramify.viewer.run_overview import struct_fields
 
 MAX_RUNNING = 4
 """Maximum number of runs in progress that pages of one server have started."""
@@ -46,7 +46,7 @@ Rebuild = Callable[[RunStarted, RunStore, Mapping[str, str]], RLM]
 their model; the other models have theirs from the environment."""
 
 
-class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a request to run a stored run again from one of its turns."""
 
     key: str
@@ -64,7 +64,7 @@ class AgainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """API keys by the name of their model, for models without one in the environment."""
 
     def __repr__(self) -> str:
-        return f"AgainRequest({self.key!r}, {self.call!r}, {self.turn})"  # without keys
+        return f"RerunFromTurnRequest({self.key!r}, {self.call!r}, {self.turn})"  # without keys
 
 
 class RunAgain:
@@ -80,7 +80,7 @@ class RunAgain:
         self._opened = AsyncExitStack()
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
-    async def place(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
+    async def turn_to_edit(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
         """Return what a page needs in order to edit a turn: its messages and code, and an estimate
         of what running it again may cost."""
 
@@ -89,10 +89,10 @@ class RunAgain:
             return ForkPoint(events, turn, call=call), recorded_limits(RecordedRunIndex(events))
 
         point, limits = await asyncio.to_thread(look)
-        wanted = AgainRequest(located.key, call, turn)
+        wanted = RerunFromTurnRequest(located.key, call, turn)
         return {
-            "messages": [{"role": it.role, "text": it.content} for it in point.messages],
-            "code": point.code,
+            "messages": [{"role": it.role, "text": it.content} for it in point.turn_messages],
+            "code": point.turn_code,
             "max_cost": limits.max_cost,
             "estimate": await self.estimate(located, wanted),
             "keys": [
@@ -101,12 +101,14 @@ class RunAgain:
             ],
         }
 
-    async def estimate(self, located: LocatedRun, wanted: AgainRequest) -> dict[str, Any]:
+    async def estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> dict[str, Any]:
         """Return an estimate of what the new run may cost. Raises RamifyError if the run would be
         refused."""
-        return fields(await _elsewhere(self._estimate(located, wanted)))
+        return struct_fields(await _elsewhere(self._estimate(located, wanted)))
 
-    async def start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
+    async def start(
+        self, located: LocatedRun, wanted: RerunFromTurnRequest
+    ) -> tuple[RunStore, str]:
         """Start the new run, and return its store and its id. Raises RamifyError if the run is
         refused."""
         return await _elsewhere(self._start(located, wanted))
@@ -116,7 +118,7 @@ class RunAgain:
         if self._rlms or self._running:
             await _elsewhere(self._close())
 
-    async def _estimate(self, located: LocatedRun, wanted: AgainRequest) -> Any:
+    async def _estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> Any:
         lacking = self._lacking.setdefault(located.key, {})
         while True:
             if located.key not in self._rlms:
@@ -140,7 +142,9 @@ class RunAgain:
 
         return await asyncio.to_thread(build)
 
-    async def _start(self, located: LocatedRun, wanted: AgainRequest) -> tuple[RunStore, str]:
+    async def _start(
+        self, located: LocatedRun, wanted: RerunFromTurnRequest
+    ) -> tuple[RunStore, str]:
         if len(self._running) >= MAX_RUNNING:
             raise ConfigError(
                 f"{MAX_RUNNING} runs that were started here are in progress: wait for one to end"
@@ -194,7 +198,7 @@ async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
         return str(error)
 
 
-def _options(rlm: RLM, wanted: AgainRequest) -> ForkOptions:
+def _options(rlm: RLM, wanted: RerunFromTurnRequest) -> ForkOptions:
     options = ForkOptions(call=wanted.call)
     if wanted.code is not None:
         options["code"] = wanted.code

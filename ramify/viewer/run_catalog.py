@@ -34,8 +34,15 @@ from ramify.store.store import SETTLED_NS
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.ending import ending
-from ramify.types.trajectory import SCHEMA_VERSION, as_text, cut
-from ramify.viewer.run_lookup import LocatedRun, RunLocations, ViewedPlace, kind_of, newer, walk
+from ramify.types.trajectory import SCHEMA_VERSION, answer_text, cut
+from ramify.viewer.run_lookup import (
+    LocatedRun,
+    RunLocations,
+    ViewedPlace,
+    kind_of,
+    newer_schema_error,
+    walk,
+)
 
 
 class RunListRow(msgspec.Struct, omit_defaults=True):
@@ -81,7 +88,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
 
     def take_review(self, review: HumanRunReview) -> None:
         """Copy the labels, note and corrected scores of a person's review into this row."""
-        self.labels = review.listed_labels
+        self.labels = review.labels_and_verdict
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
 
@@ -169,7 +176,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
     )
 
 
-def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
+def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
     try:
         short = _trajectories.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -181,7 +188,10 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
         )
     if short.schema_version > SCHEMA_VERSION:
         return RunListRow(
-            key, short.id, source=str(path), problem=newer(path, number, short.schema_version)
+            key,
+            short.id,
+            source=str(path),
+            problem=newer_schema_error(path, number, short.schema_version),
         )
     return RunListRow(
         key,
@@ -200,7 +210,7 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
         short.rewards,
         source=str(path),
         task=short.task,
-        answer=None if short.answer is None else cut(as_text(short.answer), MAX_ANSWER),
+        answer=None if short.answer is None else cut(answer_text(short.answer), MAX_ANSWER),
         ending=ending(
             short.stop,
             short.reason,
@@ -263,7 +273,7 @@ class RunCatalog:
     """The runs, training folders and evaluations in the folders, files and stores that the viewer
     was given, or in the default store.
 
-    Only one thread at a time may call ``look``.
+    Only one thread at a time may call ``listing``.
     """
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
@@ -286,7 +296,7 @@ class RunCatalog:
 
     # --- lists
 
-    def look(self) -> tuple[list[RunListRow], list[EvaluationListRow], list[UnreadableFileRow]]:
+    def listing(self) -> tuple[list[RunListRow], list[EvaluationListRow], list[UnreadableFileRow]]:
         """Return all runs and all evaluations, newest first, and the unreadable files.
 
         A run or evaluation with a problem has a normal row that names the problem. Rows are not
@@ -301,7 +311,7 @@ class RunCatalog:
         return runs, evaluations, self._problems
 
     def runs(self) -> list[RunListRow]:
-        return self.look()[0]
+        return self.listing()[0]
 
     def trainings(self) -> list[TrainingListRow]:
         """Return a row for each training folder (a folder with metrics), in the order of the given
@@ -432,7 +442,7 @@ class RunCatalog:
         """Return the summary and the rows of the map with address ``key``. Each row has the address
         of its run, or an empty text. Raises StoreError if the map does not exist."""
         with self._reading_maps:
-            place, table = self._places.map_of(key)
+            place, table = self._places.find_map(key)
             rows = [
                 {
                     **msgspec.structs.asdict(row),
@@ -475,12 +485,12 @@ class RunCatalog:
         that were given."""
         return self._places.key(path)
 
-    def key_in(self, store: RunStore, id: str) -> str | None:
+    def key_of_stored_run(self, store: RunStore, id: str) -> str | None:
         """Return the address of the run ``id`` in ``store``, or None if this store was not given to
         the catalog."""
         return self._places.key_of_run(store, id)
 
-    def key_of_run(self, record: Path, id: str) -> str | None:
+    def key_of_evaluation_run(self, record: Path, id: str) -> str | None:
         """Return the address of a run that belongs to an evaluation. ``record`` is the file of the
         evaluation, whose store contains the run. Returns None if the run is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
@@ -496,7 +506,7 @@ def _rows_of(key: str, path: Path) -> Iterator[RunListRow | EvaluationListRow]:
         case "trajectory":
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    yield row_of_line(line, f"{key}:{number}", path, number)
+                    yield row_of_trajectory_line(line, f"{key}:{number}", path, number)
         case "evaluation":
             yield row_of_evaluation(path, key)
         case problem:

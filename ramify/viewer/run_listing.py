@@ -79,7 +79,7 @@ class VersionedRunList:
             return told
 
     def _look(self) -> tuple[list[RunListRow], dict[str, Any]]:
-        runs, evaluations, problems = self._library.look()
+        runs, evaluations, problems = self._library.listing()
         return runs, {
             "evaluations": evaluations,
             "matrices": self._library.matrices(),

@@ -25,7 +25,7 @@ import msgspec
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.map_journal import MapStore
 from ramify.maps.map_table import DirectRowAsRun, StoredMap
-from ramify.maps.open_map_table import MapTableCache
+from ramify.maps.stored_map_tables import MapTableCache
 from ramify.store.base import RunStore
 from ramify.store.journal import FileStoredRun
 from ramify.store.store import Store
@@ -78,7 +78,7 @@ def kind_of(path: Path) -> Kind | str:
     )
 
 
-def newer(path: Path, number: int, version: int) -> str:
+def newer_schema_error(path: Path, number: int, version: int) -> str:
     """Return the error message for line ``number`` of a file, which was written with a newer schema
     version."""
     return (
@@ -157,7 +157,7 @@ class RunLocations:
                     with contextlib.suppress(StoreError, OSError):
                         yield place, self._maps.of(path)
 
-    def map_of(self, key: str) -> tuple[ViewedPlace, StoredMap]:
+    def find_map(self, key: str) -> tuple[ViewedPlace, StoredMap]:
         """Return the map with address ``key``, with the place that contains it. Raises StoreError
         if the map does not exist."""
         place, name, is_file = self._split(key)

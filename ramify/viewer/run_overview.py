@@ -24,7 +24,7 @@ from ramify.errors import StoreError
 from ramify.store.reviews import HumanRunReview
 from ramify.types.call_node import CallNode
 from ramify.types.ending import ending
-from ramify.types.event import mode_of
+from ramify.types.event import mode_and_reason
 from ramify.types.trajectory import ContextRef, cut
 from ramify.viewer.shown_sources import answer_and_citations
 from ramify.viewer.watched_run import WatchedRun
@@ -38,7 +38,7 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "model": attrgetter("model"),
     "started_s": lambda node: round(node.started_s, 4),
     "ended_s": lambda node: None if node.ended_s is None else round(node.ended_s, 4),
-    "state": lambda node: "done" if node.stop is not None else state(node),
+    "state": lambda node: "done" if node.stop is not None else call_state(node),
     "stop": attrgetter("stop"),
     "turns": lambda node: node.num_turns + (node.asking >= 0),
     "tokens_in": attrgetter("input_tokens"),
@@ -168,7 +168,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
-    mode, mode_reason = mode_of(config)
+    mode, mode_reason = mode_and_reason(config)
     answer, citations = answer_and_citations(trajectory)
     return {
         "key": run.key,
@@ -189,7 +189,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "mode_reason": cut(mode_reason, 1_000),
         "gold": str(config.get("gold") or ""),
         "answered_by": trajectory.answered_by,
-        "usage": fields(trajectory.usage),
+        "usage": struct_fields(trajectory.usage),
         "cost": trajectory.cost,
         "seconds": trajectory.seconds or at_s,
         "context": context_fields(trajectory.context),
@@ -202,7 +202,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "rewards": trajectory.rewards,
         "metrics": trajectory.metrics,
         "forked": _forked(run),
-        "marks": [fields(mark) for mark in trajectory.marks if not mark.call],
+        "marks": [struct_fields(mark) for mark in trajectory.marks if not mark.call],
         "errors": trajectory.errors[:_MAX_ERRORS],
         "num_errors": len(trajectory.errors),
         "problems": problems,
@@ -210,7 +210,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
         "generation": run.generation,
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")),
         "num_calls": len(run.tree.order),
-        "review": fields(review),
+        "review": struct_fields(review),
     }
 
 
@@ -259,7 +259,7 @@ def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
     return call_rewards or ({} if node.index else run.tree.run.rewards)
 
 
-def state(node: CallNode) -> str:
+def call_state(node: CallNode) -> str:
     """Return the state of a call for the page: ``asking``, ``running``, ``open`` or ``done``."""
     if node.stop is not None:
         return "done"
@@ -271,10 +271,10 @@ def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
     be thousands."""
     if context is None:
         return None
-    short = {name: value for name, value in fields(context).items() if name != "files"}
-    return {**short, "by_reference": context.by_reference}
+    short = {name: value for name, value in struct_fields(context).items() if name != "files"}
+    return {**short, "by_reference": context.reference_text}
 
 
-def fields(struct: msgspec.Struct) -> dict[str, Any]:
+def struct_fields(struct: msgspec.Struct) -> dict[str, Any]:
     """Convert a struct to a dict with all fields, including those that have their default value."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

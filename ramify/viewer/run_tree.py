@@ -61,7 +61,7 @@ class RunTree:
     @property
     def run(self) -> Trajectory:
         """The data of the run as a whole, such as rewards and cost, without its calls."""
-        return self.calls.run
+        return self.calls.run_data
 
     def apply(self, event: AnyEventOutline, offset: int) -> CallNode | None:
         """Update the tree with ``event``, whose line in the journal begins at byte ``offset``.

@@ -25,7 +25,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Message
-from ramify.types.trajectory import Cell, Trajectory, as_text
+from ramify.types.trajectory import Cell, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_HITS = 200
@@ -88,7 +88,12 @@ def _of_event(event: AnyEvent) -> Iterator[TextPlace]:
         case CellRan():
             yield from _of_cell(event.call, event.turn, event.result)
         case ToolAnswered():
-            yield event.call, event.turn, f"tool {event.name}", event.error or as_text(event.result)
+            yield (
+                event.call,
+                event.turn,
+                f"tool {event.name}",
+                event.error or answer_text(event.result),
+            )
         case AttemptFailed():
             yield event.call, event.turn, "attempt", event.error
         case NoteAdded():
@@ -96,7 +101,7 @@ def _of_event(event: AnyEvent) -> Iterator[TextPlace]:
         case ScoreAdded():
             yield event.call, event.turn, f"score by {event.by}", event.text
         case CallEnded():
-            yield event.id, -1, "answer", as_text(event.answer)
+            yield event.id, -1, "answer", answer_text(event.answer)
             yield event.id, -1, "error", event.error or ""
         case _:
             pass
@@ -111,7 +116,7 @@ def _of_trajectory(trajectory: Trajectory) -> Iterator[TextPlace]:
             yield from _of_reply(call.id, index, turn.reply.message)
             for cell in turn.cells:
                 yield from _of_cell(call.id, index, cell)
-        yield call.id, -1, "answer", as_text(call.answer)
+        yield call.id, -1, "answer", answer_text(call.answer)
         yield call.id, -1, "error", call.error or ""
     for mark in trajectory.marks:
         yield mark.call, mark.turn, f"score by {mark.by}", mark.text

@@ -11,11 +11,11 @@ from typing import Any
 
 from ramify.errors import StoreError
 from ramify.types.message import Message
-from ramify.types.picture import NotAPicture, picture_of
+from ramify.types.picture import NotAPicture, picture_from_bytes
 from ramify.viewer.watched_run import WatchedRun
 
 
-def pictures_of(message: Message) -> list[dict[str, Any]]:
+def describe_pictures(message: Message) -> list[dict[str, Any]]:
     """Describe the pictures of a message in the form that the page reads, without their bytes."""
     return [
         {
@@ -32,14 +32,14 @@ def pictures_of(message: Message) -> list[dict[str, Any]]:
 def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
     """Return the bytes and the media type of a picture that the call ``id`` has shown to a model.
     Raises StoreError if there is no such picture."""
-    detail = run.whole(id)
+    detail = run.call_detail(id)
     prompts = [message for turn in detail.call.turns for message in turn.prompt]
     prompts += detail.pending.prompt if detail.pending is not None else ()
     if not any(picture.digest == digest for each in prompts for picture in each.pictures):
         raise StoreError(f"call {id} has shown no picture with the hash {digest[:12]}…")
     try:
         data = run.source.blob(digest)
-        picture = picture_of(data)
+        picture = picture_from_bytes(data)
     except NotAPicture as error:
         raise StoreError(f"the picture {digest[:12]}… is not in the store: {error}") from None
     if hashlib.sha256(data).hexdigest() != digest:

@@ -17,7 +17,7 @@ from ramify.sandbox.base import SharedContext
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.sources.base import RecordedSources
 from ramify.store.stored_run import StoredRun
-from ramify.types.trajectory import ContextRef, Trajectory, as_text
+from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CHARS = 250_000_000
@@ -36,12 +36,12 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
         try:
             cited = msgspec.convert(trajectory.answer, CitedAnswer[Any])
         except msgspec.ValidationError:
-            return as_text(trajectory.answer), []
+            return answer_text(trajectory.answer), []
         names = cited.citations[0].__struct_fields__ if cited.citations else ()
-        return as_text(cited.answer), [
+        return answer_text(cited.answer), [
             {name: getattr(each, name) for name in names} for each in cited.citations
         ]
-    return as_text(trajectory.answer), []
+    return answer_text(trajectory.answer), []
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
@@ -112,6 +112,6 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 def _context(run: StoredRun, context: ContextRef) -> Any:
     """Return the value of a stored context. Raises StoreError if it cannot be read."""
     try:
-        return SharedContext.decode(run.blob(context.digest), context.files).value
+        return SharedContext.from_encoded(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:
         raise StoreError(str(error)) from None

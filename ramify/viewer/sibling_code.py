@@ -55,7 +55,7 @@ def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
 
 
 def _code_of(run: WatchedRun, id: str) -> _Code:
-    call = run.whole(id).call
+    call = run.call_detail(id).call
     return tuple(cell.code[:_MAX_CHARS].rstrip() for turn in call.turns for cell in turn.cells)
 
 

@@ -31,20 +31,20 @@ from ramify.evaluate.evaluation_report import (
     RIGHT,
     EvaluationReport,
     difference,
-    flips,
+    flipped_items,
     report,
 )
 from ramify.evaluate.matrix_report import reason_of
 from ramify.evaluate.run import AttemptOutcome, EvaluationResult, read_evaluation
 from ramify.evaluate.statistics import MeanEstimate, pass_at_k, score_with_interval
 from ramify.store.journal import FileStoredRun, decode_line
-from ramify.store.reviews import HumanRunReview, agreements, listed_reviews
+from ramify.store.reviews import HumanRunReview, inter_rater_agreements, listed_reviews
 from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
 from ramify.types.event import RunStarted
-from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, as_text, cut
+from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, answer_text, cut
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_overview import means_by_call
-from ramify.viewer.training_verdict import alarms, num_compared, verdict
+from ramify.viewer.training_verdict import alarms, num_averaged_steps, stage_facts
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before and after training, which are shown apart from the curves."""
@@ -231,9 +231,9 @@ class TrainingCurves:
             "at_s": self.at_s,
             "stages": list(self.stages),
             "final": list(self.final),
-            "kept": sorted(kept(self.folder)),
-            "verdict": verdict(self.names, self.stages, found),
-            "num_compared": num_compared(num_steps),
+            "kept": sorted(rollout_files(self.folder)),
+            "verdict": stage_facts(self.names, self.stages, found),
+            "num_compared": num_averaged_steps(num_steps),
             "alarms": found,
             "config": self._config(),
             "problems": [*filter(None, [self._unreadable]), *self.problems],
@@ -267,7 +267,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield f"{prefix}{name}", msgspec.json.encode(value).decode()
 
 
-def kept(folder: Path) -> dict[int, Path]:
+def rollout_files(folder: Path) -> dict[int, Path]:
     """Return the files that contain saved rollouts, by training step."""
     files = {}
     for path in (folder / "rollouts").glob("step-*.jsonl"):
@@ -279,7 +279,7 @@ def kept(folder: Path) -> dict[int, Path]:
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     """Return the saved rollouts of a training step, best first. ``key`` is the address of the file
     that contains them. Raises StoreError if no rollouts of that step were saved."""
-    path = kept(folder).get(step)
+    path = rollout_files(folder).get(step)
     if path is None:
         raise StoreError(
             f"{folder} has no saved rollouts of step {step}: schedule.save_rollouts_every sets how "
@@ -321,13 +321,15 @@ def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple
                 yield number, tree
 
 
-def item_history(folder: Path, item: str, key_of: Callable[[Path], str | None]) -> dict[str, Any]:
+def rollouts_of_item(
+    folder: Path, item: str, key_of: Callable[[Path], str | None]
+) -> dict[str, Any]:
     """Return the saved rollouts of the task item ``item`` by training step, for the last
     ``MAX_ITEM_STEPS`` saved steps. ``key_of`` returns the address of a file. Raises StoreError if
     there are none."""
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
-    for step, path in sorted(kept(folder).items())[-MAX_ITEM_STEPS:]:
+    for step, path in sorted(rollout_files(folder).items())[-MAX_ITEM_STEPS:]:
         key = key_of(path) or ""
         rows = [_sample(tree, f"{key}:{at}") for at, tree in _rollouts(path, problems, item)]
         if rows:
@@ -352,7 +354,7 @@ def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
         "id": tree.id,
         "task": tree.task,
         "question": cut(tree.question),
-        "answer": cut(as_text(tree.answer)),
+        "answer": cut(answer_text(tree.answer)),
         "stop": tree.stop,
         "reward": next(iter(tree.rewards.values()), None),
         "rewards": tree.rewards,
@@ -408,7 +410,7 @@ class EvaluationLibrary:
             "attempts": attempts,
             "compared": compared,
             "flips": flipped,
-            "agreements": agreements(attempt["verdicts"] for attempt in attempts),
+            "agreements": inter_rater_agreements(attempt["verdicts"] for attempt in attempts),
             "problems": problems[:MAX_PROBLEMS],
         }
 
@@ -436,7 +438,7 @@ class EvaluationLibrary:
         except ConfigError as error:
             return {"name": path.stem, "problem": str(error)}, {}
         about = {"name": path.stem, "difference": figure, "items": items}
-        return about, flips(evaluation, theirs)
+        return about, flipped_items(evaluation, theirs)
 
     def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
@@ -446,7 +448,7 @@ class EvaluationLibrary:
         return {
             "question": question,
             "expected": expected,
-            "verdict": review.verdict,
+            "verdict": review.combined_verdict,
             "verdicts": review.verdicts,
             "labels": review.labels,
             "note": review.note,
@@ -465,7 +467,7 @@ class EvaluationLibrary:
             "tokens": outcome.usage.total_tokens,
             "cost": outcome.cost,
             "seconds": outcome.seconds,
-            "run": self._library.key_of_run(record, outcome.run),
+            "run": self._library.key_of_evaluation_run(record, outcome.run),
         }
 
     def _asked(self, run: Path) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import msgspec
 
-from ramify.train.findings import metrics_of
+from ramify.train.findings import metric_names_for
 from ramify.train.metrics import Diagnosis
 
 Curves = Mapping[str, tuple[list[int], list[float]]]
@@ -82,7 +82,7 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
                 text="",
                 action="",
                 steps=[],
-                metrics=[prefix + metric for metric in metrics_of(each.name)],
+                metrics=[prefix + metric for metric in metric_names_for(each.name)],
             ),
         )
         alarm.text, alarm.action = each.text, each.action
@@ -93,7 +93,7 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
     return sorted(found.values(), key=lambda alarm: alarm.ceased is not None)
 
 
-def verdict(
+def stage_facts(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
     """Summarise the last stage of a training run as a list of facts, such as the change of the mean
@@ -134,7 +134,7 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
             metric="failed_share",
         )
     if "groups_with_signal" in own and "items" in own:
-        num = num_compared(len(own["items"]))
+        num = num_averaged_steps(len(own["items"]))
         having = math.fsum(own["groups_with_signal"][-num:])
         all_groups = math.fsum(own["items"][-num:])
         yield TrainingFact(
@@ -145,7 +145,7 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
         )
 
 
-def num_compared(num_steps: int) -> int:
+def num_averaged_steps(num_steps: int) -> int:
     """Return how many steps at the start and how many at the end of a stage are averaged when the
     two are compared."""
     return max(1, min(COMPARED, num_steps // 3))
@@ -156,7 +156,7 @@ def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
     text, tone = _change("reward", rewards), ""
     stds, nums = own.get("reward_std", ()), own.get("num_rollouts", ())
     if 1 < len(rewards) == len(stds) == len(nums):
-        num = num_compared(len(rewards))
+        num = num_averaged_steps(len(rewards))
         variances = [std**2 / max(count, 1.0) for std, count in zip(stds, nums, strict=True)]
         noise = math.sqrt(math.fsum([*variances[:num], *variances[-num:]])) / num
         rise = fmean(rewards[-num:]) - fmean(rewards[:num])
@@ -170,7 +170,7 @@ def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
 def _change(name: str, values: Sequence[float]) -> str:
     if len(values) == 1:
         return f"{name} {_short(values[0])} in the first step"
-    num = num_compared(len(values))
+    num = num_averaged_steps(len(values))
     first, last = fmean(values[:num]), fmean(values[-num:])
     return f"{name} {_short(first)} → {_short(last)} in {len(values):,} steps"
 
@@ -205,7 +205,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
     """Return the mean of a metric over the last steps, or None if the metric was not measured."""
     values = own.get(name)
-    return fmean(values[-num_compared(len(values)) :]) if values else None
+    return fmean(values[-num_averaged_steps(len(values)) :]) if values else None
 
 
 def _percent(share: float) -> str:

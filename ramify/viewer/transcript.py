@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.trained_policy_settings import folder_of
+from ramify.trained_policy_settings import local_model_folder
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Annotation, Call, Cell, Turn, as_text
-from ramify.viewer.run_overview import context_fields, fields, rewards_of, state
+from ramify.types.trajectory import Annotation, Call, Cell, Turn, answer_text
+from ramify.viewer.run_overview import call_state, context_fields, rewards_of, struct_fields
 from ramify.viewer.run_tree import UnansweredModelRequest
-from ramify.viewer.shown_pictures import pictures_of
+from ramify.viewer.shown_pictures import describe_pictures
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000
@@ -31,7 +31,7 @@ def transcript(
 ) -> dict[str, Any]:
     """Return the transcript of the call ``id`` for its page, from turn ``first_turn`` on. Raises
     StoreError if there is no such call."""
-    detail = run.whole(id)
+    detail = run.call_detail(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     tools: dict[int, list[ToolAnswered]] = {}
     for answer in detail.tools:
@@ -44,20 +44,20 @@ def transcript(
         "kind": call.kind,
         "model": call.model,
         "depth": call.depth,
-        "state": state(node),
+        "state": call_state(node),
         "question": cut(call.question),
-        "answer": cut(as_text(call.answer)),
+        "answer": cut(answer_text(call.answer)),
         "has_answer": call.answer is not None,
         "stop": call.stop,
         "error": cut(call.error or ""),
-        "usage": fields(call.usage),
+        "usage": struct_fields(call.usage),
         "cost": call.cost,
         "started_s": call.started_s,
         "ended_s": call.ended_s,
         "last_word": detail.last_word,
         "context": context_fields(call.context),
-        "parent": fields(call.parent) if call.parent else None,
-        "fork": fields(call.fork) if call.fork else None,
+        "parent": struct_fields(call.parent) if call.parent else None,
+        "fork": struct_fields(call.fork) if call.fork else None,
         **({"cause": call.cause} if call.cause is not None else {}),
         "rewards": rewards_of(run, node),
         "marks": [_mark(mark) for mark in marks.get(-1, ())],
@@ -76,7 +76,7 @@ def transcript(
             if index >= first_turn
         ],
         "pending": _pending(detail.pending, cut),
-        "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in detail.notes],
+        "notes": [{**struct_fields(note), "text": note.text[:MAX_TEXT]} for note in detail.notes],
     }
 
 
@@ -109,7 +109,7 @@ def _turn(
         "finish": turn.reply.finish,
         "seconds": turn.reply.seconds,
         "model": turn.reply.model,
-        "usage": fields(turn.reply.usage),
+        "usage": struct_fields(turn.reply.usage),
         "cost": turn.reply.cost,
         "cells": [_cell(cell, cut) for cell in turn.cells],
         "num_sampled": len(turn.reply.token_ids or ()),
@@ -121,7 +121,7 @@ def _turn(
 
 
 def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
-    pictures = pictures_of(message)
+    pictures = describe_pictures(message)
     return {
         "role": message.role,
         **({"pictures": pictures} if pictures else {}),
@@ -161,7 +161,7 @@ def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
         "name": tool.name,
         "at_s": tool.at_s,
         "error": cut(tool.error or ""),
-        "result": cut(as_text(result)),
+        "result": cut(answer_text(result)),
     }
 
 
@@ -183,7 +183,7 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
     In the result, ``key_variable`` is the environment variable of the API key, since no journal
     contains the key itself.
     """
-    call = run.whole(id).call
+    call = run.call_detail(id).call
     if not 0 <= turn < len(call.turns):
         raise StoreError(f"call {id} has no turn {turn + 1}")
     provider, _, model = call.model.partition(":")
@@ -207,7 +207,7 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
     of another call, they begin with that turn's messages."""
     messages: list[Message] = []
     if call.fork is not None:
-        origin = run.whole(call.fork.call).call
+        origin = run.call_detail(call.fork.call).call
         if 0 <= call.fork.turn < len(origin.turns):
             reply = origin.turns[call.fork.turn].reply.message
             messages = [*_messages(run, origin, call.fork.turn), reply]
@@ -245,7 +245,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
     trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` maps the name of each
     signal to its score of each sampled token.
     """
-    call = run.whole(id).call
+    call = run.call_detail(id).call
     if not 0 <= turn < len(call.turns):
         raise StoreError(f"call {id} has no turn {turn + 1}")
     reply = call.turns[turn].reply
@@ -320,7 +320,7 @@ def find_tokenizer_file(run: WatchedRun, models: Iterable[str]) -> Path | None:
         training = path.parent.parent
         candidates = [training / "policy", *sorted((training / "checkpoints").glob("*/policy"))]
     for model in models:
-        if folder := folder_of(model):
+        if folder := local_model_folder(model):
             candidates.append(folder)
     for folder in candidates:
         if (folder / "tokenizer.json").is_file():

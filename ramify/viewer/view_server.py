@@ -63,23 +63,23 @@ from ramify.http_server.access import BearerKeys, ListenAddress, new_key
 from ramify.http_server.base_server import HttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
-from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, agreements
-from ramify.viewer.comparison import MAX_RUNS, compared, rows_of
+from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, inter_rater_agreements
+from ramify.viewer.comparison import MAX_RUNS, overview_and_calls, rows_of
 from ramify.viewer.feed import FileFeed, FileFeedCache
-from ramify.viewer.matrices import shown_matrix, stored_matrix_file
+from ramify.viewer.matrices import shown_matrix, stored_matrix_page
 from ramify.viewer.page_headers import add_headers
-from ramify.viewer.page_script import APP, STATIC, app, early, module, page
+from ramify.viewer.page_script import APP, STATIC, app, early, module, offline_run_page
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_again import AgainRequest, Rebuild, RunAgain
+from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest, RunAgain
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_listing import VersionedRunList
 from ramify.viewer.run_lookup import Kind, LocatedRun, kind_of
-from ramify.viewer.run_overview import fields, run_overview, texts
+from ramify.viewer.run_overview import run_overview, struct_fields, texts
 from ramify.viewer.search import search
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.sibling_code import sibling_code
-from ramify.viewer.training import EvaluationLibrary, item_history, kept, samples
+from ramify.viewer.training import EvaluationLibrary, rollout_files, rollouts_of_item, samples
 from ramify.viewer.transcript import (
     MAX_TEXT,
     exact_request,
@@ -111,7 +111,7 @@ class ViewServer:
         """The token of the page; empty if the address needs none."""
         self._http = HttpServer(
             address,
-            BearerKeys.of(self.token) if self.token else None,
+            BearerKeys.from_key(self.token) if self.token else None,
             token=self.token,
             statuses={StoreError: 404, RamifyError: 400},
             limits=HttpLimits(max_body_bytes=MAX_BODY),
@@ -218,7 +218,7 @@ class ViewServer:
         feed = self._feed(request)
         num_texts = _number(request, "texts") if "texts" in request.query else None
         await feed.refresh_watched()
-        return data(await feed.inspect(lambda run: run_overview(run, num_texts)))
+        return data(await feed.call_locked(lambda run: run_overview(run, num_texts)))
 
     async def _texts(self, request: web.Request) -> web.Response:
         first = _number(request, "from")
@@ -239,7 +239,7 @@ class ViewServer:
         for key in keys:
             feed = self._feeds.run(self._library.find(key))
             await feed.refresh_watched()
-            runs.append(await feed.inspect(compared))
+            runs.append(await feed.call_locked(overview_and_calls))
         rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
         return compressed({"heads": [head for head, _ in runs], "rows": rows})
 
@@ -259,7 +259,9 @@ class ViewServer:
         id, turn = _word(request, "id"), _number(request, "turn")
         return await self._inspected(
             request,
-            lambda run: tokens(run, id, turn, find_tokenizer_file(run, [run.whole(id).call.model])),
+            lambda run: tokens(
+                run, id, turn, find_tokenizer_file(run, [run.call_detail(id).call.model])
+            ),
         )
 
     async def _picture(self, request: web.Request) -> web.Response:
@@ -267,7 +269,7 @@ class ViewServer:
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.refresh_watched()
-        body, kind = await feed.inspect(lambda run: picture_bytes(run, id, digest))
+        body, kind = await feed.call_locked(lambda run: picture_bytes(run, id, digest))
         headers = {"Content-Type": kind, "Cache-Control": "private, max-age=31536000, immutable"}
         return web.Response(body=body, headers=headers)
 
@@ -288,7 +290,7 @@ class ViewServer:
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.refresh_watched()
-        return data(await feed.inspect(look))
+        return data(await feed.call_locked(look))
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         located = self._library.find(_word(request, "key"))
@@ -309,7 +311,7 @@ class ViewServer:
         located = self._library.find(_word(request, "key"))
         await asyncio.to_thread(_check_shown, located)
         return web.Response(
-            body=await asyncio.to_thread(page, located),
+            body=await asyncio.to_thread(offline_run_page, located),
             headers=_download(f"{located.run.id}.html", "text/html; charset=utf-8"),
         )
 
@@ -326,13 +328,13 @@ class ViewServer:
     async def _samples(self, request: web.Request) -> web.Response:
         folder = self._library.training(_word(request, "key"))
         step = _number(request, "step")
-        path = kept(folder).get(step)
+        path = rollout_files(folder).get(step)
         return data(samples(folder, step, (self._library.key_of(path) or "") if path else ""))
 
     async def _item(self, request: web.Request) -> web.Response:
         folder = self._library.training(_word(request, "key"))
         item, key_of = _word(request, "item"), self._library.key_of
-        return data(await asyncio.to_thread(item_history, folder, item, key_of))
+        return data(await asyncio.to_thread(rollouts_of_item, folder, item, key_of))
 
     async def _evaluation(self, request: web.Request) -> web.Response:
         key, other = _word(request, "key"), request.query.get("other", "")
@@ -344,7 +346,7 @@ class ViewServer:
 
     async def _matrix_file(self, request: web.Request) -> web.Response:
         key = _word(request, "key")
-        id, body = await asyncio.to_thread(stored_matrix_file, self._library, key)
+        id, body = await asyncio.to_thread(stored_matrix_page, self._library, key)
         headers = _download(f"matrix-{id}.html", "text/html; charset=utf-8")
         return web.Response(body=body, headers=headers)
 
@@ -358,16 +360,18 @@ class ViewServer:
 
     async def _again_place(self, request: web.Request) -> web.Response:
         located, again = self._library.find(_word(request, "key")), self._able()
-        return data(await again.place(located, _word(request, "id"), _number(request, "turn")))
+        return data(
+            await again.turn_to_edit(located, _word(request, "id"), _number(request, "turn"))
+        )
 
     async def _again_cost(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), await _decoded(request, AgainRequest)
+        again, wanted = self._able(), await _decoded(request, RerunFromTurnRequest)
         return data(await again.estimate(self._library.find(wanted.key), wanted))
 
     async def _again_start(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), await _decoded(request, AgainRequest)
+        again, wanted = self._able(), await _decoded(request, RerunFromTurnRequest)
         store, id = await again.start(self._library.find(wanted.key), wanted)
-        return data({"key": self._library.key_in(store, id)})
+        return data({"key": self._library.key_of_stored_run(store, id)})
 
     def _able(self) -> RunAgain:
         self._refuse_if_open("running again spends money")
@@ -391,9 +395,9 @@ class ViewServer:
 
         def write(run: WatchedRun) -> dict[str, Any]:
             review = HumanRunReview(wanted.labels, wanted.note, wanted.rewards, run.review.verdicts)
-            return fields(run.source.write_review(run.review_id, review))
+            return struct_fields(run.source.write_review(run.review_key, review))
 
-        return data(await feed.inspect(write))
+        return data(await feed.call_locked(write))
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
         self._refuse_if_open("a verdict is stored")
@@ -412,19 +416,19 @@ class ViewServer:
                 reward = next(iter(run.tree.run.rewards), UNSCORED)
                 verdict = None if wanted.verdict == "none" else wanted.verdict
                 review = review.with_verdict(person, verdict, reward)
-            saved = run.source.write_review(run.review_id, review)
-            return {**fields(saved), "verdict": saved.verdict}
+            saved = run.source.write_review(run.review_key, review)
+            return {**struct_fields(saved), "verdict": saved.combined_verdict}
 
         reviews = {}
         for key in wanted.keys:
             feed = self._feeds.run(self._library.find(key))
             await feed.refresh_watched()
-            reviews[key] = await feed.inspect(write)
+            reviews[key] = await feed.call_locked(write)
         return data({"person": person, "reviews": reviews})
 
     async def _agreements(self, _: web.Request) -> web.Response:
         listed = await asyncio.to_thread(self._listing.rows)
-        return data({"agreements": agreements(run.verdicts for run in listed["runs"])})
+        return data({"agreements": inter_rater_agreements(run.verdicts for run in listed["runs"])})
 
     # --- changes
 

@@ -19,11 +19,11 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.short_events import DamagedLine, short_events
+from ramify.store.short_events import DamagedLine, decode_short_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.run_lookup import LocatedRun, kind_of, newer
+from ramify.viewer.run_lookup import LocatedRun, kind_of, newer_schema_error
 from ramify.viewer.run_tree import (
     CallDetail,
     CallDetailReader,
@@ -73,10 +73,10 @@ class WatchedRun:
     def review(self) -> HumanRunReview:
         """The labels, note and corrected scores from a person's review. Raises StoreError if they
         cannot be read."""
-        return self.source.reviews().get(self.review_id, HumanRunReview())
+        return self.source.store_reviews().get(self.review_key, HumanRunReview())
 
     @property
-    def review_id(self) -> str:
+    def review_key(self) -> str:
         """The name under which reviews of this run are stored in the file of reviews."""
         return self.source.id if self.line is None else self.tree.run.id
 
@@ -101,7 +101,7 @@ class WatchedRun:
         except StoreError:
             return 0
 
-    def is_stale(self) -> bool:
+    def is_replaced(self) -> bool:
         """Return True if the run's file of trajectories has been replaced since it was read. Always
         False for a journal, because ``refresh`` then reads the journal again."""
         if self.line is None:
@@ -118,7 +118,7 @@ class WatchedRun:
         assert self.source.path is not None
         return self.source.path
 
-    def whole(self, id: str) -> CallDetail:
+    def call_detail(self, id: str) -> CallDetail:
         """Return the call ``id`` in full. Raises StoreError if it does not exist or cannot be
         read."""
         node = self.tree.nodes.get(id)
@@ -128,7 +128,7 @@ class WatchedRun:
             return CallDetail(self.tree.run.calls[node.index])
         return self._details.of(self.tree, node)
 
-    def ends_of(self, node: CallNode) -> tuple[str, Any]:
+    def question_and_answer(self, node: CallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
         lines. Raises StoreError if they cannot be read."""
         if self.line is not None:
@@ -182,7 +182,7 @@ class WatchedRun:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in self.source.blocks(offset):
-                for event, size in short_events(block, self.source, self._chain):
+                for event, size in decode_short_events(block, self.source, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
                             return
@@ -262,7 +262,7 @@ class WatchedRun:
             line = nth_line(path, number)
             version = msgspec.json.decode(line, type=dict[str, Any]).get("schema_version", 0)
             if version > SCHEMA_VERSION:
-                raise StoreError(newer(path, number, version))
+                raise StoreError(newer_schema_error(path, number, version))
             self.tree.load_trajectory(msgspec.json.decode(line, type=Trajectory))
         except StoreError as error:
             self.problem = str(error)

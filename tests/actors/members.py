@@ -91,7 +91,7 @@ async def trainer(folder: Path) -> None:
     ranks = RankGroup(Verbs(), RankProgress(), [link], [one], 60.0, folder)
     begin("trainer", folder)
     try:
-        while engine.ended is None and other.poll() is None:
+        while engine.exit_status is None and other.poll() is None:
             assert ranks.call("add", 1) == [2, 2]
             await asyncio.sleep(0.05)
     finally:

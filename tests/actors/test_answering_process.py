@@ -10,7 +10,7 @@ from subprocess import Popen
 import pytest
 
 from ramify.actors.answering_process import answer_requests, ask, start_python_process
-from ramify.actors.child_process import kill
+from ramify.actors.child_process import kill_and_reap
 
 
 def serve() -> None:
@@ -31,7 +31,7 @@ def answered(request: list[bytes]) -> list[bytes]:
 def process() -> Iterator[Popen[bytes]]:
     process = start_python_process(f"{__name__}:serve")
     yield process
-    kill(process)
+    kill_and_reap(process)
 
 
 def test_a_process_answers_requests_of_any_parts(process: Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ramify.actors.child_process import ChildProcess, Process, end_when_done
+from ramify.actors.child_process import ChildProcess, Process, wait_then_kill
 from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess, RoleInstanceId
 from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
@@ -67,7 +67,7 @@ def test_suspended_process_can_be_ended(start: Start, tmp_path: Path) -> None:
 
 def test_processes_that_do_not_finish_in_time_are_killed(start: Start, tmp_path: Path) -> None:
     process = start(["sleep", "1000"], {}, tmp_path / "log")
-    end_when_done([process], 0.1)
+    wait_then_kill([process], 0.1)
     assert process.poll() == -9
 
 

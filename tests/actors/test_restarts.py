@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.actors.child_process import ChildProcess
-from ramify.actors.restarts import ProcessRestartLimiter, until_started
+from ramify.actors.restarts import ProcessRestartLimiter, retry_until_started
 from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached, in_run
@@ -21,15 +21,19 @@ def counted(restarts: int) -> ProcessRestartLimiter:
 
 def test_consecutive_losses_are_counted_per_name() -> None:
     restarts = counted(2)
-    assert [restarts.lost("a") for _ in range(3)] == [True, True, False]
-    assert (restarts.lost("b"), restarts.num_losses("a"), restarts.num_losses("b")) == (True, 3, 1)
+    assert [restarts.count_loss("a") for _ in range(3)] == [True, True, False]
+    assert (restarts.count_loss("b"), restarts.num_losses("a"), restarts.num_losses("b")) == (
+        True,
+        3,
+        1,
+    )
     restarts.succeeded("a")
-    assert (restarts.lost("a"), restarts.num_losses("a")) == (True, 1)
-    restarts.moved("a", "c")
+    assert (restarts.count_loss("a"), restarts.num_losses("a")) == (True, 1)
+    restarts.transfer_losses("a", "c")
     assert restarts.num_losses("c") == 1
     restarts.all_succeeded()
     assert restarts.num_losses("b") == 0
-    assert not counted(0).lost("a")
+    assert not counted(0).count_loss("a")
 
 
 def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
@@ -40,10 +44,10 @@ def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
         attached(FileLogHandler(tmp_path / RUN_LOG)),
         in_run("mine"),
     ):
-        assert restarts.failed(7, "worker 7 ended")
-        assert restarts.failed(7, "worker 7 did not connect")
+        assert restarts.record_loss(7, "worker 7 ended")
+        assert restarts.record_loss(7, "worker 7 did not connect")
         restarts.back(7, "worker 7 is back")
-        assert not restarts.failed(7, "worker 7 ended")
+        assert not restarts.record_loss(7, "worker 7 ended")
     assert said == [
         "worker 7 ended; it is restarted",
         "worker 7 did not connect; it is tried again",
@@ -56,7 +60,7 @@ def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
 
 def test_restart_pauses_grow_up_to_a_limit() -> None:
     restarts = counted(9)
-    pauses = [restarts.pause_s("a") for _ in range(9) if restarts.lost("a")]
+    pauses = [restarts.pause_s("a") for _ in range(9) if restarts.count_loss("a")]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30]
 
 
@@ -75,9 +79,9 @@ def test_start_is_retried_until_it_succeeds_or_is_given_up(limit: int, found: st
 
     def failed(error: Exception) -> bool:
         reasons.append(str(error))
-        return restarts.lost(0)
+        return restarts.count_loss(0)
 
-    assert asyncio.run(until_started(start, failed)) == found
+    assert asyncio.run(retry_until_started(start, failed)) == found
     assert reasons == ["ended with status 3", "ended with status 1"]
 
 
@@ -86,4 +90,4 @@ def test_programming_error_propagates_instead_of_counting_as_loss() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(until_started(start, lambda error: True))
+        asyncio.run(retry_until_started(start, lambda error: True))

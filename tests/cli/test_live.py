@@ -10,7 +10,7 @@ import struct
 import termios
 
 from ramify.cli.live import TerminalTreeRows, budget_row
-from ramify.progress import ArrivingText
+from ramify.progress import ReplyTextDelta
 from ramify.types.event import (
     AnyEvent,
     CallEnded,
@@ -214,13 +214,13 @@ def test_arriving_reply_is_shown_until_it_is_whole() -> None:
         call_started("0", parent=None),
         RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
     )
-    shown.arrive(ArrivingText("r", "0", 0, "let me ", "", True))
-    shown.arrive(ArrivingText("r", "0", 0, "look", "", False))
-    shown.arrive(ArrivingText("r", "0.1", 0, "of a plain call", "", True))
+    shown.arrive(ReplyTextDelta("r", "0", 0, "let me ", "", True))
+    shown.arrive(ReplyTextDelta("r", "0", 0, "look", "", False))
+    shown.arrive(ReplyTextDelta("r", "0.1", 0, "of a plain call", "", True))
     assert shown.nodes["0"].arriving == "let me look"
-    shown.arrive(ArrivingText("r", "0", 0, "again", "", True))  # another attempt
+    shown.arrive(ReplyTextDelta("r", "0", 0, "again", "", True))  # another attempt
     assert shown.nodes["0"].arriving == "again"
     shown.apply(ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "again"))))
     assert shown.nodes["0"].arriving == ""
-    shown.arrive(ArrivingText("r", "0", 0, "late", "", False))
+    shown.arrive(ReplyTextDelta("r", "0", 0, "late", "", False))
     assert shown.nodes["0"].arriving == ""

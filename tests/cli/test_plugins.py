@@ -133,7 +133,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
     for found in registries():
         assert isinstance(found, Registry)
-        found.forget()
+        found.reset()
 
 
 @pytest.fixture

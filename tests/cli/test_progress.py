@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.cli.progress_display import ProgressDisplay, bar
+from ramify.cli.progress_display import ProgressDisplay, progress_bar_line
 from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.progress import ProgressState, report_progress
 from tests.cli.helpers import SESSION_SCRIPT, Shell
@@ -44,15 +44,17 @@ def test_progress_bar_shows_counts_and_time_left() -> None:
     work = ProgressState(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
     drawn = "━" * 6 + "─" * 18
     assert (
-        bar(work, 20.0, 100)
+        progress_bar_line(work, 20.0, 100)
         == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
     )
     resumed = ProgressState(0, "rl", 250, 1000, "steps", "", False, first=200)  # 50 steps in 20 s
-    assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
+    assert progress_bar_line(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
     reading = ProgressState(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
-    assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
-    assert len(bar(reading, 3.0, 30)) == 30
-    assert bar(ProgressState(0, "starting", 0, None, "", "", False), 4.0, 80).endswith("─ 4 s")
+    assert progress_bar_line(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
+    assert len(progress_bar_line(reading, 3.0, 30)) == 30
+    assert progress_bar_line(
+        ProgressState(0, "starting", 0, None, "", "", False), 4.0, 80
+    ).endswith("─ 4 s")
 
 
 def test_ask_reports_progress_as_json_lines(shell: Shell) -> None:

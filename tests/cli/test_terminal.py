@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.printable import SanitizingTerminalStream, clean, escaped
+from ramify.printable import SanitizingTerminalStream, clean, escape_json_controls
 from tests.terminals import (
     Machine,
     Shown,
@@ -59,4 +59,7 @@ def test_stray_opening_keeps_the_rest_of_the_text() -> None:
 
 def test_escaped_json_keeps_its_value() -> None:
     encoded = '"a\x9b2J\x7f\u202e\u2066\u061c é \ue000"'.encode()
-    assert escaped(encoded) == '"a\\u009b2J\\u007f\\u202e\\u2066\\u061c é \ue000"'.encode()
+    assert (
+        escape_json_controls(encoded)
+        == '"a\\u009b2J\\u007f\\u202e\\u2066\\u061c é \ue000"'.encode()
+    )

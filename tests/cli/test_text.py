@@ -37,7 +37,7 @@ def test_one_line_collapses_whitespace_and_truncates() -> None:
 
 
 def test_numbers_are_formatted_for_reading() -> None:
-    assert [terminal_text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == [
+    assert [terminal_text.format_count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == [
         "0",
         "999",
         "9,999",
@@ -57,7 +57,7 @@ def test_numbers_are_formatted_for_reading() -> None:
         "59.7 s",
         "2 min 5 s",
     ]
-    assert [terminal_text.ticking(s) for s in (0.053, 59.71, 125)] == [
+    assert [terminal_text.format_growing_duration(s) for s in (0.053, 59.71, 125)] == [
         "0.1 s",
         "59.7 s",
         "2 min 5 s",

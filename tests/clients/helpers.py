@@ -31,7 +31,7 @@ class Books:
     async def reserve(self) -> None:
         self.open += 1
 
-    def is_enough(self) -> bool:
+    def is_still_valid(self) -> bool:
         return True
 
     def settle(self, usage: Usage, cost: float | None) -> None:

@@ -56,7 +56,7 @@ def test_interim_reply_is_no_switch_of_protocols():
     async def main():
         async with Raw(b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK) as server:
             pool, route = HttpConnectionPool(), route_to(server.url, {})
-            async with pool.send("m", route, b"{}", upgrades=True) as sent:
+            async with pool.prepare_exchange("m", route, b"{}", upgrades=True) as sent:
                 found = sent.status, (await sent.read()).body
             await pool.close()
             return found
@@ -70,7 +70,7 @@ def test_connection_is_taken_over_after_a_switch_of_protocols():
     async def main():
         async with Raw(switch + b"first") as server:
             pool, route = HttpConnectionPool(), route_to(server.url, {})
-            async with pool.send("m", route, b"{}", upgrades=True) as sent:
+            async with pool.prepare_exchange("m", route, b"{}", upgrades=True) as sent:
                 transport, arrived = sent.take_over()
             is_open = not transport.is_closing()
             transport.abort()
@@ -111,7 +111,9 @@ def test_one_request_may_lower_the_maximum_of_its_pool():
                 async with Raw(answer) as server:
                     try:
                         route = route_to(server.url, {})
-                        async with pool.send("m", route, b"{}", max_body_bytes=most) as sent:
+                        async with pool.prepare_exchange(
+                            "m", route, b"{}", max_body_bytes=most
+                        ) as sent:
                             outcomes.append(len((await sent.read()).body))
                     except MalformedResponse as error:
                         outcomes.append(str(error).split(" bytes")[0].rsplit(" ", 1)[1])
@@ -131,7 +133,7 @@ def test_body_of_a_pool_has_at_most_64_mib(size, error):
         async with Raw(LINE + b"Content-Length: %d\r\n\r\n" % size, close=True) as server:
             pool = HttpConnectionPool()
             with pytest.raises(error):
-                async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+                async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                     await sent.read()
             await pool.close()
 
@@ -180,7 +182,7 @@ def test_connection_that_was_idle_for_four_seconds_is_not_used_again(idle_s, con
         async with Raw(OK, OK) as server:
             pool = HttpConnectionPool()
             for _ in range(2):
-                async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+                async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                     assert (await sent.read()).body == b"hello"
                 loop.now_s += idle_s
             await pool.close()
@@ -196,7 +198,9 @@ def test_nothing_but_the_server_is_waited_for():
     async def main():
         async with Raw(OK) as server:
             pool = HttpConnectionPool()
-            async with pool.send("m", route_to(server.url, {}), b"x" * 3_000_000) as sent:
+            async with pool.prepare_exchange(
+                "m", route_to(server.url, {}), b"x" * 3_000_000
+            ) as sent:
                 assert (await sent.read()).body == b"hello"
             await pool.close()
             return len(server.heads)
@@ -229,11 +233,11 @@ async def asked_twice(first, use):
     async with Raw(first, OK) as server:
         pool = HttpConnectionPool()
         try:
-            async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+            async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                 await use(sent)
         except ModelError:
             pass
-        async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+        async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
             assert (await sent.read()).body == b"hello"
         await pool.close()
         return server.connections
@@ -283,7 +287,7 @@ def test_connection_that_carried_a_large_request_is_used_again():
         async with Raw(OK, OK) as server:
             pool = HttpConnectionPool()
             for body in (b"x" * 30_000_000, b"{}"):  # more than fits into a socket's buffers
-                async with pool.send("m", route_to(server.url, {}), body) as sent:
+                async with pool.prepare_exchange("m", route_to(server.url, {}), body) as sent:
                     assert (await sent.read()).body == b"hello"
             await pool.close()
             return server.connections
@@ -314,7 +318,7 @@ def test_bytes_after_a_complete_response_spoil_its_connection():
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
             for _ in range(2):
-                async with pool.send("m", route, b"{}") as sent:
+                async with pool.prepare_exchange("m", route, b"{}") as sent:
                     assert (await sent.read()).body == b"hello"
                     is_complete.set()
                     await has_sent.wait()
@@ -352,7 +356,7 @@ def test_unread_part_of_a_stream_is_bounded_again_and_again():
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
             for _ in range(2):
-                async with pool.send("m", route, b"{}") as sent:
+                async with pool.prepare_exchange("m", route, b"{}") as sent:
                     assert await sent.receive() == b"x"
                     for num in range(2):
                         may_send.release()
@@ -383,7 +387,7 @@ def test_closed_pool_leaves_no_socket_to_its_event_loop(scheme, certificate, mon
         tls = server_tls(certificate) if scheme == "https" else None
         async with Raw(OK, tls=tls) as server:
             pool = HttpConnectionPool()
-            async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+            async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                 assert (await sent.read()).body == b"hello"
             (opened,) = asyncio.get_running_loop().opened
             kept = opened.get_extra_info("socket")
@@ -402,7 +406,7 @@ def test_pool_may_be_closed_while_a_stream_is_paused():
         loop, received = asyncio.get_running_loop(), 0
         async with Raw(LONG) as server:
             pool = HttpConnectionPool()
-            async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+            async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                 received += len(await sent.receive())
                 while loop.opened[0].is_reading():
                     await asyncio.sleep(0.002)
@@ -429,7 +433,7 @@ def test_unread_part_of_a_request_waits_here_and_not_in_a_buffer():
             route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
 
             async def send():
-                async with pool.send("m", route, b"x" * 50_000_000):
+                async with pool.prepare_exchange("m", route, b"x" * 50_000_000):
                     pass
 
             sending = asyncio.ensure_future(send())
@@ -463,7 +467,7 @@ def test_stream_may_be_longer_than_a_whole_body():
         pool, size = HttpConnectionPool(max_body_bytes=1000), 0
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             route = route_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", {})
-            async with pool.send("m", route, b"{}") as sent:
+            async with pool.prepare_exchange("m", route, b"{}") as sent:
                 while data := await sent.receive():
                     size += len(data)
                     may_send.release()
@@ -492,7 +496,7 @@ def test_connection_that_did_not_carry_the_whole_request_is_not_used_again():
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         pool = HttpConnectionPool()
         for body in (b"x" * 50_000_000, b"{}"):
-            async with pool.send("m", route_to(url, {}), body) as sent:
+            async with pool.prepare_exchange("m", route_to(url, {}), body) as sent:
                 assert (await sent.read()).body == b"hello"
         may_end.set()
         await pool.close()
@@ -520,7 +524,7 @@ def test_reset_is_not_the_end_of_a_body():
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         pool = HttpConnectionPool()
-        async with pool.send("m", route_to(url, {}), b"{}") as sent:
+        async with pool.prepare_exchange("m", route_to(url, {}), b"{}") as sent:
             assert await sent.receive() == b"hello"
             has_arrived.set()
             with pytest.raises(ReplyLost, match=r"broke before the reply was whole: .* by peer"):
@@ -545,7 +549,7 @@ def test_compressed_stream_is_unpacked_as_it_arrives(cut):
         async with Raw(answer + packed, piece=500) as server:
             pool, pieces = HttpConnectionPool(), []
             try:
-                async with pool.send("m", route_to(server.url, {}), b"{}") as sent:
+                async with pool.prepare_exchange("m", route_to(server.url, {}), b"{}") as sent:
                     while piece := await sent.receive():
                         pieces.append(piece)
             finally:

@@ -149,7 +149,7 @@ def failed_connection(loop, url):
     async def main():
         pool, began = HttpConnectionPool(), loop.time()
         with pytest.raises(ModelError) as caught:
-            async with pool.send("m", route_to(url, {}), b"{}"):
+            async with pool.prepare_exchange("m", route_to(url, {}), b"{}"):
                 pass
         await pool.close()
         return caught.value, loop.time() - began
@@ -265,7 +265,7 @@ def test_second_address_is_tried_after_a_quarter_of_a_second():
                 HttpConnectionPool(),
                 route_to(server.url.replace("127.0.0.1", "host"), {}),
             )
-            async with pool.send("m", route, b"{}") as sent:
+            async with pool.prepare_exchange("m", route, b"{}") as sent:
                 assert (await sent.read()).body == b"hello"
             await pool.close()
 
@@ -298,7 +298,9 @@ def test_request_that_was_not_sent_cannot_have_been_paid(iterations):
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             port, pool = server.sockets[0].getsockname()[1], HttpConnectionPool()
             with pytest.raises(Unreachable, match="before the request was sent") as caught:
-                async with pool.send("m", route_to(f"http://127.0.0.1:{port}/", {}), b"{}"):
+                async with pool.prepare_exchange(
+                    "m", route_to(f"http://127.0.0.1:{port}/", {}), b"{}"
+                ):
                     pass
             await pool.close()
             for _ in range(5):  # the server's end
@@ -329,7 +331,7 @@ def test_length_is_sent_with_every_post_and_every_body(method, body, length):
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
             pool = HttpConnectionPool()
-            async with pool.send("m", route_to(url, {}, method), body) as sent:
+            async with pool.prepare_exchange("m", route_to(url, {}, method), body) as sent:
                 assert (await sent.read()).body == b""
             await pool.close()
 

@@ -72,7 +72,7 @@ class Way:
         self._http = HttpConnectionPool(*(limits or LIMITS))
 
     async def post(self, url, body=b"{}"):
-        async with self._http.send(
+        async with self._http.prepare_exchange(
             "m", route_to(url, {"Authorization": "Bearer key"}), body
         ) as sent:
             return await sent.read()
@@ -406,7 +406,7 @@ def test_body_is_received_as_it_arrives(tls):
         port = server.sockets[0].getsockname()[1]
         url = f"https://localhost:{port}/" if tls else f"http://127.0.0.1:{port}/"
         pool, pieces = HttpConnectionPool(), []
-        async with pool.send("m", route_to(url, {}), b"{}") as sent:
+        async with pool.prepare_exchange("m", route_to(url, {}), b"{}") as sent:
             while piece := await sent.receive():
                 pieces.append(piece)
                 received.set()
@@ -437,7 +437,7 @@ def test_unread_stream_makes_its_sender_wait(tls):
         port = server.sockets[0].getsockname()[1]
         url = f"https://localhost:{port}/" if tls else f"http://127.0.0.1:{port}/"
         pool, size, most_ahead = HttpConnectionPool(max_body_bytes=1 << 30), 0, 0
-        async with pool.send("m", route_to(url, {}), b"{}") as sent:
+        async with pool.prepare_exchange("m", route_to(url, {}), b"{}") as sent:
             while piece := await sent.receive():
                 size += len(piece)
                 for _ in range(20):

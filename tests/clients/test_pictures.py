@@ -14,13 +14,13 @@ from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import Refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
-from ramify.types.picture import Picture, picture_of
+from ramify.types.picture import Picture, picture_from_bytes
 from tests.clients.helpers import Books, Says, run
 
 FILE = io.BytesIO()
 Image.new("RGB", (8, 6), "red").save(FILE, "JPEG")
 DATA = FILE.getvalue()
-PICTURE = picture_of(DATA, "red.jpg")
+PICTURE = picture_from_bytes(DATA, "red.jpg")
 BASE64 = base64.b64encode(DATA).decode()
 URL = f"data:image/jpeg;base64,{BASE64}"
 

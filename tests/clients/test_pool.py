@@ -525,7 +525,7 @@ def test_one_long_rate_limit_does_not_block_other_requests():
 def test_an_adopted_client_is_found_by_its_name():
     async def main():
         asking = pool()
-        client = asking.adopt(ScriptedClient(["x"], name="scripted:mine"))
+        client = asking.register(ScriptedClient(["x"], name="scripted:mine"))
         return asking.client("scripted:mine") is client
 
     assert run(main())
@@ -694,7 +694,7 @@ def test_a_reservation_that_became_too_small_is_made_again_before_sending():
     class Grows(Books):
         num_checks = 0
 
-        def is_enough(self):
+        def is_still_valid(self):
             self.num_checks += 1
             if self.num_checks < 3:
                 self.release("too small")
@@ -766,12 +766,12 @@ def test_an_equal_model_has_the_same_client_until_the_pool_is_closed():
     async def main():
         asking = RateLimitedClientPool()
         one, same, other = (Model("openai:m", api_key=key) for key in ("k-1", "k-1", "k-2"))
-        first = asking.bound(one)
-        found = [asking.bound(same) is first, asking.bound(other) is first]
+        first = asking.client_for_model(one)
+        found = [asking.client_for_model(same) is first, asking.client_for_model(other) is first]
         by_name = asking.client("vllm:m")
         found.append(asking.client("vllm:m") is by_name)
         await asking.close()
-        found += [asking.bound(one) is first, asking.client("vllm:m") is by_name]
+        found += [asking.client_for_model(one) is first, asking.client("vllm:m") is by_name]
         await asking.close()
         return found
 
@@ -815,21 +815,23 @@ def test_a_registered_provider_gets_what_its_function_accepts():
         keys={"test-plain": "key-of-pool"}, base_urls={"test-plain": "http://pool"}
     )
     price = Price(1.0, 2.0)
-    plain = asking.bound(Model("test-plain:m", window=9000, price=price))
+    plain = asking.client_for_model(Model("test-plain:m", window=9000, price=price))
     assert plain.options == {
         "window": 9000,
         "price": price,
         "key": "key-of-pool",
         "base_url": "http://pool",
     }
-    own = asking.bound(Model("test-plain:m", base_url="http://own", api_key="key-of-model"))
+    own = asking.client_for_model(
+        Model("test-plain:m", base_url="http://own", api_key="key-of-model")
+    )
     assert (own.options["key"], own.options["base_url"]) == ("key-of-model", "http://own")
-    full = asking.bound(Model("test-full:m", headers={"x-team": "a"}, stream=False))
+    full = asking.client_for_model(Model("test-full:m", headers={"x-team": "a"}, stream=False))
     assert (full.options["headers"], full.options["streams"]) == ({"x-team": "a"}, False)
     assert full.options["environ"] == {}  # none of the variables that are bound is set
-    assert asking.bound(Model("test-full:m")).options["headers"] is None
+    assert asking.client_for_model(Model("test-full:m")).options["headers"] is None
     with pytest.raises(ConfigError, match="provider 'test-plain' sends no headers: omit them"):
-        asking.bound(Model("test-plain:m", headers={"x-team": "a"}))
+        asking.client_for_model(Model("test-plain:m", headers={"x-team": "a"}))
     with pytest.raises(ConfigError, match="provider 'test-none' gives a object, not a Client"):
         asking.client("test-none:m")
 
@@ -838,7 +840,7 @@ def test_a_closed_pool_closes_each_client_that_it_connected_once():
     async def main():
         asking = RateLimitedClientPool()
         connected = [asking.client(f"test-plain:{name}") for name in "ab"]
-        adopted = asking.adopt(Connected("test-plain:c"))
+        adopted = asking.register(Connected("test-plain:c"))
         await asking.close()
         await asking.close()
         return [each.num_closes for each in (*connected, adopted)]

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ramify.clients.providers import PROVIDERS, load_clients, resolve, split_name, split_url, table
+from ramify.clients.providers import (
+    PROVIDERS,
+    load_clients,
+    providers_markdown_table,
+    resolve_endpoint,
+    split_name,
+    split_url,
+)
 from ramify.errors import ConfigError
 
 ENV = {
@@ -87,7 +94,7 @@ BEARER = {"Authorization": "Bearer key"}
     ],
 )
 def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
-    endpoint = resolve(name, environ=environ)
+    endpoint = resolve_endpoint(name, environ=environ)
     assert (endpoint.url, endpoint.headers, endpoint.limit_field) == (url, headers, limit)
 
 
@@ -189,7 +196,7 @@ def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
 )
 def test_unresolvable_model_name_is_explained(name, environ, says):
     with pytest.raises(ConfigError) as caught:
-        resolve(name, environ=environ)
+        resolve_endpoint(name, environ=environ)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
@@ -204,12 +211,12 @@ def test_every_provider_resolves(name):
     environ = dict.fromkeys(provider.key_variables, "key") | {
         provider.url_variable: "https://host/v1"
     }
-    assert resolve(f"{name}:m", environ=environ).url == "https://host/v1/chat/completions"
+    assert resolve_endpoint(f"{name}:m", environ=environ).url == "https://host/v1/chat/completions"
 
 
 def test_provider_table_is_in_the_documentation():
     page = Path(__file__).parents[2] / "docs" / "models.md"
-    assert table() in page.read_text(encoding="utf-8"), (
+    assert providers_markdown_table() in page.read_text(encoding="utf-8"), (
         "write the table of providers.table() into docs/models.md"
     )
 

@@ -16,7 +16,7 @@ import pytest
 
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Request, Sampling
-from ramify.clients.reply_decoding import LARGE_BYTES, NoReply, Undecodable, decode_reply
+from ramify.clients.reply_decoding import LARGE_BYTES, NoReplyInResponse, Undecodable, decode_reply
 from ramify.errors import MalformedResponse, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall
 
@@ -77,8 +77,8 @@ def test_reply_is_the_same_in_place_and_in_a_helper(pad: bytes) -> None:
         (b"<html>", Undecodable, "malformed"),
         (body(finish="strange", content="x"), ValueError, "strange"),
         (body(finish="error", content="x"), ServerFailed, "broke the reply off"),
-        (b'{"choices": []}', NoReply, "no reply"),
-        (b'{"error": {"code": 429}}', NoReply, "no reply"),
+        (b'{"choices": []}', NoReplyInResponse, "no reply"),
+        (b'{"error": {"code": 429}}', NoReplyInResponse, "no reply"),
     ],
 )
 def test_failures_are_the_same_in_place_and_in_a_helper(
@@ -86,7 +86,7 @@ def test_failures_are_the_same_in_place_and_in_a_helper(
 ) -> None:
     with pytest.raises(error, match=text) as caught:
         decoded(pad + given)
-    if isinstance(caught.value, NoReply):
+    if isinstance(caught.value, NoReplyInResponse):
         expected = (429, True) if b"429" in given else (None, False)
         assert (caught.value.code, caught.value.has_error) == expected
 

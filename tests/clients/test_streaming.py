@@ -220,7 +220,7 @@ def key(monkeypatch):
 async def asked(api, server, times=1, stream=True, **options):
     """Send requests; return (replies or errors, pieces of the last one, its entries in a book)."""
     pool, outcomes = RateLimitedClientPool(max_attempts=1, **options), []
-    client = pool.bound(Model(APIS[api][0].format(server.root), stream=stream))
+    client = pool.client_for_model(Model(APIS[api][0].format(server.root), stream=stream))
     for _ in range(times):
         pieces, books = [], Books()
         try:

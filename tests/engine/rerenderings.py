@@ -177,7 +177,7 @@ async def _play(change: Callable[[Wire], Wire]) -> Played:
     async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
         async def conduct(conversations: RunModelClient) -> str:
-            with endpoint.seats() as seats:
+            with endpoint.open_seats() as seats:
                 seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:
                     return await _agent(http, endpoint.url("agent"), change)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ramify.clients.base import Request
-from ramify.models.renderer import prompt_ids, prompt_rendering, renderer_of
+from ramify.models.renderer import make_prompt_renderer, prompt_ids, renderer_of
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 from tests.models.templates import tokenizer_of
 
@@ -36,7 +36,7 @@ class TemplateClient:
         self._tokenizer = tokenizer_of(template)
         end = self._tokenizer.convert_tokens_to_ids(_ENDS.get(template, "<|im_end|>"))
         self._renderer = renderer_of(self._tokenizer, stop_ids=[end])
-        self.rendering = prompt_rendering(self._renderer, self._tokenizer)
+        self.rendering = make_prompt_renderer(self._renderer, self._tokenizer)
 
     def sampled(self, text: str) -> tuple[int, ...]:
         """Ids of a reply: one for each letter, and its end."""

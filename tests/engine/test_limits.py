@@ -19,7 +19,7 @@ from ramify.engine.limits import (
     LargestOverrun,
     Limits,
     Reservation,
-    bound,
+    max_request_amount,
 )
 from ramify.errors import ConfigError, LimitReached
 from ramify.types.message import Usage
@@ -95,9 +95,9 @@ def test_a_stored_limit_of_another_name_is_refused() -> None:
 def test_what_is_kept_for_the_last_word() -> None:
     assert [Limits(max_seconds=s).last_word_s for s in (100, 300, 310)] == [10.0, 30.0, 30.0]
     assert [Limits(max_reply_tokens=n).last_word_tokens for n in (99, 8192)] == [99, 4096]
-    assert Limits().patience_at(None) == Limits().patience_at(Stop.DEADLINE) == 600.0
-    assert Limits().patience_at(Stop.CANCELLED) == 10.0
-    assert Limits(patience_s=3.0).patience_at(Stop.CANCELLED) == 3.0
+    assert Limits().retry_patience_s(None) == Limits().retry_patience_s(Stop.DEADLINE) == 600.0
+    assert Limits().retry_patience_s(Stop.CANCELLED) == 10.0
+    assert Limits(patience_s=3.0).retry_patience_s(Stop.CANCELLED) == 3.0
 
 
 def test_default_cost_limit_applies_only_with_prices() -> None:
@@ -107,8 +107,8 @@ def test_default_cost_limit_applies_only_with_prices() -> None:
 
 def test_bound_uses_the_most_expensive_prompt_price() -> None:
     price = Price(input=1.0, output=2.0, cached=0.1, cache_write=1.25)
-    assert bound(1_000_000, 500_000, price) == BudgetAmount(1, 1_500_000, 1.25 + 1.0)
-    assert bound(10, 5, None) == BudgetAmount(1, 15, 0.0)
+    assert max_request_amount(1_000_000, 500_000, price) == BudgetAmount(1, 1_500_000, 1.25 + 1.0)
+    assert max_request_amount(10, 5, None) == BudgetAmount(1, 15, 0.0)
 
 
 def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() -> None:
@@ -128,7 +128,7 @@ def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() 
         waiting = [asyncio.create_task(ask(name)) for name in "bc"]
         await asyncio.sleep(0)
         assert seen == ["a in"]
-        ledger.release_unspent(BudgetAmount(calls=1))
+        ledger.release(BudgetAmount(calls=1))
         await asyncio.sleep(0)
         assert seen == ["a in", "b in"]
         ledger.settle(BudgetAmount(calls=1), Usage(calls=1), None)
@@ -144,7 +144,7 @@ def test_a_cancelled_wait_leaves_no_reservation() -> None:
         await ledger.reserve(BudgetAmount(1))
         waiting = asyncio.create_task(ledger.reserve(BudgetAmount(1)))
         await asyncio.sleep(0)
-        ledger.release_unspent(
+        ledger.release(
             BudgetAmount(1)
         )  # admits the waiter, which is cancelled before it runs again
         waiting.cancel()
@@ -190,7 +190,7 @@ def test_no_schedule_exceeds_a_limit(
             for _ in range(rng.randint(0, 3)):
                 await asyncio.sleep(0)
             if rng.random() < 0.3:
-                ledger.release_unspent(amount)
+                ledger.release(amount)
             else:
                 used = rng.randint(0, amount.tokens)
                 ledger.settle(amount, Usage(input_tokens=used, calls=1), amount.cost * rng.random())
@@ -217,7 +217,7 @@ def test_a_large_reservation_is_not_overtaken() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert order == []
-        ledger.release_unspent(BudgetAmount(6))
+        ledger.release(BudgetAmount(6))
         await asyncio.gather(large, small)
         assert order == [5, 1]
 
@@ -230,10 +230,10 @@ def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
         first, second = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2))
         await first.reserve()
         await second.reserve()
-        assert second.is_enough()
+        assert second.is_still_valid()
         text = first.settle(Usage(10, 890, calls=1), None, "call 0")
         assert text == "m reported 900 tokens for call 0, which had reserved 20 tokens"
-        assert not second.is_enough()
+        assert not second.is_still_valid()
         with pytest.raises(LimitReached):
             await second.reserve()
         assert (ledger.outstanding, ledger.spent.tokens) == (BudgetAmount(), 900)
@@ -255,7 +255,7 @@ def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
         sent.settle(Usage(10, 300, calls=1), None, "call 1")
         await waiting
         assert ledger.outstanding.tokens == 10 + 10 + 490
-        assert third.is_enough()
+        assert third.is_still_valid()
 
     asyncio.run(main())
 
@@ -310,7 +310,7 @@ def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
     assert ledger.would_pass(BudgetAmount(calls=1)) is Stop.MAX_CALLS
     assert ledger.would_pass(BudgetAmount(tokens=1)) is Stop.MAX_TOKENS
     assert ledger.would_pass(BudgetAmount(cost=1e-6)) is Stop.MAX_COST
-    assert ledger.state() == [
+    assert ledger.limit_usage() == [
         ("calls", 3, 3),
         ("tokens", 30, 30),
         ("dollars", ledger.spent.cost, 0.3),
@@ -330,7 +330,7 @@ def test_spending_is_summed_with_and_without_prices() -> None:
     ledger.charge(Usage(1, 2, calls=1), 0.5)
     ledger.charge(Usage(1, 2, calls=1), 0.25)
     assert (ledger.cost, ledger.usage.calls) == (0.75, 3)
-    assert ledger.state() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
+    assert ledger.limit_usage() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
     assert BudgetLedger(Limits(), priced=True).cost == 0.0
 
 
@@ -414,10 +414,10 @@ def test_cancelled_waiters_are_passed_over() -> None:
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)
-        ledger.release_unspent(BudgetAmount(2))
+        ledger.release(BudgetAmount(2))
         await asyncio.wait_for(second, 60)
         assert ledger.outstanding == BudgetAmount(2)
-        ledger.release_unspent(BudgetAmount(2))
+        ledger.release(BudgetAmount(2))
         await ledger.reserve(BudgetAmount(1))  # at once: no other request waits
 
     asyncio.run(main())
@@ -430,10 +430,10 @@ def test_the_largest_report_of_each_kind_is_kept() -> None:
     assert excess == LargestOverrun(400, 10, 300, 0, 0.5)
     excess = excess.with_report(most, Usage(20, 80), 0.25)
     assert excess == LargestOverrun(400, 80, 300, 30, 0.5)
-    assert excess.raised(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
-    assert excess.raised(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
-    assert LargestOverrun().raised(most) == most
-    assert LargestOverrun().raised(Usage(0, 0)) == Usage(0, 0)
+    assert excess.with_overrun(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
+    assert excess.with_overrun(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
+    assert LargestOverrun().with_overrun(most) == most
+    assert LargestOverrun().with_overrun(Usage(0, 0)) == Usage(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -465,8 +465,8 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         text = first.settle(Usage(50, 5, calls=1), 0.0, "call 7")
         assert text == "m reported 55 tokens ($0) for call 7, which had reserved 20 tokens ($0)"
         ledger.excess.clear()
-        first.update()
-        first.expect(Usage(50, 5, calls=1), None, "call 8")
+        first.recompute()
+        first.record_excess(Usage(50, 5, calls=1), None, "call 8")
         assert ledger.excess.pop("m").cost == 0.0
         assert ledger.last_excess.endswith("55 tokens for call 8, which had reserved 20 tokens")
         await first.reserve()
@@ -493,7 +493,7 @@ def test_unknown_usage_is_booked_as_reserved() -> None:
         release_unspent = Reservation(ledger, "free", most, Price(0.0, 0.0))
         assert release_unspent.cost == 0.0
         await release_unspent.reserve()
-        release_unspent.release_unspent()
+        release_unspent.release()
         assert ledger.outstanding == BudgetAmount()
 
     asyncio.run(main())
@@ -513,7 +513,7 @@ def test_a_request_that_can_never_fit_is_refused_while_others_are_settled() -> N
         assert ledger.is_draining
         with pytest.raises(LimitReached):
             await third.reserve()
-        sent.release_unspent()
+        sent.release()
         assert not ledger.is_draining
         assert ledger.outstanding == BudgetAmount()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ramify.engine.mcp_tools import McpTools, function_name, recorded
+from ramify.engine.mcp_tools import McpTools, function_name, redacted_server
 from ramify.errors import ConfigError
 from tests.engine.helpers import code, rlm
 
@@ -168,8 +168,8 @@ def test_tool_names_and_recorded_commands_are_sanitized() -> None:
         "context_",
         "gr__e",
     ]
-    assert recorded("A=1 B='x y' cmd 'a b'") == "A= B= cmd 'a b'"
-    assert recorded("https://user:pw@host/mcp?key=1") == "https://host/mcp"
+    assert redacted_server("A=1 B='x y' cmd 'a b'") == "A= B= cmd 'a b'"
+    assert redacted_server("https://user:pw@host/mcp?key=1") == "https://host/mcp"
     with pytest.raises(ConfigError, match="no MCP server"):
         McpTools()
     assert os.environ.get("B") is None

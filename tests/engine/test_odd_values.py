@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import Citation, ConfigError, Stop, Store
-from ramify.engine.typed import unsupported
+from ramify.engine.typed import citation_error
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
 HALF = "\ud800"
@@ -183,4 +183,4 @@ def test_answer_type_may_be_a_list_of_pydantic_models() -> None:
 def test_quote_of_a_citation_is_checked_at_its_line(
     context: Any, source: str, line: int, holds: bool
 ) -> None:
-    assert (unsupported(Citation(source, line, line, "two"), context) is None) is holds
+    assert (citation_error(Citation(source, line, line, "two"), context) is None) is holds

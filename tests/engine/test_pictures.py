@@ -16,7 +16,7 @@ from ramify.errors import ConfigError
 from ramify.sources.load_sources import load
 from ramify.store.store import Store
 from ramify.testing import ScriptedClient, refused, server_error
-from ramify.types.picture import PictureBytes, picture_of
+from ramify.types.picture import PictureBytes, picture_from_bytes
 
 CHART = "What does this chart say?"
 
@@ -54,7 +54,7 @@ def test_a_question_about_a_picture_is_one_direct_call_that_shows_it(tmp_path):
     assert result.answer == "It says 42."
     (request,) = client.requests
     message = request.messages[-1]
-    assert message.pictures == (picture_of(path.read_bytes(), "chart.png"),)
+    assert message.pictures == (picture_from_bytes(path.read_bytes(), "chart.png"),)
     assert request.read_picture(message.pictures[0].digest) == path.read_bytes()
     assert "[the picture chart.png, png, 320 × 200 pixels]" in message.content
     assert message.content.count(CHART) == 1
@@ -269,7 +269,7 @@ def test_the_journal_names_a_picture_by_hash_and_its_blob_is_stored_once(tmp_pat
     client = ScriptedClient(["42", "43"])
     with ramify.RLM(client, store=store) as rlm:
         results = [rlm.completion(load([tmp_path / "chart.png"]), q) for q in ("one?", "two?")]
-    digest = picture_of(data).digest
+    digest = picture_from_bytes(data).digest
     for result in results:
         text = store.path(result.run_id).read_bytes()
         assert digest.encode() in text
@@ -344,7 +344,7 @@ def test_a_tool_may_return_a_picture(tmp_path):
         result = rlm.completion("What is in front of the camera?")
         assert result.answer == ["camera.png", "a cat"]
         assert rlm.replay(result.run_id).answer == ["camera.png", "a cat"]
-    assert store.blobs.get(picture_of(png(48, 48)).digest) == png(48, 48)
+    assert store.blobs.get(picture_from_bytes(png(48, 48)).digest) == png(48, 48)
 
 
 def test_a_child_at_the_depth_limit_sees_the_picture_that_it_is_given(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import RLM, DepthOptions, Limits, Model, Sampling, Scaffold, Stop, Store
 from ramify.clients.base import Price, Request
-from ramify.engine.model_requests import prompt_hash
+from ramify.engine.model_requests import request_hash
 from ramify.engine.run_result import Result
 from ramify.errors import ReplyCut, ReplyFiltered
 from ramify.testing.scripted import ScriptedClient
@@ -246,7 +246,7 @@ def test_reused_reply_costs_nothing(price: Price | None, tmp_path: Path) -> None
 def test_hash_of_a_request_stays_the_same() -> None:
     """Journals and caches of earlier versions are found by it."""
     request = Request((Message("user", "How many?"),), Sampling(max_tokens=100))
-    assert prompt_hash("openai:m", request) == "451c3ca96ffb535a755b0b32fdd97c87"
+    assert request_hash("openai:m", request) == "451c3ca96ffb535a755b0b32fdd97c87"
 
 
 def test_refusal_is_quoted_and_has_its_own_kind() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ramify import Limits, SandboxSpec, Stop, Store, Suspended
 from ramify.clients.base import Request, Sampling
-from ramify.engine.model_requests import prompt_hash
+from ramify.engine.model_requests import request_hash
 from ramify.engine.reply_cache_lookup import ReusableReplies
 from ramify.testing.scripted import refused
 from ramify.types.message import Message, Reply
@@ -87,7 +87,7 @@ def test_kept_reply_is_found_for_the_same_request_and_if_whole_for_other_limits(
 ) -> None:
     def asked(max_tokens: int) -> tuple[str, str, Request]:
         request = Request((Message("user", "?"),), Sampling(max_tokens=max_tokens))
-        return prompt_hash("m", request), "m", request
+        return request_hash("m", request), "m", request
 
     replies = ReusableReplies(Store(tmp_path))
     assert replies.find(*asked(100)) is None

@@ -4,7 +4,7 @@ import asyncio
 
 import ramify
 from ramify import Store, testing
-from ramify.progress import watch_text
+from ramify.progress import watch_reply_text
 from ramify.types.event import AttemptFailed, ReplyReceived
 
 SCRIPT = [testing.cut("one two three four five six seven"), "the answer is 7"]
@@ -19,7 +19,7 @@ def test_part_of_a_broken_stream_is_recorded_and_booked(tmp_path):
             store = Store(tmp_path)
             async with ramify.RLM(f"vllm:m@{server.url}", store=store) as rlm:
                 running = rlm.start("a small context", "Which?", on_event=events.append)
-                with watch_text(running.id, parts.append):
+                with watch_reply_text(running.id, parts.append):
                     result = await running.result()
             return result, events, parts, store.load(result.run_id), server.served
 

@@ -286,12 +286,12 @@ def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
         Reply(Message("assistant", "ok")),
         Message("user", "?"),
     )
-    first = ids.added_to(reply, Request((user,)))
+    first = ids.with_token_ids(reply, Request((user,)))
     assert (first.prompt_ids, first.token_ids) == ((257, 104, 105, 260, 258), (111, 107, 260))
     assert first.prompt_ids is not None
     assert first.token_ids is not None
     known = KnownPrefix(2, (*first.prompt_ids, *first.token_ids))
-    second = ids.added_to(reply, Request((user, reply.message, more), known=known))
+    second = ids.with_token_ids(reply, Request((user, reply.message, more), known=known))
     extended = (257, 104, 105, 260, 258, 111, 107, 260, 257, 63, 260, 258)
     assert second.prompt_ids == (extended if keeps_ids else (*extended[:5], 32, *extended[5:]))
 

@@ -87,7 +87,7 @@ def test_what_a_client_got_and_sends_back_is_never_tokenized_again(agent: Agent)
         async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> None:
-                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
+                with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     await agent(endpoint.url(), key)
 
             return await rlm.start(TaskStart(conduct=conduct), "play")

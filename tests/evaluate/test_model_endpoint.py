@@ -35,7 +35,7 @@ def played(agent: Agent, client: Any = None) -> Any:
         async with RLM(client) as rlm, ModelEndpoint() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> Any:
-                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
+                with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return await agent(endpoint.url(), key)
 
             return await rlm.start(TaskStart(conduct=conduct), "play")
@@ -115,7 +115,7 @@ def test_ended_and_unknown_keys_are_refused() -> None:
         async with RLM(ScriptedClient(["x"])) as rlm, ModelEndpoint() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> str:
-                with endpoint.seat_key(AgentModelAccess(conversations, "agent")) as key:
+                with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
                     return key
 
             ended = (await rlm.start(TaskStart(conduct=conduct), "play")).answer
@@ -147,8 +147,8 @@ def test_responses_of_one_rollout_are_unknown_to_another() -> None:
 
             async def conduct(conversations: RunModelClient) -> str:
                 with (
-                    endpoint.seat_key(AgentModelAccess(conversations, "a")) as mine,
-                    endpoint.seat_key(AgentModelAccess(conversations, "b")) as theirs,
+                    endpoint.temporary_seat_key(AgentModelAccess(conversations, "a")) as mine,
+                    endpoint.temporary_seat_key(AgentModelAccess(conversations, "b")) as theirs,
                 ):
                     clients = [
                         openai.AsyncOpenAI(base_url=endpoint.url(), api_key=key, max_retries=0)

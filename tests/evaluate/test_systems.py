@@ -230,7 +230,7 @@ def test_an_outage_of_the_model_leaves_the_attempt_to_be_made_again(tmp_path: Pa
     outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
     assert (outcome.reward, outcome.error) == (None, f"the model failed: {place.outage}")
     # A budget that is used up is the system's own doing.
-    place.refuse("all tokens are used", Stop.MAX_TOKENS)
+    place.record_refusal("all tokens are used", Stop.MAX_TOKENS)
     outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
     assert (outcome.reward, outcome.reason) == (0.0, "budget")
     assert (outcome.stop, outcome.error) == (Stop.MAX_TOKENS, "budget: all tokens are used")

@@ -14,10 +14,10 @@ from ramify.errors import ConfigError
 from ramify.evaluate.skyrl_env import text_env
 from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, play
 from ramify.tasks.ledger.task import ledger
-from ramify.train.data.sft_data import texts_of
+from ramify.train.data.sft_data import prompt_format
 from tests.evaluate.helpers import SPEC, TASK
 
-TEXTS = texts_of(TINY)
+TEXTS = prompt_format(TINY)
 LEDGER = ledger()
 Env = text_env(LEDGER, split="test", scaffold="tiny", sandbox=SPEC)
 

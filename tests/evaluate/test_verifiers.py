@@ -68,13 +68,13 @@ def demonstrator() -> Any:
     from ramify.engine.scaffold import TINY
     from ramify.tasks.ledger.scripted_demonstrator import EXPERT, play
     from ramify.tasks.ledger.task import ledger
-    from ramify.train.data.sft_data import texts_of
+    from ramify.train.data.sft_data import prompt_format
 
     task = ledger(multi=1.0, docs=(2, 2))
     said = {
         call.messages[: 2 * turn + 1]: call.messages[2 * turn + 1].content
         for index in range(3)
-        for call in play(task.splits["test"][index], EXPERT, 0, texts_of(TINY))
+        for call in play(task.splits["test"][index], EXPERT, 0, prompt_format(TINY))
         for turn in range(len(call.messages) // 2)
     }
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from ramify.inference.http.inference_spec import KEY_VARIABLE
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation, draw
+from ramify.inference.local.generation_request import Generation, sample_tokens
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.dense import DenseModel
@@ -82,7 +82,7 @@ def logits(made: Policy, ids: Sequence[int]) -> Tensor:
 def expected(made: Policy, like: Generation) -> Generation:
     """Sample ``like`` to its end alone and without a cache."""
     while like.end is None:
-        drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
+        drawn = sample_tokens(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
         like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
     return like
 

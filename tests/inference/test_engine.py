@@ -55,7 +55,11 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
         ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
         alone = REFERENCE.get(str(request)) or expected(POLICY, Generation(**request))
         REFERENCE[str(request)] = alone
-        assert (ours.sampled, ours.end, ours.kept) == (alone.sampled, alone.end, alone.kept)
+        assert (ours.sampled, ours.end, ours.candidate_ids) == (
+            alone.sampled,
+            alone.end,
+            alone.candidate_ids,
+        )
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
         )
@@ -207,7 +211,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
     made.model.load_state_dict(other.model.state_dict())
     running.forget(version=4)
     drained(running)
-    assert [(span.start, span.end, span.version) for span in generation.versions] == [
+    assert [(span.start, span.end, span.version) for span in generation.version_spans] == [
         (0, 8, 0),
         (8, 20, 4),
     ]

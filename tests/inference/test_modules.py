@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation, SamplingSettings, draw
+from ramify.inference.local.generation_request import Generation, SamplingSettings, sample_tokens
 from ramify.inference.local.model_runner import FlatRunner, ModuleRunner, runner_of
 from tests.inference.helpers import drained
 
@@ -100,7 +100,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
 def expected(model: Any, like: Generation) -> Generation:
     while like.end is None:
         logits = model(input_ids=torch.tensor([like.ids]), use_cache=False).logits[0, -1:].float()
-        drawn = draw(logits, [like.draw], [like.uniform()])
+        drawn = sample_tokens(logits, [like.draw], [like.uniform()])
         like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
     return like
 

@@ -125,8 +125,8 @@ def test_forget_notices_what_has_no_trace() -> None:
 
 def test_only_small_models_on_a_cpu_in_fp32_are_prepared() -> None:
     config = configs()["qwen3-tied"]
-    assert PreparedDecoder.suits(model(config))
-    assert not PreparedDecoder.suits(model(config).bfloat16())
-    assert not PreparedDecoder.suits(model(config).to("meta"))
+    assert PreparedDecoder.is_worthwhile_for(model(config))
+    assert not PreparedDecoder.is_worthwhile_for(model(config).bfloat16())
+    assert not PreparedDecoder.is_worthwhile_for(model(config).to("meta"))
     config.vocab_size = 200_000
-    assert not PreparedDecoder.suits(model(config))
+    assert not PreparedDecoder.is_worthwhile_for(model(config))

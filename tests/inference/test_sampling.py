@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ramify.inference.local.generation_request import SamplingSettings, draw
+from ramify.inference.local.generation_request import SamplingSettings, sample_tokens
 
 # id           0    1    2    3
 PROBABILITIES = [0.1, 0.4, 0.3, 0.2]
@@ -19,7 +19,7 @@ ALMOST_ONE = 1 - 2**-53
 def draw_one(
     settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...] | None]:
-    drawn = draw(LOGITS, [settings], [uniform])
+    drawn = sample_tokens(LOGITS, [settings], [uniform])
     return drawn.ids[0], round(math.exp(drawn.logprobs[0]), 6), drawn.kept[0]
 
 
@@ -57,21 +57,22 @@ def test_uniform_number_picks_the_expected_token(
 def test_evenly_spaced_numbers_give_the_distribution() -> None:
     num = 1000
     uniforms = [(index + 0.5) / num for index in range(num)]
-    drawn = draw(LOGITS.expand(num, -1), [SamplingSettings()] * num, uniforms)
+    drawn = sample_tokens(LOGITS.expand(num, -1), [SamplingSettings()] * num, uniforms)
     assert Counter(drawn.ids) == {0: 100, 1: 400, 2: 300, 3: 200}
 
 
 def test_token_with_zero_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     assert [
-        draw(logits, [SamplingSettings()], [u]).ids[0] for u in (0.0, 0.49, 0.51, ALMOST_ONE)
+        sample_tokens(logits, [SamplingSettings()], [u]).ids[0]
+        for u in (0.0, 0.49, 0.51, ALMOST_ONE)
     ] == [1, 1, 3, 3]
 
 
 def test_ties_are_resolved_to_the_first_token() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    assert draw(logits, [SamplingSettings(0.0)], [0.5]).ids == [1]
-    assert draw(logits, [SamplingSettings(top_k=2)], [0.99]).kept == [(1, 2)]
+    assert sample_tokens(logits, [SamplingSettings(0.0)], [0.5]).ids == [1]
+    assert sample_tokens(logits, [SamplingSettings(top_k=2)], [0.99]).kept == [(1, 2)]
 
 
 def test_rows_are_sampled_independently() -> None:
@@ -85,9 +86,9 @@ def test_rows_are_sampled_independently() -> None:
     ]
     logits = torch.randn(len(settings), 40, generator=torch.Generator().manual_seed(0))
     uniforms = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    together = draw(logits, settings, uniforms)
+    together = sample_tokens(logits, settings, uniforms)
     alone = [
-        draw(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1])
+        sample_tokens(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1])
         for i in range(len(settings))
     ]
     assert [(each.ids[0], each.kept[0]) for each in alone] == list(

@@ -130,6 +130,6 @@ def test_forget_clears_all_slots() -> None:
     admitted(slots, "abcd")
     admitted(slots, "wxyz")
     slots.release(0)
-    slots.forget()
+    slots.invalidate_cache()
     assert slots.length_S.tolist() == [0, 0]
     assert admitted(slots, "abcde") == (0, [], 0)

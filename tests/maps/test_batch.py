@@ -15,11 +15,11 @@ import ramify
 from ramify import testing
 from ramify.clients.batches import split
 from ramify.errors import ConfigError
-from ramify.maps.api import budget_of
+from ramify.maps.api import map_limits
 from ramify.maps.map_journal import MapStore, read_lines
 from ramify.maps.map_journal_state import MapJournalState
 from ramify.maps.map_run import MapRequest, MapRun
-from ramify.maps.row_loader import open_rows
+from ramify.maps.open_row_source import open_rows
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 PROVIDERS = pytest.mark.parametrize("provider", ["openai", "anthropic"])
@@ -199,7 +199,7 @@ def test_a_map_that_stops_leaves_its_batch_and_collects_it(provider: str, tmp_pa
     async def work(map: BatchedMap) -> None:
         request = MapRequest(
             question="Which word?",
-            budget=budget_of(None, None, None),
+            budget=map_limits(None, None, None),
             columns=("text",),
             out=map.out,
             batch=True,

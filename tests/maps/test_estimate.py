@@ -9,7 +9,7 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.maps.estimate import MeasuredRow, estimate, total
+from ramify.maps.estimate import MeasuredRow, estimate, extrapolate_total
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 
@@ -17,7 +17,7 @@ PRICE = ramify.Price(input=1.0, output=2.0)
 def test_a_line_through_the_sizes_gives_the_sum_without_error() -> None:
     """Costs of 1 + 2 * size: a sample of small ones says what the large ones cost."""
     sizes = [number % 10 for number in range(20)]
-    amount = total([1 + 2 * size for size in sizes], sizes, 100, 100 * 50)
+    amount = extrapolate_total([1 + 2 * size for size in sizes], sizes, 100, 100 * 50)
     assert amount.value == pytest.approx(100 * (1 + 2 * 50))
     assert (amount.low, amount.high) == (pytest.approx(amount.value), pytest.approx(amount.value))
 
@@ -27,7 +27,7 @@ def test_the_interval_of_a_mean_covers_the_sum_as_often_as_it_says() -> None:
     for _ in range(400):
         values = [rng.expovariate(1.0) + 1 for _ in range(500)]
         sample = rng.sample(values, 40)
-        amount = total(sample, [1] * 40, 500, 500)
+        amount = extrapolate_total(sample, [1] * 40, 500, 500)
         hits += amount.low <= sum(values) <= amount.high
     assert 0.88 <= hits / 400 <= 0.99
 

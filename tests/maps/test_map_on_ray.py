@@ -377,7 +377,7 @@ def test_a_file_that_is_read_again_has_the_same_parts(tmp_path: Path, name: str)
     def read() -> list[tuple[str, list[dict[str, str]]]]:
         with files.filesystem.open_input_file(files.files[0].path) as file:
             parts = list(parts_of(file, files.files[0], 3))
-        return [(part.name, list(part.table(files).values())) for part in parts]
+        return [(part.name, list(part.row_source(files).values())) for part in parts]
 
     parts = read()
     assert parts == read()

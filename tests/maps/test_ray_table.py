@@ -11,10 +11,10 @@ from ramify.errors import StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_table import row_events
-from ramify.maps.open_map_table import open_map_table
-from ramify.maps.part_output import part_output
+from ramify.maps.part_output import open_output_folder
 from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import MapSpending
+from ramify.maps.stored_map_tables import open_map_table
 from ramify.store.store import Store
 from ramify.types.message import Usage
 from ramify.viewer.run_catalog import RunCatalog
@@ -39,12 +39,12 @@ def stored(home: Path, out: Path) -> Path:
     (out / "_map.json").write_text("{}")
     rows = [("yes", None), (None, "too hot"), ("no", None), (None, "not asked: the limit")]
     output, source = (
-        part_output(str(out)),
+        open_output_folder(str(out)),
         RowSource("rows", ("id", "text"), None, lambda: iter(())),
     )
     for part in range(2):
         data = [
-            {"id": n, "text": f"row {n}", **ADDED.values(*rows[n])}
+            {"id": n, "text": f"row {n}", **ADDED.row_values(*rows[n])}
             for n in range(2 * part, 2 * part + 2)
         ]
         unfinished = ".unfinished" * part

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.models.weights import fingerprint_of
+from ramify.models.weights import tensors_fingerprint
 
 
 def reference_fingerprint(name: str, tensor: Tensor) -> str:
@@ -35,7 +35,7 @@ def test_fingerprint_matches_the_python_reference(
 ) -> None:
     draws = torch.Generator().manual_seed(1)
     tensor = (100 * torch.randn(shape, generator=draws)).to(dtype)
-    assert fingerprint_of([("x", tensor)]) == reference_fingerprint("x", tensor)
+    assert tensors_fingerprint([("x", tensor)]) == reference_fingerprint("x", tensor)
 
 
 def test_views_have_the_fingerprint_of_their_contents() -> None:
@@ -47,8 +47,8 @@ def test_views_have_the_fingerprint_of_their_contents() -> None:
         whole.to(torch.bfloat16).flatten()[1:],
     ):
         assert (
-            fingerprint_of([("x", part)])
-            == fingerprint_of([("x", part.clone())])
+            tensors_fingerprint([("x", part)])
+            == tensors_fingerprint([("x", part.clone())])
             == reference_fingerprint("x", part)
         )
 
@@ -58,7 +58,9 @@ def test_fingerprint_depends_on_bits_rows_names_and_shapes_but_not_on_order() ->
     bit, rows = tensor.clone(), tensor.clone()
     bit.view(torch.int32)[5, 7] ^= 1
     rows[[3, 4]] = tensor[[4, 3]]
-    found = {fingerprint_of([("x", each)]) for each in (tensor, bit, rows, tensor.view(48, 64))}
-    assert len({*found, fingerprint_of([("y", tensor)])}) == 5
+    found = {
+        tensors_fingerprint([("x", each)]) for each in (tensor, bit, rows, tensor.view(48, 64))
+    }
+    assert len({*found, tensors_fingerprint([("y", tensor)])}) == 5
     both = [("x", tensor), ("y", bit)]
-    assert fingerprint_of(both) == fingerprint_of(both[::-1])
+    assert tensors_fingerprint(both) == tensors_fingerprint(both[::-1])

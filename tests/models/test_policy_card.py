@@ -10,7 +10,7 @@ import pytest
 
 from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError
-from ramify.models.model_config_files import model_folder
+from ramify.models.model_config_files import local_model_folder
 from ramify.trained_policy_settings import FILE, TrainedPolicySettings, read_card
 
 
@@ -62,4 +62,4 @@ def test_folder_of_a_run_is_answered_with_the_folder_of_its_policy(tmp_path: Pat
     (tmp_path / "policy" / "config.json").write_text("{}")
     assert read_card(tmp_path) == TrainedPolicySettings()
     with pytest.raises(ConfigError, match=r"the policy of this run is .*/policy$"):
-        model_folder(tmp_path)
+        local_model_folder(tmp_path)

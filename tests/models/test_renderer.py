@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.renderer import renderer_of, spoken
+from ramify.models.renderer import parse_reply, renderer_of
 from ramify.types.message import Message, ToolCall
 from tests.models.templates import TEMPLATES, tokenizer_of
 
@@ -244,7 +244,7 @@ def test_tools_are_rendered_and_their_calls_parsed(name: str) -> None:
     sampled = [*_plain(tokenizer, written), renderer.stop_ids[0]]
     assert renderer.parse(sampled) == said
     # A client that offered no tools reads the text alone, and sends the text back.
-    assert spoken(renderer, sampled, tool_calls=False) == Message("assistant", written)
+    assert parse_reply(renderer, sampled, tool_calls=False) == Message("assistant", written)
 
 
 def test_malformed_tool_call_stays_text() -> None:

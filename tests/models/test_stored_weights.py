@@ -9,7 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ramify.errors import StoreError
-from ramify.models.stored_weights import disk_tensors, is_read_in_parts, raw_tensors, stored_tensors
+from ramify.models.stored_weights import (
+    can_read_separately,
+    lazy_disk_tensors,
+    stored_tensors,
+    to_disk_tensors,
+)
 from ramify.train.backends.meta_model import on_meta
 from tests.train.backends.small import CONFIG
 from tests.train.backends.test_meshes import MIXTRAL, MOE
@@ -21,8 +26,8 @@ def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(tmp_path)
     model = on_meta(config)
-    assert is_read_in_parts(model)
-    raw, stored = raw_tensors(tmp_path), stored_tensors(tmp_path, model)
+    assert can_read_separately(model)
+    raw, stored = lazy_disk_tensors(tmp_path), stored_tensors(tmp_path, model)
     written = set()
     for name, tensor in module.named_parameters():
         assert stored[name].shape == tuple(tensor.shape)
@@ -31,7 +36,7 @@ def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
         if tensor.dim() == 3:  # experts: across the border between gate and up
             assert torch.equal(stored[name][1:3, 5:20, :7], tensor[1:3, 5:20, :7])
             assert stored[name][2:2].shape == (0, *tensor.shape[1:])
-        for own, part in disk_tensors(model, name, tensor.detach()):
+        for own, part in to_disk_tensors(model, name, tensor.detach()):
             written.add(own)
             assert torch.equal(raw[own][...], part)
     assert written == set(raw)
@@ -40,4 +45,4 @@ def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
 def test_unreadable_file_is_named(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"not a file of tensors")
     with pytest.raises(StoreError, match=r"model.safetensors cannot be read as safetensors"):
-        raw_tensors(tmp_path)
+        lazy_disk_tensors(tmp_path)

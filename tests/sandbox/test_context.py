@@ -32,7 +32,7 @@ def test_context_round_trips_through_its_bytes(value: Any) -> None:
     assert context.digest == hashlib.sha256(data).hexdigest()
     assert context.nbytes == len(data)
     assert data == b"".join(pack_value(value)[0])
-    again = SharedContext.decode(data)
+    again = SharedContext.from_encoded(data)
     assert (again.value, again.digest, again.chars, again.kind) == (
         value,
         context.digest,
@@ -51,7 +51,10 @@ def test_context_reports_kind_and_chars() -> None:
 
 def test_packed_context_survives_json() -> None:
     value = {"a": (1, b"\xff" * 5000, "é\ud800", {2}), "text": "x" * 10_000}
-    assert SharedContext.unpack(json.loads(json.dumps(SharedContext(value).pack()))) == value
+    assert (
+        SharedContext.from_jsonable(json.loads(json.dumps(SharedContext(value).to_jsonable())))
+        == value
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,6 @@ def test_packed_context_survives_json() -> None:
 )
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.decode(data)
+        SharedContext.from_encoded(data)
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.unpack(data)
+        SharedContext.from_jsonable(data)

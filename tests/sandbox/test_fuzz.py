@@ -24,7 +24,7 @@ from ramify.sandbox.base import CellResult, SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.host import session_wire
-from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.host.transport import FrameAssembler
 
@@ -229,9 +229,7 @@ async def feed_session(
     """Answer a session's request with the pieces; returns the errors raised in callbacks."""
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
-    session = GuestSessionProxy(
-        ScriptedTransport(pieces, is_gone), SessionLimits(cell_s, 0.02, 1000)
-    )  # type: ignore[arg-type]
+    session = GuestSessionProxy(ScriptedTransport(pieces, is_gone), CellLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
     await session.ready()
     try:
         async with asyncio.timeout(60):

@@ -19,7 +19,7 @@ import pytest
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.guest.frames import frame
-from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.process import ProcessSandbox
 from tests.sandbox.test_fuzz import HELLO
@@ -215,7 +215,7 @@ async def longest_block(data: bytes) -> tuple[float, float]:
     """CPU seconds of the longest turn of the loop, and how long the cell took."""
     watched = CallbackTimer(asyncio.get_running_loop())
     began = time.monotonic()
-    limits = SessionLimits(1.0, 0.05, 1000)
+    limits = CellLimits(1.0, 0.05, 1000)
     session = GuestSessionProxy(PiecewiseTransport(data), limits)
     await session.ready()
     try:

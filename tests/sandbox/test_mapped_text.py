@@ -193,28 +193,28 @@ def test_stored_context_refers_to_the_file_and_refuses_another_one(tmp_path: Pat
     path = tmp_path / "a.log"
     context = SharedContext(in_file(path, "one\ntwo\n"))
     data, references = bytes(context.buffer()), [file.reference for file in context.files]
-    again = SharedContext.decode(data, references)
+    again = SharedContext.from_encoded(data, references)
     assert (again.digest, again.value[:], again.kind) == (
         context.digest,
         "one\ntwo\n",
         "MappedText",
     )
     os.utime(path, (1, 1))  # the same content at another time
-    assert SharedContext.decode(data, references).value[:3] == "one"
+    assert SharedContext.from_encoded(data, references).value[:3] == "one"
     with path.open("a") as file:
         file.write("three\n")  # a log that has grown since
-    assert SharedContext.decode(data, references).value[:] == "one\ntwo\n"
+    assert SharedContext.from_encoded(data, references).value[:] == "one\ntwo\n"
     path.write_text("one\nTWO\nthree\n")
     with pytest.raises(SourceError, match=r"a\.log has changed since it was read"):
-        SharedContext.decode(data, references)
+        SharedContext.from_encoded(data, references)
     path.write_text("one\n")
     with pytest.raises(SourceError, match=r"a\.log has changed .*\(it has 4 bytes, not 8\)"):
-        SharedContext.decode(data, references)
+        SharedContext.from_encoded(data, references)
     path.unlink()
     with pytest.raises(SourceError, match=r"a\.log cannot be read again: No such file"):
-        SharedContext.decode(data, references)
+        SharedContext.from_encoded(data, references)
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.decode(data)
+        SharedContext.from_encoded(data)
 
 
 def test_file_that_changes_before_a_session_opens_is_refused(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "
 sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource")))
 import ramify.extras.sandboxes.monty
 from ramify.sandbox.base import SharedContext
-print(SharedContext.decode(SharedContext({"a": (1, 2)}).buffer()).value)
+print(SharedContext.from_encoded(SharedContext({"a": (1, 2)}).buffer()).value)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("{'a': (1, 2)}\n", "")

@@ -132,5 +132,5 @@ def test_weaker_walls_than_expected_open_no_session(cache: Path) -> None:
     sandbox = JailSandbox(JailSpec(), landlock=NEWEST - 1)  # what it finds is not kept
     weak = {"tier": "C", "missing": {"A": "no", "B": "no"}, "landlock": 0}
     with pytest.raises(SandboxError, match="does not reach tier B on this machine"):
-        sandbox.check_server(weak)
+        sandbox.check_server_report(weak)
     assert kept_tier() is None

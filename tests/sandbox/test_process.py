@@ -197,7 +197,7 @@ def test_crashed_session_leaves_siblings_alive() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions fork on Linux")
 def test_branch_hello_before_host_continues_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ProcessTransport.send_branch
+    send = ProcessTransport.request_fork
 
     def send_and_be_slow(transport: ProcessTransport, frame: list[Any]) -> Any:
         sent = send(transport, frame)
@@ -213,7 +213,7 @@ def test_branch_hello_before_host_continues_is_read(monkeypatch: pytest.MonkeyPa
         await session.run("x = 1", answer=answer)
         assert await value(await session.fork(), "x") == "1"
 
-    monkeypatch.setattr(ProcessTransport, "send_branch", send_and_be_slow)
+    monkeypatch.setattr(ProcessTransport, "request_fork", send_and_be_slow)
     with_sandbox(test)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.guest.frames import frame, to_lines
+from ramify.sandbox.guest.frames import frame, to_base64_lines
 from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 SPEC = SandboxSpec(provider="docker")
@@ -78,7 +78,7 @@ HEADER_THAT_IS_NONE = "it broke the protocol: a frame that is none"
 def test_session_ends_with_what_the_other_end_did(
     answer: bytes, why: str, carries: Carries, piece: int
 ) -> None:
-    sent = answer if carries == "bytes" else to_lines(answer)
+    sent = answer if carries == "bytes" else to_base64_lines(answer)
     with pytest.raises(SandboxError, match=why):
         asyncio.run(opened(HostileBox(sent, carries, piece)))
 

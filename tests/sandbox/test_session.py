@@ -11,7 +11,7 @@ import pytest
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
-from ramify.sandbox.host.running_cell import SessionLimits
+from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
 
 
@@ -85,7 +85,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 
 async def run(transport: LyingTransport, **options: Any) -> Any:
-    session = GuestSessionProxy(transport, SessionLimits(5, 0.05, 1000))
+    session = GuestSessionProxy(transport, CellLimits(5, 0.05, 1000))
     await session.ready()
     try:
         return await session.run("1", answer=answer, **options)
@@ -172,7 +172,7 @@ def test_flood_of_calls_pauses_reading() -> None:
 
 
 async def run_and_interrupt(transport: LyingTransport) -> None:
-    session = GuestSessionProxy(transport, SessionLimits(5, 0.05, 1000))
+    session = GuestSessionProxy(transport, CellLimits(5, 0.05, 1000))
     await session.ready()
 
     async def interrupt() -> None:
@@ -196,7 +196,7 @@ def test_output_is_truncated_to_its_limit() -> None:
 
 def test_silent_guest_fails_to_open() -> None:
     async def main() -> None:
-        session = GuestSessionProxy(LyingTransport(hello=b""), SessionLimits(5, 0.05, 1000))
+        session = GuestSessionProxy(LyingTransport(hello=b""), CellLimits(5, 0.05, 1000))
         with pytest.raises(SandboxError, match=r"said nothing for 0\.05 s"):
             await session.ready(0.05)
 

@@ -24,8 +24,8 @@ from ramify.sandbox.guest.frames import (
     MAX_ITEMS,
     MAX_NESTING,
     copy_as_sent_to_host,
-    counts,
     json_bytes,
+    json_complexity,
 )
 from ramify.sandbox.guest.values import ValueEncoder
 from ramify.sandbox.host import session_wire
@@ -185,8 +185,8 @@ def count_recursively(value: Any) -> tuple[int, int, int]:
 @given(plain)
 def test_json_counts_match_recursive_walk(value: Any) -> None:
     assert (
-        counts(json.dumps(value).encode())
-        == counts(msgspec.json.encode(value))
+        json_complexity(json.dumps(value).encode())
+        == json_complexity(msgspec.json.encode(value))
         == count_recursively(value)
     )
 

@@ -64,7 +64,7 @@ class ScriptedModel:
     def num_tokens(self, request: Request) -> int:
         return sum(len(message.content) for message in request.messages)
 
-    def text_of(self, id: int) -> str:
+    def token_text(self, id: int) -> str:
         return chr(id)
 
     def _reply(self, request: Request, says: str, index: int) -> Reply:
@@ -104,7 +104,7 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get("/v1/models", models)
     ModelApiRoutes(admit).add_to(app)
-    server = HttpServer(ListenAddress(), BearerKeys.of(KEY))
+    server = HttpServer(ListenAddress(), BearerKeys.from_key(KEY))
     await server.start(app)
     try:
         yield server.url

@@ -171,7 +171,10 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
     keys = ApiKeys(read_keys(path))
     assert keys.bearer_keys is not None
     assert [keys.bearer_keys.caller(key) for key in ("secret", "k", "K")] == ["bob", "alice", None]
-    assert (keys.caller("alice").key.max_runs, keys.caller("alice").key.max_cost) == (4, 20.0)
+    assert (keys.caller_named("alice").key.max_runs, keys.caller_named("alice").key.max_cost) == (
+        4,
+        20.0,
+    )
     wrong = {
         '[a]\nkey = "k"\nmax-run = 4\n': "unknown field `max-run`",
         "[a]\nmax-runs = 4\n": "key 'a': give either key or sha256",

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from ramify import Limits, ScriptedClient, Store
-from ramify.serve.answer_request import RunProgress
+from ramify.serve.answer_request import RunProgressFormatter
 from ramify.testing.scripted import refused
 from ramify.testing.scripted_server import chunks_of, completion
 from ramify.types.message import Message, Reply, Usage
@@ -33,7 +33,7 @@ CLIENTS = 200
 
 def progress_of(store: Store, run: str) -> str:
     """The progress text that a client should receive for a stored run."""
-    progress = RunProgress()
+    progress = RunProgressFormatter()
     return "".join(progress.text_of(event) for event in store.events(run))
 
 

@@ -22,7 +22,7 @@ from ramify.clients.base import Request
 from ramify.errors import ConfigError
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
-from ramify.serve.redaction import Redaction
+from ramify.serve.redaction import RedactionRules
 from ramify.serve.run_server import RunServer
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, Retention, TrafficRecorder
 from ramify.store.store import Store
@@ -90,7 +90,7 @@ class Traffic:
 async def serving(folder: Path, *patterns: str, **limits: Any) -> AsyncIterator[Traffic]:
     engine = LoggingClient()
     recorder = TrafficRecorder(
-        folder, PolicyFactsForRecorder.of(POLICY), Redaction(patterns), Retention(**limits)
+        folder, PolicyFactsForRecorder.of(POLICY), RedactionRules(patterns), Retention(**limits)
     )
     try:
         async with PolicyServer(engine, name="mine", recorder=recorder) as server:
@@ -376,7 +376,7 @@ def test_other_stores_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["(", "a*"])
 def test_a_wrong_pattern_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="--redact"):
-        Redaction([pattern])
+        RedactionRules([pattern])
 
 
 REDACTED: Sequence[tuple[str, str]] = [
@@ -392,13 +392,13 @@ REDACTED: Sequence[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "redacted"), REDACTED)
 def test_default_patterns(text: str, redacted: str) -> None:
-    assert Redaction().text(text) == (redacted or text)
-    assert Redaction(defaults=False).text(text) == text
+    assert RedactionRules().text(text) == (redacted or text)
+    assert RedactionRules(defaults=False).text(text) == text
 
 
 @pytest.mark.parametrize("text", ["a@" * 50_000, "0" * 100_000, "+1 " * 30_000, "a." * 50_000])
 def test_hostile_text_does_not_keep_the_patterns_busy(text: str) -> None:
-    assert Redaction().text(text) == text  # a backtracking pattern would take hours
+    assert RedactionRules().text(text) == text  # a backtracking pattern would take hours
 
 
 SERVER = """

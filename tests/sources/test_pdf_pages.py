@@ -12,7 +12,7 @@ from ramify.errors import SourceError
 from ramify.sources.load_sources import load
 from ramify.store.store import Store
 from ramify.testing import ScriptedClient
-from ramify.types.picture import picture_of, size_of
+from ramify.types.picture import picture_from_bytes, size_of
 from tests.sources.test_pdf import make_pdf
 
 pytest.importorskip("pypdfium2")
@@ -44,7 +44,7 @@ def test_a_page_is_rendered_for_a_session_on_demand(tmp_path):
     assert shot.name == "r.pdf, page 2"
     # The page shows its own text: other pages look different, and the same one the same.
     first = loaded.tools["page_picture"](1, width=612)
-    assert picture_of(first.data).digest != picture_of(shot.data).digest
+    assert picture_from_bytes(first.data).digest != picture_from_bytes(shot.data).digest
     assert loaded.tools["page_picture"](2, "r.pdf", 612) == shot
 
 
@@ -133,7 +133,7 @@ def test_a_page_of_any_size_stays_within_the_limits(tmp_path):
     data = make_pdf(["strip"]).replace(b"[0 0 612 792]", b"[0 0 2 14400]")
     (tmp_path / "strip.pdf").write_bytes(data)
     shot = load([tmp_path / "strip.pdf"]).tools["page_picture"](1)
-    picture = picture_of(shot.data)  # would raise
+    picture = picture_from_bytes(shot.data)  # would raise
     assert picture.height <= 8000
 
 

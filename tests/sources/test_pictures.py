@@ -17,7 +17,7 @@ from ramify.types.picture import (
     MAX_SIDE,
     NotAPicture,
     PictureTooLarge,
-    picture_of,
+    picture_from_bytes,
     pictures_in,
     size_of,
 )
@@ -77,9 +77,9 @@ def test_damaged_bytes_never_raise_anything_else(name):
 
 def test_a_bomb_is_refused_by_its_header():
     with pytest.raises(PictureTooLarge, match=r"has 60,000 × 60,000 pixels, and at most 8,000"):
-        picture_of(png_header(60_000, 60_000))
+        picture_from_bytes(png_header(60_000, 60_000))
     with pytest.raises(PictureTooLarge, match="bytes, and at most 3,932,160 are sent"):
-        picture_of(png_header(10, 10) + bytes(MAX_PICTURE_BYTES))
+        picture_from_bytes(png_header(10, 10) + bytes(MAX_PICTURE_BYTES))
 
 
 def test_a_single_picture_is_the_context(tmp_path):
@@ -135,7 +135,7 @@ def test_a_picture_that_is_too_large_is_scaled_down(tmp_path):
     assert (loaded.context["width"], loaded.context["height"]) == (2000, 67)
     assert "scaled down from 9,000 × 300" in loaded.describe()[0]
     (data,) = loaded.pictures.values()
-    assert picture_of(data).digest == loaded.context["picture"]
+    assert picture_from_bytes(data).digest == loaded.context["picture"]
 
 
 def test_noise_of_many_bytes_becomes_a_jpeg_that_fits(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 
 from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.search_units import layout_of, units
+from ramify.sources.search_units import detect_segmentation, units
 from ramify.sources.text_search import TextSearchTool, search_tools
 
 LOG = "".join(
@@ -223,7 +223,7 @@ def test_long_lines_are_cut_and_long_runs_are_not_words():
     "text", [LOG[:50_000], NOTES * 20, PAGES, "a\r\n\r\nb " * 2_000, "x" * 9_000]
 )
 def test_units_cover_a_text_and_do_not_depend_on_its_blocks(text: str):
-    shape = layout_of(text).shape
+    shape = detect_segmentation(text).shape
     whole = list(units(text, shape, is_last=True))
     covered = [False] * len(text)
     for start, end in whole:

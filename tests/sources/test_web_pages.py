@@ -15,7 +15,7 @@ import pytest
 
 from ramify.errors import SourceError
 from ramify.secrets import SecretRedactor
-from ramify.sources.http_download import PrivateAddress, is_public, public_addresses
+from ramify.sources.http_download import PrivateAddress, filter_public_addresses, is_public
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.served_file_hints import file_name
 from ramify.sources.url_recognition import RemoteHead, recorded_url, shown_url
@@ -408,9 +408,12 @@ def test_only_public_addresses_of_a_name_are_connected_to():
     """So a name with a public and a private address reaches the public one, and no other."""
     assert all(map(is_public, ["8.8.8.8", "2606:2800:220:1::1", "64:ff9b::808:808"]))
     mixed = ["10.0.0.1", "93.184.216.34", "2606:2800:220:1::1", "::1"]
-    assert public_addresses("mixed.example", mixed) == ["93.184.216.34", "2606:2800:220:1::1"]
+    assert filter_public_addresses("mixed.example", mixed) == [
+        "93.184.216.34",
+        "2606:2800:220:1::1",
+    ]
     with pytest.raises(PrivateAddress, match=r"leads to inside\.example, which is 10\.0\.0\.1"):
-        public_addresses("inside.example", ["10.0.0.1", "::1"])
+        filter_public_addresses("inside.example", ["10.0.0.1", "::1"])
 
 
 # --- secrets

@@ -42,7 +42,7 @@ def test_memoryviews_and_precomputed_digests_are_accepted(store: Store):
 def test_the_same_content_is_stored_once(store: Store):
     for _ in range(3):
         digest = store.blobs.put(b"x" * 1000)
-    assert [path.name for path, _ in store.blobs.list()] == [digest]
+    assert [path.name for path, _ in store.blobs.list_files()] == [digest]
 
 
 def test_truncated_blob_is_detected_and_rewritten(store: Store):
@@ -87,7 +87,7 @@ def test_threads_and_processes_put_same_blobs_concurrently(store: Store):
     for thread in threads:
         thread.join()
     assert [process.wait() for process in others] == [0, 0]
-    found = {path.name for path, _ in store.blobs.list()}
+    found = {path.name for path, _ in store.blobs.list_files()}
     assert found == {hashlib.sha256(b"%d" % number * 5000).hexdigest() for number in range(40)}
     assert all(store.blobs.get(digest) for digest in found)
 
@@ -127,13 +127,13 @@ def test_a_list_follows_no_link(store: Store, tmp_path: Path):
     (store.blobs.root / "folder").symlink_to(outside)
     link = store.blobs.path(digest).with_name("link")
     link.symlink_to(outside / "large")
-    sizes = {path.name: stat.st_size for path, stat in store.blobs.list()}
+    sizes = {path.name: stat.st_size for path, stat in store.blobs.list_files()}
     assert sizes == {digest: 1, "link": link.lstat().st_size}
 
 
 def test_a_list_has_files_that_still_exist(store: Store, tmp_path: Path):
     digests = [store.blobs.put(b"x", "ab" + 62 * each) for each in "0123"]
-    listed = store.blobs.list()
+    listed = store.blobs.list_files()
     seen = [next(listed)[0].name]
     last = next(digest for digest in digests if digest not in seen)
     for digest in digests:
@@ -142,7 +142,7 @@ def test_a_list_has_files_that_still_exist(store: Store, tmp_path: Path):
     assert {*seen, *(path.name for path, _ in listed)} == {*seen, last}
     empty = Store(tmp_path / "empty").blobs
     empty.root.rmdir()
-    assert list(empty.list()) == []
+    assert list(empty.list_files()) == []
 
 
 def test_a_file_that_cannot_be_opened_is_named(store: Store):
@@ -178,4 +178,4 @@ def test_a_blob_that_cannot_be_named_leaves_no_file(store: Store):
     (path / "in the way").mkdir(parents=True)
     with pytest.raises(StoreError, match=f"cannot write the blob {path}: .*[Dd]irectory"):
         store.blobs.put(b"x", digest)
-    assert [path.name for path, _ in store.blobs.list()] == [digest]
+    assert [path.name for path, _ in store.blobs.list_files()] == [digest]

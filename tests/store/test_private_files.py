@@ -18,13 +18,13 @@ from ramify.errors import ConfigError, StoreError
 from ramify.store.durable_files import (
     RESERVE_BYTES,
     FsyncFlusher,
-    StoreSize,
+    StoreSizeMonitor,
     keep_reserve,
     make_folder,
     max_store_bytes,
     release_reserve,
     remove_file,
-    reserve_bytes,
+    reserve_file_bytes,
     write_all,
 )
 from ramify.store.store import Store
@@ -95,18 +95,18 @@ def test_a_folder_that_another_process_creates_meanwhile_is_used(tmp_path: Path)
 
 
 def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None:
-    assert reserve_bytes(tmp_path) == 0
+    assert reserve_file_bytes(tmp_path) == 0
     keep_reserve(tmp_path)
     (reserve,) = tmp_path.iterdir()
-    assert RESERVE_BYTES == reserve_bytes(tmp_path) == 4 * 1024 * 1024
+    assert RESERVE_BYTES == reserve_file_bytes(tmp_path) == 4 * 1024 * 1024
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     assert mode(reserve) == 0o600
     os.truncate(reserve, 5 * 1024 * 1024)
     keep_reserve(tmp_path)
-    assert reserve_bytes(tmp_path) == 5 * 1024 * 1024
+    assert reserve_file_bytes(tmp_path) == 5 * 1024 * 1024
     assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
     keep_reserve(tmp_path / "gone")  # no error: the store works without it
-    assert reserve_bytes(tmp_path) == 0
+    assert reserve_file_bytes(tmp_path) == 0
 
 
 def test_a_disk_without_space_for_the_reserve_keeps_no_empty_file(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_size_of_a_store_is_measured_without_links_and_the_reserve(full: Pat
     (full / "file").symlink_to("../outside/large")
     links = sum((full / name).lstat().st_size for name in ("folder", "file"))
     keep_reserve(full)
-    assert StoreSize(full).measure() == 1000 + links
+    assert StoreSizeMonitor(full).measure() == 1000 + links
     assert mode(full / "size.json") == 0o600
 
 
@@ -154,7 +154,7 @@ def test_a_measurement_is_remembered_for_an_hour(
     def warns_at(seconds: float) -> bool:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            StoreSize(full, now=lambda: 1e6 + seconds).warn_if_full()
+            StoreSizeMonitor(full, now=lambda: 1e6 + seconds).warn_if_full()
         return bool(found)
 
     assert not warns_at(0)
@@ -179,13 +179,13 @@ def test_a_folder_that_is_deleted_during_a_measurement_counts_nothing(tmp_path: 
             other.rename(gone)
 
     sys.addaudithook(move_the_other)
-    assert StoreSize(root).measure() == 10
+    assert StoreSizeMonitor(root).measure() == 10
     assert gone.exists()
 
 
 def test_a_measurement_that_cannot_be_remembered_is_still_one(full: Path) -> None:
     (full / "size.json").mkdir()
-    assert StoreSize(full).measure() == 1000
+    assert StoreSizeMonitor(full).measure() == 1000
 
 
 @pytest.mark.parametrize(("size", "warns"), [(10**18, False), (10**18 + 1, True)])
@@ -198,7 +198,7 @@ def test_the_warning_has_both_sizes_and_the_place_of_the_caller(
     (store.root / "size.json").write_bytes(msgspec.json.encode(at))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        size_of_store = StoreSize(store.root, now=lambda: 4e9)
+        size_of_store = StoreSizeMonitor(store.root, now=lambda: 4e9)
         size_of_store.warn_if_full()
         size_of_store.warn_if_full()
     assert len(found) == warns

@@ -90,8 +90,8 @@ def test_requests_in_flight_when_run_was_killed_are_listed():
         ("0.0", 0),
         ("0.1", 0),
     ]
-    assert recording.in_flight("0.1", 0)
-    assert not recording.in_flight("0", 1)
+    assert recording.is_in_flight("0.1", 0)
+    assert not recording.is_in_flight("0", 1)
     assert [attempt.error for attempt in recording.attempts_at("0.1", 0)] == ["connection closed"]
     assert recording.attempts_at("0.0", 0) == []
     assert recording.ended is None
@@ -109,8 +109,8 @@ def test_recorded_cells_and_last_words_are_found():
         *short_run("r", ended=False)[:2],
         msgspec.structs.replace(asked, last_word=Stop.MAX_COST),
     ]
-    assert RecordedRunIndex(cut).last_word("0", 0) is Stop.MAX_COST
-    assert recording.last_word("0", 0) is None
+    assert RecordedRunIndex(cut).final_turn_limit("0", 0) is Stop.MAX_COST
+    assert recording.final_turn_limit("0", 0) is None
 
 
 def test_recorded_events_are_recognised_at_any_time():
@@ -120,9 +120,9 @@ def test_recorded_events_are_recognised_at_any_time():
         for event in events()[:20]
         if not hasattr(event, "error")
     ]
-    assert all(recording.holds(event) for event in later)
-    assert not recording.holds(events()[-2])
-    assert not recording.holds(NoteAdded(call="0", text="new"))
+    assert all(recording.must_not_append(event) for event in later)
+    assert not recording.must_not_append(events()[-2])
+    assert not recording.must_not_append(NoteAdded(call="0", text="new"))
 
 
 def test_empty_journal_is_an_error():
@@ -160,8 +160,8 @@ def test_cache_shares_replies_across_processes(tmp_path: Path):
         thread.join()
     assert process.wait() == 0
     assert len(cache) == 101
-    assert cache.prune(older_than_s=3600) == 0
-    assert cache.prune() == 101
+    assert cache.delete_older_than(older_than_s=3600) == 0
+    assert cache.delete_older_than() == 101
     cache.close()
 
 

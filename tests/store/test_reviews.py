@@ -12,7 +12,7 @@ from ramify import Store
 from ramify.errors import ConfigError, StoreError
 from ramify.store.reviews import (
     HumanRunReview,
-    agreements,
+    inter_rater_agreements,
     read_reviews,
     review_file,
     write_review,
@@ -66,14 +66,14 @@ def test_corrected_scores_become_training_rewards(tmp_path: Path) -> None:
 def test_verdicts_become_a_score_while_people_agree() -> None:
     """Explicit corrections of other scores stay; a verdict that is taken back leaves no score."""
     review = HumanRunReview(("odd",), "n", {"f1": 0.5}).with_verdict("ana", "right", "correct")
-    assert review.listed_labels == ("odd", "right")
-    assert (review.verdict, review.rewards) == ("right", {"f1": 0.5, "correct": 1.0})
+    assert review.labels_and_verdict == ("odd", "right")
+    assert (review.combined_verdict, review.rewards) == ("right", {"f1": 0.5, "correct": 1.0})
     unsure = review.with_verdict("ben", "not sure", "correct")
-    assert (unsure.verdict, unsure.rewards["correct"]) == ("right", 1.0)
+    assert (unsure.combined_verdict, unsure.rewards["correct"]) == ("right", 1.0)
     disputed = review.with_verdict("ben", "wrong", "correct")
-    assert (disputed.verdict, disputed.rewards) == ("disputed", {"f1": 0.5})
+    assert (disputed.combined_verdict, disputed.rewards) == ("disputed", {"f1": 0.5})
     agreed = disputed.with_verdict("ana", "wrong", "correct")
-    assert (agreed.verdict, agreed.rewards["correct"]) == ("wrong", 0.0)
+    assert (agreed.combined_verdict, agreed.rewards["correct"]) == ("wrong", 0.0)
     back = review.with_verdict("ana", None, "correct")
     assert back == HumanRunReview(("odd",), "n", {"f1": 0.5})
     assert not HumanRunReview(verdicts={"ana": "not sure"}).is_empty()
@@ -87,12 +87,12 @@ def test_agreement_is_cohens_kappa() -> None:
     said += [("wrong", "right")] * 10 + [("wrong", "wrong")] * 15
     verdicts = [{"ana": first, "ben": second} for first, second in said]
     verdicts += [{"ana": "right"}, {"ana": "right", "ben": "not sure"}, {}]
-    (found,) = agreements(verdicts)
+    (found,) = inter_rater_agreements(verdicts)
     assert (found.people, found.both, found.same) == (("ana", "ben"), 50, 35)
     assert found.kappa == pytest.approx(0.4)
-    (alike,) = agreements([{"ana": "right", "ben": "right"}] * 3)
+    (alike,) = inter_rater_agreements([{"ana": "right", "ben": "right"}] * 3)
     assert (alike.same, alike.kappa) == (3, None)
-    assert agreements([{"ana": "right"}]) == []
+    assert inter_rater_agreements([{"ana": "right"}]) == []
 
 
 def test_concurrent_reviews_are_all_kept(tmp_path: Path) -> None:

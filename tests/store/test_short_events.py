@@ -10,13 +10,13 @@ import pytest
 from ramify.store import short_events
 from ramify.types.event import AnyEvent, Event, ReplyReceived
 from ramify.types.message import Reply
-from ramify.types.partial_struct import short_form_of
+from ramify.types.partial_struct import check_short_form
 from ramify.types.trajectory import Call, Trajectory
 
 SHORT_PARTS = {
     "reply": short_events.ReplyBill,
     "calls": list[short_events.CallOutline],
-    "turns": list[short_events.CountedTurn],
+    "turns": list[short_events.TurnOutline],
 }
 
 
@@ -48,7 +48,7 @@ def test_fields_have_the_types_of_the_whole_form(short: Any, whole: Any) -> None
 def test_a_field_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="Short has the field 'replied', which ReplyReceived lacks"):
 
-        @short_form_of(ReplyReceived)
+        @check_short_form(ReplyReceived)
         class Short(Event, frozen=True, tag="Replied"):
             replied: str = ""
 
@@ -56,7 +56,7 @@ def test_a_field_that_was_renamed_is_an_error_at_once() -> None:
 def test_a_tag_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="Short has the tag 'Answered', and ReplyReceived has"):
 
-        @short_form_of(ReplyReceived)
+        @check_short_form(ReplyReceived)
         class Short(Event, frozen=True, tag="Answered"):
             call: str = ""
 
@@ -64,6 +64,6 @@ def test_a_tag_that_was_renamed_is_an_error_at_once() -> None:
 def test_a_part_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="has the field 'price', which Reply lacks"):
 
-        @short_form_of(Reply)
+        @check_short_form(Reply)
         class Short(msgspec.Struct):
             price: float = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import Item, SimpleTask, scored
+from ramify.tasks.base import Item, SimpleTask, score_trajectory
 from ramify.tasks.data import dataset
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.tasks.validation import answered, validate
@@ -43,7 +43,9 @@ def test_all_columns_for_a_function_of_keywords() -> None:
         seen.update(columns)
         return [1.0]
 
-    scored(SimpleTask("t", {"test": ITEMS}, BatchedReward(reward)), ITEMS[3], answered(ITEMS[3], 4))
+    score_trajectory(
+        SimpleTask("t", {"test": ITEMS}, BatchedReward(reward)), ITEMS[3], answered(ITEMS[3], 4)
+    )
     assert seen == {
         "prompts": ["3 + 1?"],
         "completions": ["4"],
@@ -139,7 +141,7 @@ def test_a_batch_that_fails_names_the_function(function: Any, message: str) -> N
     task = SimpleTask("t", {"test": ITEMS}, BatchedReward(function))
     for _ in range(2):  # and it does not block the next
         with pytest.raises(RamifyError, match=message):
-            scored(task, ITEMS[0], answered(ITEMS[0], "1"))
+            score_trajectory(task, ITEMS[0], answered(ITEMS[0], "1"))
 
 
 def test_wrong_functions_and_bounds_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import RLM, Limits, SandboxSpec
 from ramify.engine.scaffold import TINY
-from ramify.tasks.base import Item, scored
+from ramify.tasks.base import Item, score_trajectory
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.scripted_demonstrator import (
     EXPERT,
@@ -24,10 +24,10 @@ from ramify.tasks.ledger.scripted_demonstrator import (
     play,
 )
 from ramify.tasks.ledger.task import documents_of, ledger
-from ramify.train.data.sft_data import texts_of
+from ramify.train.data.sft_data import prompt_format
 from ramify.types.trajectory import Trajectory
 
-TEXTS = texts_of(TINY)
+TEXTS = prompt_format(TINY)
 SINGLE, SEVERAL = ledger(), ledger(multi=1.0)
 
 
@@ -128,7 +128,7 @@ def test_code_for_every_kind_names_the_columns_in_the_same_place(kind: str) -> N
     for item in items(ledger(kinds=(kind,)), 30):
         (document,) = documents_of(item)
         code = contents(play(item, EXPERT, 0, TEXTS)[0])[3]
-        names = ",".join("ulq"[field] for field in document.format.columns)
+        names = ",".join("ulq"[field] for field in document.format.field_order)
         assert f"R=[l.split('{document.format.separator}') for l in context.splitlines()" in code
         assert f" for {names} in R" in code
 
@@ -172,7 +172,7 @@ def test_played_demonstration_matches_the_engine(
     item: Item, habits: LedgerDemonstratorHabits
 ) -> None:
     """Same messages in every call, same answers, and call rewards that agree with ``play``."""
-    trajectory = scored(SINGLE, item, run_in_engine(item, habits, 0))
+    trajectory = score_trajectory(SINGLE, item, run_in_engine(item, habits, 0))
     played = play(item, habits, 0, TEXTS)
     assert [call.id for call in trajectory.walk()] == [each.call for each in played]
     for call, each in zip(trajectory.walk(), played, strict=True):

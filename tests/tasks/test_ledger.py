@@ -14,7 +14,7 @@ import pytest
 from ramify import RLM, SandboxSpec
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
-from ramify.tasks.base import Item, scored, task_of
+from ramify.tasks.base import Item, score_trajectory, task_of
 from ramify.tasks.ledger.ledger_rows import (
     FORMATS,
     HELD_OUT_FORMATS,
@@ -39,12 +39,15 @@ ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "
 
 def test_row_formats_write_and_read_rows() -> None:
     assert (
-        LedgerRowTextFormat("|", (2, 0, 1), True).write(ROWS[:2])
+        LedgerRowTextFormat("|", (2, 0, 1), True).write_rows(ROWS[:2])
         == "label|qty|user\nred|17|bavo\nblue|5|fred"
     )
-    assert LedgerRowTextFormat(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
+    assert (
+        LedgerRowTextFormat(",", (0, 1, 2), False).write_rows(ROWS[:2])
+        == "bavo,red,17\nfred,blue,5"
+    )
     assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (48, 46, 2)
-    assert all(each.read(each.write(ROWS)) == ROWS for each in FORMATS)
+    assert all(each.read_rows(each.write_rows(ROWS)) == ROWS for each in FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_sloppy_shortcuts_give_wrong_answers_on_every_ledger(kind: Any) -> None:
             rows = make_rows(rng, kind, about, header, 20)
             match kind:
                 case "count":
-                    wrong: object = form.write(rows).count("red")
+                    wrong: object = form.write_rows(rows).count("red")
                 case "sum":
                     wrong = sum(quantity for _, _, quantity in rows)
                 case "max":
@@ -205,7 +208,7 @@ def test_ledger_over_ten_million_characters(multi: float) -> None:
         async with RLM(LedgerDemonstrator(item, EXPERT), scaffold="tiny", sandbox=spec) as rlm:
             return (await rlm.start(await task.prepare(item), item.question).result()).trajectory
 
-    trajectory = scored(task, item, asyncio.run(run()))
+    trajectory = score_trajectory(task, item, asyncio.run(run()))
     assert trajectory.rewards == {"correct": 1.0}
     assert trajectory.call_rewards == {call.id: {"correct": 1.0} for call in trajectory.calls}
     assert len(trajectory.calls) == (5 if multi else 1)
@@ -240,15 +243,15 @@ FIRST, SECOND = (
     LedgerRowTextFormat(",", (0, 1, 2), False),
     LedgerRowTextFormat("|", (2, 0, 1), True),
 )
-CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
+CONTEXT = f"###\n{FIRST.write_rows(ROWS)}\n###\n{SECOND.write_rows(ROWS[:2])}"
 SPANS = [
     {
         "start": 4,
-        "end": 4 + len(FIRST.write(ROWS)),
+        "end": 4 + len(FIRST.write_rows(ROWS)),
         "format": {"separator": ",", "order": [0, 1, 2], "header": False},
     },
     {
-        "start": len(CONTEXT) - len(SECOND.write(ROWS[:2])),
+        "start": len(CONTEXT) - len(SECOND.write_rows(ROWS[:2])),
         "end": len(CONTEXT),
         "format": {"separator": "|", "order": [2, 0, 1], "header": True},
     },
@@ -281,7 +284,7 @@ def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm")
 
 
 def test_each_call_is_scored_by_its_own_question() -> None:
-    first, second = FIRST.write(ROWS), SECOND.write(ROWS[:2])
+    first, second = FIRST.write_rows(ROWS), SECOND.write_rows(ROWS[:2])
     calls = [
         Call(
             "0", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer="42", stop=Stop.FINAL
@@ -304,7 +307,7 @@ def test_each_call_is_scored_by_its_own_question() -> None:
     trajectory = Trajectory(
         "r", ITEM.question, context=ref(CONTEXT), calls=calls, answer=42, stop=Stop.FINAL
     )
-    scored(ledger(multi=1.0), ITEM, trajectory)
+    score_trajectory(ledger(multi=1.0), ITEM, trajectory)
     assert trajectory.rewards == {"correct": 1.0}
     assert {id: rewards["correct"] for id, rewards in trajectory.call_rewards.items()} == {
         "0": 1.0,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import items_of, scored, task_of, total
+from ramify.tasks.base import items_of, score_trajectory, task_of, total
 from ramify.tasks.validation import answered, validate
 
 PARTS: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_parts_have_their_proportion_score_and_reward_weight() -> None:
         (sums, {"sums.correct": 1.0}, 1.0),
         (papers, {"papers.f1": 1.0}, 0.5),
     ):
-        trajectory = scored(task, item, answered(item, item.gold))
+        trajectory = score_trajectory(task, item, answered(item, item.gold))
         assert trajectory.rewards == rewards
         assert total(trajectory.rewards, task.weights) == worth
     start = asyncio.run(task.prepare(papers))

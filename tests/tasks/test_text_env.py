@@ -12,7 +12,7 @@ import pytest
 
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import GeneratedSplit, Item, scored
+from ramify.tasks.base import GeneratedSplit, Item, score_trajectory
 from ramify.tasks.text_env import ENDED, REJECTED, EnvEpisode, env_task, seed_of
 from ramify.tasks.validation import answered, validate
 from ramify.types.message import Message
@@ -178,7 +178,7 @@ def test_skyrl_gym_environment() -> None:
     items = [Item("What is 6*7?", gold="42", right="#### 42", wrong="#### 41", id="gsm8k/test/0")]
     sums = env_task("gsm8k", {"test": items}, make)
     validate(sums)
-    assert scored(sums, items[0], answered(items[0], "42")).rewards == {
+    assert score_trajectory(sums, items[0], answered(items[0], "42")).rewards == {
         "return": 0.0
     }  # not in the required format
     (outcome,) = evaluated(

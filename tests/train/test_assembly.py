@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import close_with
+from ramify.actors.launcher import close_on_exit
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
@@ -35,8 +35,8 @@ from ramify.train.config import (
 from ramify.train.execute import train
 from ramify.train.lineage import check_changes
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.policy_defaults import with_policy_defaults
-from ramify.train.recipe import load_recipe, stored
+from ramify.train.policy_dependent_defaults import with_policy_defaults
+from ramify.train.recipe import load_recipe, load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.trained_policy_settings import TrainedPolicySettings, read_card
 from tests.shown import heard
@@ -184,7 +184,7 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     own.write_text("from ramify.engine.scaffold import TINY\n")
     limits = {"max_turns": 2, "max_reply_tokens": 8}
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
-        assemble(small(scaffold=scaffold)).save_policy(tmp_path / "policy")
+        assemble(small(scaffold=scaffold)).save_initial_policy(tmp_path / "policy")
         card = read_card(tmp_path / "policy")
         expected = TrainedPolicySettings(
             named, **limits, is_from_scratch=True, task=small().task.name
@@ -282,7 +282,7 @@ def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     train(run, tmp_path)
     with pytest.raises(ConfigError, match="already contains a run: resume it"):
         train(run, tmp_path)
-    again = stored(tmp_path)
+    again = load_stored_run(tmp_path)
     assert again == with_policy_defaults(run)
     other = msgspec.structs.replace(run, seed=4)
     with pytest.raises(ConfigError, match="has a different config: seed was 0 and is now 4"):
@@ -298,10 +298,10 @@ def test_stored_runs_round_trip(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
         CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
-        assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
+        assert load_stored_run(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     CheckpointStore(tmp_path).save(CheckpointState(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that made it"):
-        stored(tmp_path)
+        load_stored_run(tmp_path)
 
 
 def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(
         ConfigError, match=r"does not contain task\.options\.api_key, since it may be a secret"
     ):
-        stored(tmp_path)
+        load_stored_run(tmp_path)
 
 
 def test_every_part_is_closed_even_if_others_fail() -> None:
@@ -368,7 +368,7 @@ def test_every_part_is_closed_even_if_others_fail() -> None:
         with heard(messages.append):
             async with contextlib.AsyncExitStack() as stack:
                 for part, close in reversed(parts.items()):
-                    close_with(stack, part, close)
+                    close_on_exit(stack, part, close)
                 if error is not None:
                     raise error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, find, read_state
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, resolve_checkpoint
 
 
 def save(checkpoints: CheckpointStore, step: int, score: float | None = None) -> Path:
@@ -135,7 +135,7 @@ def test_kill_while_replacing_a_checkpoint_leaves_a_complete_one(
         [sys.executable, "-c", KILLED, str(tmp_path), event, str(nth)], check=False
     )
     assert process.returncode == 9
-    found = find(tmp_path)
+    found = resolve_checkpoint(tmp_path)
     assert found.name == "step-000001"
     assert (found / "weights").read_text() == "of 1"
     assert read_state(found).score == (0.1 if event == "os.rename" else 0.3)
@@ -175,9 +175,9 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
 
 def test_find_returns_the_checkpoint_to_resume(tmp_path: Path) -> None:
     first, second = (save(CheckpointStore(tmp_path), step) for step in (1, 2))
-    assert (find(tmp_path), find(first)) == (second, first)
+    assert (resolve_checkpoint(tmp_path), resolve_checkpoint(first)) == (second, first)
     with pytest.raises(ConfigError, match="nothing to resume"):
-        find(tmp_path / "other")
+        resolve_checkpoint(tmp_path / "other")
     (first / "state.json").write_text("{")
     with pytest.raises(StoreError, match="is not a checkpoint"):
         read_state(first)

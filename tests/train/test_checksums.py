@@ -16,8 +16,8 @@ from ramify.models.load import load_policy, save_policy
 from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
 from ramify.train.config import Schedule
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.policy_defaults import with_policy_defaults
-from ramify.train.recipe import stored
+from ramify.train.policy_dependent_defaults import with_policy_defaults
+from ramify.train.recipe import load_stored_run
 from tests.packaged import TINY
 from tests.shown import train
 from tests.train.small import small, weights_of
@@ -173,5 +173,5 @@ def test_checkpoints_without_checksums_can_be_resumed(tmp_path: Path) -> None:
         )
         (checkpoint / "state.json").write_text(json.dumps(state))
         assert read_state(checkpoint).checksums == ""
-    assert stored(tmp_path) == with_policy_defaults(run)
+    assert load_stored_run(tmp_path) == with_policy_defaults(run)
     train(run, tmp_path, resume=tmp_path, say=pytest.fail)

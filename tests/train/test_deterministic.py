@@ -154,7 +154,7 @@ def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
     )
     try:
         with pytest.raises(TrainError, match=r"at most 0 and 0 are allowed.*deterministic=false$"):
-            asyncio.run(check.engine(SingleBackend(made.policy, compute=FIXED), at_once))
+            asyncio.run(check.check_engines(SingleBackend(made.policy, compute=FIXED), at_once))
     finally:
         asyncio.run(client.close())
 

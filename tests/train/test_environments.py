@@ -20,8 +20,8 @@ from ramify.tasks.text_env import env_task
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
+from ramify.train.data.sft_data import append_trajectories
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.data.sft_data import write
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.shown import train
@@ -91,7 +91,7 @@ def played(folder: Path) -> Path:
             ]
 
     path = folder / "played.jsonl"
-    write(path, asyncio.run(play()))
+    append_trajectories(path, asyncio.run(play()))
     return path
 
 

@@ -11,8 +11,8 @@ from ramify.errors import ConfigError
 from ramify.models.load import load_policy
 from ramify.models.weights import fingerprint
 from ramify.train import metrics
-from ramify.train.checkpoint import find, read_state, verify
-from ramify.train.recipe import load_recipe, stored
+from ramify.train.checkpoint import read_state, resolve_checkpoint, verify
+from ramify.train.recipe import load_recipe, load_stored_run
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_run"
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_golden_run_files_are_readable(folder: Path) -> None:
-    state = read_state(find(folder))
+    state = read_state(resolve_checkpoint(folder))
     assert (state.step, state.stage, state.version, state.score) == (11, 2, 5, 0.45)
     rows = list(metrics.read_metrics(folder))
     assert [row.stage for row in rows] == [
@@ -42,15 +42,17 @@ def test_golden_run_files_are_readable(folder: Path) -> None:
 
 
 def test_golden_run_checkpoint_is_intact_and_policy_unchanged(folder: Path) -> None:
-    verify(find(folder))
+    verify(resolve_checkpoint(folder))
     policy = load_policy(folder / "policy")
     assert policy.num_parameters == 17_408
     assert fingerprint(policy.model) == "b25d877261674ec3"
-    assert fingerprint(load_policy(find(folder) / "policy").model) == "7af843570d5cebeb"
+    assert (
+        fingerprint(load_policy(resolve_checkpoint(folder) / "policy").model) == "7af843570d5cebeb"
+    )
 
 
 def test_golden_run_config_is_read_with_current_field_names(folder: Path) -> None:
-    run = stored(folder)
+    run = load_stored_run(folder)
     assert run.rl is not None
     assert (run.rl.sample.grace_steps, run.rl.algorithm.drop_zero_variance) == (4, True)
     assert run.schedule.evaluate_every == 2
@@ -68,7 +70,7 @@ def test_override_with_a_renamed_field_gives_the_new_name(
     folder: Path, field: str, now: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"it is called {now}[a-z_.]* now$"):
-        stored(folder, [field])
+        load_stored_run(folder, [field])
 
 
 def test_recipe_with_a_renamed_field_gives_the_new_name(tmp_path: Path) -> None:

@@ -33,22 +33,26 @@ def test_check_finds_duplicated_and_missing_groups(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not hold a run: give the folder .* --out"):
         run_record.read_group_records(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert run_record.read_group_records(tmp_path).balanced
+    assert run_record.read_group_records(tmp_path).has_each_group_once
     metrics.GROUPS.append(tmp_path, [one(1, 4), one(1, 6, "no_signal")])
     metrics.GROUPS.append(tmp_path, [])
     metrics.GROUPS.append(tmp_path, [one(3, 7), one(3, 5, "lost")])
     save_state(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
     found = run_record.read_group_records(tmp_path)
-    assert (found.outcomes, found.pending, found.balanced) == (
+    assert (found.outcomes, found.pending, found.has_each_group_once) == (
         {"learnt": 2, "no_signal": 1, "lost": 1},
         [8, 9],
         True,
     )
     metrics.GROUPS.append(tmp_path, [one(4, 7)])  # after the last checkpoint: it is repeated
-    assert run_record.read_group_records(tmp_path).balanced
+    assert run_record.read_group_records(tmp_path).has_each_group_once
     save_state(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
     found = run_record.read_group_records(tmp_path)
-    assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
+    assert (found.duplicated, found.missing, found.has_each_group_once) == (
+        [4, 7],
+        [3, 9, 11],
+        False,
+    )
 
 
 def test_torn_line_is_skipped_without_losing_the_next(tmp_path: Path) -> None:
@@ -96,4 +100,4 @@ def test_killed_and_resumed_run_records_each_group_once(tmp_path: Path, max_stal
     assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)
     assert all(each.version is not None and len(each.rollouts) == 2 for each in found)
     ended = run_record.read_group_records(tmp_path)
-    assert (ended.balanced, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)
+    assert (ended.has_each_group_once, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)

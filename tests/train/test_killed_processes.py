@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, undisturbed: Path) -> None:
     """Check that each group has the same outcome as without the fault, and the policy is equal."""
-    assert run_record.read_group_records(out).balanced
+    assert run_record.read_group_records(out).has_each_group_once
     ours, theirs = (
         [(each.step, each.number, each.outcome) for each in metrics.GROUPS.read(each)]
         for each in (out, undisturbed)

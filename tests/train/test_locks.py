@@ -16,7 +16,14 @@ import pytest
 
 from ramify.cli.train import supervise
 from ramify.errors import RunInUse
-from ramify.train.checkpoint import FILE, CheckpointState, CheckpointStore, find, holder, locked
+from ramify.train.checkpoint import (
+    FILE,
+    CheckpointState,
+    CheckpointStore,
+    holder,
+    locked,
+    resolve_checkpoint,
+)
 from ramify.train.execute import train
 from tests.cli.helpers import Shell
 from tests.train.small import small
@@ -97,9 +104,9 @@ def test_reading_a_live_run_leaves_its_checkpoints_alone(tmp_path: Path) -> None
     aside = tmp_path / "checkpoints/.step-000002.old.tmp"
     (tmp_path / "checkpoints/step-000002").rename(aside)
     with held(tmp_path):
-        assert find(tmp_path) == checkpoint
+        assert resolve_checkpoint(tmp_path) == checkpoint
         assert aside.is_dir()
-    assert find(tmp_path) == tmp_path / "checkpoints/step-000002"
+    assert resolve_checkpoint(tmp_path) == tmp_path / "checkpoints/step-000002"
 
 
 def test_train_command_names_the_lock_holder_and_exits_with_status_2(

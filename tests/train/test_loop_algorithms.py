@@ -36,7 +36,7 @@ from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.override import override
-from ramify.train.recipe import stored
+from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_doctor import CollapseAlarms, TrainingGuard
 from ramify.types.trajectory import Fork, Trajectory
@@ -149,7 +149,7 @@ def test_each_task_of_a_mixture_uses_its_own_algorithm(base: str, tmp_path: Path
     last = [row.values for row in read_rows(tmp_path, "last")][-1]
     assert last["test_c/c"] == last["test_c/reward"]
     assert "b/rollout_tokens" in read_state(CheckpointStore(tmp_path).all()[-1]).memory
-    before = stored(tmp_path)
+    before = load_stored_run(tmp_path)
     assert before.rl is not None
     assert before.rl.algorithm == algorithm
     changed = override(before, ["rl.algorithm.tasks.b=rloo", "rl.algorithm.tasks.a.children=false"])

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from ramify.tasks.base import Item
-from ramify.train.evaluation_metrics import report
 from ramify.train.metrics import (
     FILE,
     METRICS,
@@ -20,6 +19,7 @@ from ramify.train.metrics import (
     read_metrics,
     staleness,
 )
+from ramify.train.policy_evaluation import report
 from ramify.types.message import VersionSpan
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.shown import heard

@@ -11,10 +11,10 @@ import pytest
 from ramify import train
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import reduced
+from ramify.train.advantages.base import with_reduction
 from ramify.train.config import CHOICES, Run, plain
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
 from ramify.train.preflight import check_objective
 from tests.train.small import small
@@ -24,7 +24,7 @@ BASE = Run(policy=train.PolicySpec(path="tiny"), rl=train.RlSpec(steps=7))
 
 def rl_of(*overrides: str, preset: str | None = None, run: Run = BASE) -> train.RlSpec:
     base = run if preset is None else with_preset(run, preset)
-    rl = override(base, overrides, choices(preset)).rl
+    rl = override(base, overrides, override_choices(preset)).rl
     assert rl is not None
     return rl
 
@@ -123,7 +123,7 @@ def test_names_of_another_kind_are_explained() -> None:
     without = Run(policy=train.PolicySpec(path="tiny"), sft=train.SftSpec(demos="ledger"))
     for preset in (None, "trl"):
         with pytest.raises(ConfigError, match="has no rl stage, which an objective would set"):
-            override(without, ["rl.objective=gspo"], choices(preset))
+            override(without, ["rl.objective=gspo"], override_choices(preset))
 
 
 def test_objective_under_a_preset_is_as_that_trainer_has_it() -> None:
@@ -203,11 +203,13 @@ def test_a_losses_reduction_reaches_all_estimators_but_imitation() -> None:
     by_task = train.PerTaskAlgorithm(
         tasks={"a": train.RLOO(), "b": train.SFT()}, other=train.GRPO()
     )
-    found = reduced(by_task, train.LossSpec(policy="gspo").reduction)
+    found = with_reduction(by_task, train.LossSpec(policy="gspo").reduction)
     assert (found.tasks["a"].reduction, found.other.reduction) == ("call", "call")
     assert found.tasks["b"] == train.SFT()
-    assert reduced(train.Hybrid(outcome=train.RLOO()), "rollout").outcome.reduction == "rollout"
-    assert reduced(by_task, train.LossSpec().reduction) is by_task
+    assert (
+        with_reduction(train.Hybrid(outcome=train.RLOO()), "rollout").outcome.reduction == "rollout"
+    )
+    assert with_reduction(by_task, train.LossSpec().reduction) is by_task
 
 
 def test_a_run_with_an_objective_trains_with_its_reduction(tmp_path: Path) -> None:

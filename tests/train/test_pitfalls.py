@@ -182,14 +182,14 @@ def test_12_policy_as_its_own_teacher_has_zero_gradient() -> None:
     """Through the real backend: the teacher's log-probabilities come from the trainer's own
     pass."""
     from ramify.train.backends.single import SingleBackend
-    from ramify.train.data.pack import attach
+    from ramify.train.data.pack import copy_to_sequences
 
     rows, backend = tree(), SingleBackend(policy())
     for row in rows:
         row.kd, row.ce, row.rl = (row.rl != 0).astype(np.float32), None, np.zeros_like(row.rl)
     batches = pack(rows)
     (logprobs,) = backend.logprobs(batches)
-    attach(rows, batches, "teacher_logprobs", [logprobs])
+    copy_to_sequences(rows, batches, "teacher_logprobs", [logprobs])
     for row in rows:
         row.sampler_logprobs = row.streams["teacher_logprobs"].copy()
     measured = backend.forward_backward(pack(rows), LossSpec())

@@ -14,7 +14,7 @@ from ramify.train.config import RlSpec, plain
 from ramify.train.execute import train
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.recipe import stored
+from ramify.train.recipe import load_stored_run
 from tests.train.small import small
 
 PLUGIN = """
@@ -142,7 +142,7 @@ def test_run_with_user_parts_resumes_without_its_recipe(
     run = small(warmup=None, rl=spec)
     assert plain(run)["rl"]["algorithm"]["name"] == f"{plugin}:{name}"
     train(run, tmp_path / "run")
-    again = stored(tmp_path / "run", ["rl.steps=2"])
+    again = load_stored_run(tmp_path / "run", ["rl.steps=2"])
     assert again.rl is not None
     assert type(again.rl.algorithm).__name__ == name
     assert type(again.rl.loss.policy).__name__ == "Loss"

@@ -15,9 +15,9 @@ from ramify.errors import ConfigError
 from ramify.models.load import from_config, load_policy, save_policy
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
-from ramify.train.policy_defaults import report_policy_defaults, with_policy_defaults
+from ramify.train.policy_dependent_defaults import report_policy_defaults, with_policy_defaults
 from ramify.train.preflight import note_missing_template
-from ramify.train.stages import scheduled
+from ramify.train.stages import with_schedule_defaults
 from ramify.types.message import Message
 from tests.models.templates import tokenizer_of
 from tests.train.small import SHAPE, assemble, small
@@ -50,7 +50,7 @@ def found(policy: PolicySpec, **rl: Any) -> tuple[Any, ...]:
     return (
         optim.lr,
         optim.betas,
-        scheduled("rl", optim, 45).warmup_steps,
+        with_schedule_defaults("rl", optim, 45).warmup_steps,
         run.limits.max_reply_tokens,
         run.policy.thinking,
         lora and lora.alpha,
@@ -103,7 +103,7 @@ def test_saved_policy_keeps_its_thinking_setting(
 ) -> None:
     policy = PolicySpec(path=str(checkpoints / "qwen3"), thinking=thinking)
     trained = assemble(msgspec.structs.replace(run_of(policy), scaffold="default"))
-    trained.save_policy(tmp_path)
+    trained.save_initial_policy(tmp_path)
     asked = [Message("user", "Hm?")]
     prompts = {
         switch: load_policy(tmp_path, thinking=switch).renderer.prompt(asked)

@@ -17,7 +17,7 @@ from ramify.cli.train import train as train_command
 from ramify.errors import ConfigError
 from ramify.train.config import Run
 from ramify.train.named_objectives import OBJECTIVES
-from ramify.train.other_trainer_presets import PRESETS, choices, with_preset
+from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
 from tests.docs.pages import ROOT, script
 
@@ -36,7 +36,7 @@ def peers() -> ModuleType:
 
 
 def rl_with_preset(preset: str, *overrides: str) -> train.RlSpec:
-    rl = override(with_preset(BASE, preset), overrides, choices(preset)).rl
+    rl = override(with_preset(BASE, preset), overrides, override_choices(preset)).rl
     assert rl is not None
     return rl
 

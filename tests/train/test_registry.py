@@ -20,7 +20,7 @@ from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
 from ramify.train.losses import POLICY_LOSSES, BaseLossFormula, PolicyLossInputs, PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.recipe import load_recipe, stored
+from ramify.train.recipe import load_recipe, load_stored_run
 from tests.train.small import small
 
 RECIPE = '''
@@ -61,7 +61,7 @@ def mine(tmp_path: Path) -> Iterator[Path]:
     yield path
     sys.modules.pop("mine", None)
     for table in (ALGORITHMS, POLICY_LOSSES, CREDITS):
-        table.forget()
+        table.reset()
 
 
 def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Pat
         0.5,
     )
     CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
-    assert stored(tmp_path) == run
+    assert load_stored_run(tmp_path) == run
 
 
 def flat(trees: Sequence[Mapping[str, CreditNode]], baseline: Any, gamma: float) -> list[Numbers]:

@@ -23,7 +23,7 @@ from ramify.train.run_doctor import (
     TrainingGuard,
     after_evaluation,
     after_step,
-    before_steps,
+    note_initial_score,
 )
 from ramify.train.score_failures import counted
 from ramify.types.trajectory import Trajectory
@@ -224,7 +224,7 @@ def test_evaluation_is_compared_with_the_training_reward(
     rewards: list[float], scores: list[float], name: str
 ) -> None:
     memory = GuardState()
-    before_steps(memory, of_score(scores[0]))
+    note_initial_score(memory, of_score(scores[0]))
     for reward in rewards:
         after_step(TrainingGuard(), memory, {**FINE, "reward": reward})
     found = after_evaluation(TrainingGuard(), memory, of_score(scores[1]))

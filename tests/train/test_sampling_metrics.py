@@ -16,15 +16,15 @@ from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.sampling_metrics import (
-    correlation,
+    advantage_reward_correlation,
     kl,
     note_gaps,
     num_sampled,
-    of_comparison,
     of_credit,
     of_samples,
     of_tokens,
     sample_rows,
+    within_group_correlation,
 )
 from ramify.types.trajectory import Group, Stop
 from tests.shown import train
@@ -83,13 +83,15 @@ def test_advantage_metrics_count_tokens_without_credit_as_zero() -> None:
     values = np.array([1 / 3] * 8 + [-2 / 3] * 8 + [0.0] * 8)
     assert found["advantage_mean"] == pytest.approx(values.mean())
     assert found["advantage_std"] == pytest.approx(values.std())
-    assert of_comparison(groups, assigned.rollouts, {})["advantage_reward_corr"] == pytest.approx(1)
+    assert advantage_reward_correlation(groups, assigned.rollouts, {})[
+        "advantage_reward_corr"
+    ] == pytest.approx(1)
     for rollout in assigned.rollouts:
         for credit in rollout.credits.values():
             credit.advantages = [-value for value in credit.advantages]
-    assert of_comparison(groups, assigned.rollouts, {})["advantage_reward_corr"] == pytest.approx(
-        -1
-    )
+    assert advantage_reward_correlation(groups, assigned.rollouts, {})[
+        "advantage_reward_corr"
+    ] == pytest.approx(-1)
 
 
 def test_entropy_is_over_all_sampled_tokens_but_those_of_judges() -> None:
@@ -106,9 +108,9 @@ def test_entropy_is_over_all_sampled_tokens_but_those_of_judges() -> None:
 
 def test_correlation_is_within_groups() -> None:
     """Between groups both rise together; within each one falls."""
-    assert correlation([[(0.0, 1.0), (1.0, 0.0)], [(10.0, 11.0), (11.0, 10.0)]]) == -1
-    assert correlation([[(1.0, 1.0), (1.0, 2.0)]]) is None
-    assert correlation([]) is None
+    assert within_group_correlation([[(0.0, 1.0), (1.0, 0.0)], [(10.0, 11.0), (11.0, 10.0)]]) == -1
+    assert within_group_correlation([[(1.0, 1.0), (1.0, 2.0)]]) is None
+    assert within_group_correlation([]) is None
 
 
 def test_kl_estimate_is_that_of_two_distributions() -> None:

@@ -60,7 +60,7 @@ def test_canary_passes_if_engine_and_trainer_have_the_same_weights(
     made: RunParts, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
-    asyncio.run(checked.engine(SingleBackend(made.policy), at_once))
+    asyncio.run(checked.check_engines(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
 
@@ -69,7 +69,7 @@ def test_different_weights_in_the_engine_are_detected(made: RunParts) -> None:
     client = LocalClient(other, name="local:other")
     try:
         with pytest.raises(TrainError, match="the engine has other weights"):
-            asyncio.run(check(made, client).engine(SingleBackend(made.policy), at_once))
+            asyncio.run(check(made, client).check_engines(SingleBackend(made.policy), at_once))
     finally:
         asyncio.run(client.close())
 
@@ -82,7 +82,7 @@ def test_stale_engine_cache_is_detected(made: RunParts) -> None:
     checked = check(made, client, policy.model)
 
     async def run() -> None:
-        await checked.engine(SingleBackend(policy), at_once)
+        await checked.check_engines(SingleBackend(policy), at_once)
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter += 0.05 * torch.ones_like(parameter)
@@ -90,9 +90,9 @@ def test_stale_engine_cache_is_detected(made: RunParts) -> None:
             TrainError,
             match=r"the canary's log-probabilities differ by .* the engine's cache is stale",
         ):
-            await checked.engine(SingleBackend(policy), at_once)
+            await checked.check_engines(SingleBackend(policy), at_once)
         await client.update(policy.model, 1)
-        await checked.engine(SingleBackend(policy), at_once)
+        await checked.check_engines(SingleBackend(policy), at_once)
 
     try:
         asyncio.run(run())
@@ -126,14 +126,14 @@ def test_old_output_matrix_is_detected_even_if_samples_hide_it(
     checked = check(made, OldMatrixEngine(engine, engine))  # type: ignore[arg-type]
 
     async def run() -> None:
-        await checked.engine(SingleBackend(made.policy), at_once)
+        await checked.check_engines(SingleBackend(made.policy), at_once)
         assert checked.good_version == 3
         checked.seen.client.old = old  # type: ignore[attr-defined]
         with pytest.raises(
             TrainError,
             match=r"-\d+\.\d+ by the engine, -\d+\.\d+ by the trainer, at scored token .* the last good version is 3",
         ):
-            await checked.engine(SingleBackend(made.policy), at_once)
+            await checked.check_engines(SingleBackend(made.policy), at_once)
 
     try:
         asyncio.run(run())
@@ -144,10 +144,10 @@ def test_old_output_matrix_is_detected_even_if_samples_hide_it(
 class UnchangedEngine(LocalClient):
     """An engine that accepts new weights but keeps answering with its first ones."""
 
-    async def take(self, pieces: Any, version: int | None = None) -> None:
+    async def receive_weights(self, pieces: Any, version: int | None = None) -> None:
         for _ in pieces():
             pass
-        await super().take(lambda: iter(()), version)
+        await super().receive_weights(lambda: iter(()), version)
 
 
 def changed(policy: Policy, by: float, seed: int) -> None:
@@ -194,10 +194,10 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
                 await engines.update(
                     sources(trained.model.named_parameters(), torch.bfloat16), version
                 )
-                await checked.engine(SingleBackend(trained), at_once)
+                await checked.check_engines(SingleBackend(trained), at_once)
 
             try:
-                await checked.engine(SingleBackend(trained), at_once)
+                await checked.check_engines(SingleBackend(trained), at_once)
                 for _ in range(3):
                     await step(1e-8)
                 if kind is LocalClient:
@@ -235,9 +235,9 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
             [Message("user", "count rows")],
         )
         await server.__aexit__(None, None, None)
-        await engines.look_after(server.url.removesuffix("/v1"), "this test")
-        assert engines.answering == ()
-        await checked.engine(SingleBackend(made.policy), at_once)
+        await engines.handle_reported_loss(server.url.removesuffix("/v1"), "this test")
+        assert engines.current_urls == ()
+        await checked.check_engines(SingleBackend(made.policy), at_once)
         assert checked.good_version is None
         await engines.close()
         await local.close()
@@ -281,11 +281,11 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
 def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalClient) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
-    check(made, engine).weights(rows, batches)
+    check(made, engine).check_loss_weights(rows, batches)
     with pytest.raises(TrainError, match=r"weight of .* in 'ce', but their sequences"):
-        check(made, engine).weights(rows[1:], batches)
+        check(made, engine).check_loss_weights(rows[1:], batches)
     with pytest.raises(TrainError, match="in 'ce'"):
-        check(made, engine).weights([*rows, rows[0]], batches)
+        check(made, engine).check_loss_weights([*rows, rows[0]], batches)
 
 
 def test_replies_without_ids_are_not_audited(made: RunParts) -> None:

@@ -73,7 +73,7 @@ def counted(tmp_path: Path) -> Iterator[Path]:
         return ledger(*args, **options)
 
     yield calls
-    DEMOS.forget()
+    DEMOS.reset()
 
 
 def run_of(steps: int) -> Any:

@@ -17,7 +17,7 @@ from ramify.models.tokenizer_training import train_tokenizer
 from ramify.store.durable_files import TOKENIZED
 from ramify.tasks.base import task_of
 from ramify.train.config import PolicySpec, TaskSpec
-from ramify.train.data.sft_data import TrajectoryTokenizer, form_of, read
+from ramify.train.data.sft_data import TrajectoryTokenizer, read, rendering_key
 from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.train.sft_training_data import (
     DemonstrationSet,
@@ -106,9 +106,9 @@ def test_other_tokenizer_template_or_tools_are_other_ids(model: str, tmp_path: P
     other = train_tokenizer(["print(context[:40]) FINAL(0) count rows of 'red'"] * 2, 262)
     tokenised([DemonstrationSet(shown, tokens)], other, renderer_of(other), ())
     assert len(list(tokens.iterdir())) == 2
-    for form in (form_of(RENDERER, ()), "another template", "other tools"):
+    for form in (rendering_key(RENDERER, ()), "another template", "other tools"):
         stored = TokenizedCallCache(tokens, TOKENIZER, form)
-        assert (stored.turns(shown[0].root) is not None) == (form == form_of(RENDERER, ()))
+        assert (stored.turns(shown[0].root) is not None) == (form == rendering_key(RENDERER, ()))
 
 
 def test_damaged_file_costs_only_time(model: str, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from ramify.time_account import (
     ROLLOUTS,
     WAITING,
     TimeAccount,
-    begin,
-    end,
+    begin_part,
+    end_part,
     under_way,
     working,
 )
@@ -154,9 +154,9 @@ def test_part_that_ends_in_an_error_is_over():
 
 
 def test_without_an_account_nothing_is_counted():
-    begin("sessions")  # a session that was open before
+    begin_part("sessions")  # a session that was open before
     with TimeAccount() as account:
-        end("sessions")
+        end_part("sessions")
         with working("packing"):
             spin(0.001)
         assert account.take().wall_s["packing"] > 0

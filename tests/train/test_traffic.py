@@ -16,13 +16,13 @@ from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.errors import ConfigError
 from ramify.evaluate.traffic_scores import (
     CorrectionJudge,
-    correction_pattern,
+    regex_correction_rule,
     score_corrections,
     score_stored_conversations,
 )
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
-from ramify.serve.redaction import Redaction
+from ramify.serve.redaction import RedactionRules
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.store.reviews import HumanRunReview
 from ramify.store.store import Store
@@ -35,7 +35,7 @@ from ramify.train.resolve import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import SignalContext
-from ramify.train.signals.hint_sources import hints_of
+from ramify.train.signals.hint_sources import build_hint_source
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.message import Message
 from ramify.types.trajectory import Group
@@ -72,7 +72,7 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(store, PolicyFactsForRecorder.of(made), Redaction(patterns))
+        recorder = TrafficRecorder(store, PolicyFactsForRecorder.of(made), RedactionRules(patterns))
 
         async def user(number: int) -> None:
             messages: tuple[Message, ...] = (Message("user", f"{random.random()}"),)
@@ -139,7 +139,7 @@ def test_a_rollout_is_a_reply_with_its_whole_prompt(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     seen = set()
     for number in range(8):
-        rollout = asyncio.run(task.recorded(item, f"r{number}", number))
+        rollout = asyncio.run(task.recorded_rollout(item, f"r{number}", number))
         about = rollout.metadata["traffic"]
         run = store.load(about["run"])
         path = run.path(run.call(about["call"]), about["turn"])
@@ -157,7 +157,7 @@ def test_redacted_tokens_are_not_learned(tmp_path: Path) -> None:
     record(made, tmp_path / "store", 4, share_of_even, patterns=["[a-zA-Z]"])
     task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     rollouts = [
-        asyncio.run(task.recorded(item, f"r{index}", 0))
+        asyncio.run(task.recorded_rollout(item, f"r{index}", 0))
         for index, item in enumerate(task.splits["train"])
     ]
     masked = 0
@@ -211,9 +211,9 @@ def test_corrections_score_the_reply_before_them(tmp_path: Path) -> None:
     made = served(tmp_path / "policy")
     record(made, tmp_path / "store", 3, lambda ids: None, texts=["No, that is wrong", "thanks"])
     store = Store(tmp_path / "store")
-    done = asyncio.run(score_corrections(store, correction_pattern(["^no\\b"]), "pattern"))
+    done = asyncio.run(score_corrections(store, regex_correction_rule(["^no\\b"]), "pattern"))
     assert (done.num_scored, done.num_corrections) == (6, 3)
-    again = asyncio.run(score_corrections(store, correction_pattern(["^no\\b"]), "pattern"))
+    again = asyncio.run(score_corrections(store, regex_correction_rule(["^no\\b"]), "pattern"))
     assert again.num_scored == 0
     task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     assert sorted((each.turn, each.rewards["accepted"]) for each in task.replies) == [
@@ -278,9 +278,11 @@ def test_the_next_message_is_a_hint_for_a_reply_that_failed(tmp_path: Path) -> N
     record(made, tmp_path / "store", 1, lambda ids: next(thumbs), texts=["No, I meant blue"])
     task = TrafficTask(even, tmp_path / "store", group=2, temperature=1.0)
     [item] = task.splits["train"]
-    rollouts = [asyncio.run(task.recorded(item, f"r{number}", number)) for number in range(2)]
+    rollouts = [
+        asyncio.run(task.recorded_rollout(item, f"r{number}", number)) for number in range(2)
+    ]
     context = SignalContext(step=0, items={item.id: item}, weights={})
-    hints = hints_of("next_message")
+    hints = build_hint_source("next_message")
     assert hints is not None
     found = asyncio.run(hints.hints(Group(item.id, rollouts), context))
     by_turn = {

@@ -51,7 +51,7 @@ letters = SimpleTask("letters", generated("letters", _make), TrajectoryRewardFun
 
 def begin(out: Path) -> Path:
     """Save a random initial policy."""
-    assemble(small(warmup=None, rl=None)).save_policy(out / "policy")
+    assemble(small(warmup=None, rl=None)).save_initial_policy(out / "policy")
     return out / "policy"
 
 

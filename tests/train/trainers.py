@@ -11,7 +11,7 @@ from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
 from ramify.train.metrics import StepMetrics
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import TrainingStage
-from ramify.train.trainer import SplitEvaluator, Trainer
+from ramify.train.trainer import SplitEvaluationPlan, Trainer
 from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
 
 
@@ -31,4 +31,4 @@ def trainer_over(
     record = TrainingRunRecorder(out, schedule, config=config, listener=listener)
     thread = WatchedTrainingThread(watch or RunWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)
-    return Trainer(record, [Learner(publisher, backend_of)], stages, SplitEvaluator(evaluate))
+    return Trainer(record, [Learner(publisher, backend_of)], stages, SplitEvaluationPlan(evaluate))

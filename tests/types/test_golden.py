@@ -13,7 +13,7 @@ from ramify.types.event import (
     RunStarted,
     ScoreAdded,
     TrajectoryFold,
-    scores_of,
+    score_events,
 )
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Annotation, Stop, Trajectory
@@ -76,7 +76,7 @@ def test_scores_are_folded_and_round_trip_through_events(golden: Trajectory):
     ]
     fold = TrajectoryFold()
     fold.apply(RunStarted(id="again", question="?", started_at=0.0))
-    for event in scores_of(golden, 90.0):
+    for event in score_events(golden, 90.0):
         fold.apply(event)
     scored = fold.trajectory
     assert (scored.rewards, scored.call_rewards, scored.metrics, scored.marks) == (

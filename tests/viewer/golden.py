@@ -410,7 +410,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
 
 def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed: int = 1) -> Path:
     """A folder as ``ramify train`` leaves it, with the rollouts of every tenth step."""
-    from ramify.train.data.sft_data import write
+    from ramify.train.data.sft_data import append_trajectories
     from ramify.train.metrics import MetricsFile
 
     folder.mkdir(parents=True)
@@ -439,7 +439,7 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
             )
         if step % 10 == 0 and stage == "rl":
             (folder / "rollouts").mkdir(exist_ok=True)
-            write(folder / "rollouts" / f"step-{step:06d}.jsonl", trajectories)
+            append_trajectories(folder / "rollouts" / f"step-{step:06d}.jsonl", trajectories)
     metrics.write(steps, "last", 1.5 * steps, {"test/reward": 0.81})
     return folder
 

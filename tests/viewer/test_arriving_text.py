@@ -209,7 +209,7 @@ def test_file_is_bounded_and_holds_no_secret(tmp_path: Path) -> None:
     (shown,) = reader.read() or ()
     assert (len(shown.text), shown.is_cut) == (MAX_CHARS, True)
     assert shown.text.endswith("xend")
-    run.end()
+    run.delete()
     reader.close()
     assert live_files(journal) == []
 
@@ -224,7 +224,7 @@ def test_half_written_file_is_not_shown(tmp_path: Path) -> None:
     (file,) = live_files(journal)
     file.write_bytes(file.read_bytes().replace(b"first", b"other"))
     assert reader.read() is None
-    run.end()
+    run.delete()
     reader.close()
 
 

@@ -142,7 +142,9 @@ def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None
     live.close()
     run.refresh()
     assert run.is_alive is False
-    assert run.whole("0").call.stop == "final"  # lines after the damage have the right offsets
+    assert (
+        run.call_detail("0").call.stop == "final"
+    )  # lines after the damage have the right offsets
 
 
 def test_damage_repaired_by_writer_is_not_reported(live: Journal) -> None:

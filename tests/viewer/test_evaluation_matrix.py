@@ -179,7 +179,7 @@ def test_answers_are_labelled_by_one_key_each(
         page.locator(".square").nth(1).click(modifiers=["Shift"])
         page.keyboard.press("1")
         page.locator(".agreement", has_text="ana and ben agree on 1 of 2 answers").wait_for()
-        assert store.review(runs[1]).verdict == "disputed"
+        assert store.review(runs[1]).combined_verdict == "disputed"
         photograph(page, "labelled-1440", tmp_path)
         if AXE.exists():
             assert violations(page) == []
@@ -209,14 +209,14 @@ def test_runs_of_a_filter_are_a_queue(
         for key in "1s":
             page.keyboard.press(key)
         page.locator(".wide-head .quiet", has_text="2 of 2 runs labelled").wait_for()
-        said = sorted(run.review.verdict for run in store.runs() if run.review)
+        said = sorted(run.review.combined_verdict for run in store.runs() if run.review)
         assert said == ["not sure", "right"]
         page.locator(".label-row").first.click()
         page.keyboard.press("x")
         page.locator(".label-row").nth(1).click(modifiers=["Shift"])
         page.keyboard.press("0")
         page.locator(".said-of .badge", has_text="wrong").nth(1).wait_for()
-        assert [run.review.verdict for run in store.runs() if run.review] == ["wrong"] * 2
+        assert [run.review.combined_verdict for run in store.runs() if run.review] == ["wrong"] * 2
         if AXE.exists():
             assert violations(page) == []
         page.reload()
@@ -232,7 +232,7 @@ def test_ticked_runs_of_the_list_are_labelled_together(browser: Any, evaluated: 
         page.locator(".run-row .when").nth(1).click()
         page.keyboard.press("0")
         page.locator(".run-row .question", has_text="[wrong]").nth(1).wait_for()
-        assert [run.review.verdict for run in store.runs() if run.review] == ["wrong"] * 2
+        assert [run.review.combined_verdict for run in store.runs() if run.review] == ["wrong"] * 2
 
 
 def test_an_open_page_labels_nothing(browser: Any, shown_world: Evaluated) -> None:

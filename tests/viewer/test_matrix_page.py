@@ -13,7 +13,7 @@ from ramify.evaluate.matrix_report import matrix_report
 from ramify.evaluate.run import AttemptOutcome, EvaluationPlan
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
-from ramify.viewer.matrices import matrix_file
+from ramify.viewer.matrices import matrix_html
 from tests.viewer.browser import AXE, photograph, served, tab, violations
 
 
@@ -65,7 +65,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredMatrix:
     for cell in cells[:-1]:
         fits = (cell.mode, cell.place["length"]) != ("direct", "8k")
         made = [outcome(n, reward, fits=fits) for n, reward in enumerate(rewards_of(cell.place))]
-        record = records.record(cell)
+        record = records.open_record(cell)
         for each in made:
             record.append(each)
         record.close()
@@ -139,7 +139,7 @@ def test_page_on_a_phone_does_not_overflow(
 
 def test_file_opens_offline(browser: Any, stored: StoredMatrix, tmp_path: Path) -> None:
     path = tmp_path / "matrix.html"
-    path.write_bytes(matrix_file(matrix_report(stored.plan, stored.outcomes), stored.outcomes))
+    path.write_bytes(matrix_html(matrix_report(stored.plan, stored.outcomes), stored.outcomes))
     with tab(browser) as shown:
         shown.page.context.set_offline(True)
         page = shown.open(path.as_uri())

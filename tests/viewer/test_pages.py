@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify import Store
-from ramify.viewer.page_script import page as exported
+from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 from tests.viewer.browser import AXE, Loop, photograph, served, tab, violations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Store
-from ramify.viewer.page_script import page as exported
+from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
 from tests.viewer import golden
 from tests.viewer.browser import AXE, NARROW, photograph, served, tab, violations

@@ -20,7 +20,7 @@ from ramify.store.base import RunStore
 from ramify.testing import ScriptedServer
 from ramify.types.event import RunStarted
 from ramify.types.message import Message
-from ramify.viewer.run_again import AgainRequest, Rebuild
+from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
@@ -239,7 +239,7 @@ def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
             status, answer = await post("/api/again", {**place, "keys": keys})
             assert (status, words in answer["error"]["message"]) == (400, True), answer
             assert KEY not in answer["error"]["message"]
-        assert KEY not in repr(AgainRequest(run, "0.1", 0, keys={"house:m": KEY}))
+        assert KEY not in repr(RerunFromTurnRequest(run, "0.1", 0, keys={"house:m": KEY}))
 
     num = model.answered
     with_server(Origin(store, run, ScriptedClient([]), rebuilt), ask)

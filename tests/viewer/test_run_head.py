@@ -20,7 +20,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Cell, Parent, Stop
-from ramify.viewer.page_script import page as exported
+from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.watched_run import WatchedRun

@@ -11,7 +11,7 @@ from PIL import Image
 
 import ramify
 from ramify.sources.load_sources import load
-from ramify.types.picture import picture_of
+from ramify.types.picture import picture_from_bytes
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import photograph, served, tab
 from tests.viewer.requests import Get, session, with_server
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_call_names_its_pictures_and_the_server_sends_their_bytes(run: tuple[Path, str]) -> None:
     store, id = run
-    digest = picture_of(RED).digest
+    digest = picture_from_bytes(RED).digest
 
     async def ask(get: Get, server: ViewServer) -> Any:
         call = await get("/api/call", key=id, id="0.0")
@@ -50,7 +50,10 @@ def test_a_call_names_its_pictures_and_the_server_sends_their_bytes(run: tuple[P
             answers = []
             for query in (
                 {"id": "0.0", "digest": digest},
-                {"id": "0.0", "digest": picture_of(BLUE).digest},  # in the store, but not shown
+                {
+                    "id": "0.0",
+                    "digest": picture_from_bytes(BLUE).digest,
+                },  # in the store, but not shown
                 {"id": "0", "digest": digest},
                 {"id": "0.0", "digest": "../../runs"},
             ):
@@ -87,7 +90,7 @@ class ViewServerWithout:
 
 def test_a_damaged_blob_is_not_sent(run: tuple[Path, str], tmp_path: Path) -> None:
     store, id = run
-    digest = picture_of(RED).digest
+    digest = picture_from_bytes(RED).digest
     (path,) = (store / "blobs").rglob(digest)
     path.chmod(0o600)
     path.write_bytes(BLUE)

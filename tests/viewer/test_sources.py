@@ -11,7 +11,7 @@ import pytest
 
 import ramify
 from ramify import Store
-from ramify.viewer.page_script import page as exported
+from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import served, tab

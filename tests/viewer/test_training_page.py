@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ramify.train.data.sft_data import write
+from ramify.train.data.sft_data import append_trajectories
 from ramify.train.metrics import Diagnosis, MetricsFile
 from ramify.types.trajectory import Call, Stop, Trajectory
 from tests.viewer.browser import NARROW, photograph, served, tab
@@ -73,7 +73,7 @@ def save_rollouts(folder: Path) -> None:
             for attempt in (0, 1)
         ]
         (folder / "rollouts").mkdir(exist_ok=True)
-        write(folder / "rollouts" / f"step-{step:06d}.jsonl", rollouts)
+        append_trajectories(folder / "rollouts" / f"step-{step:06d}.jsonl", rollouts)
 
 
 @pytest.fixture(scope="module")

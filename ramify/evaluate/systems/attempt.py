@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ramify.engine.event_loop_thread import in_thread
-from ramify.errors import ConfigError, RamifyError, nearest
+from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
 from ramify.evaluate.run import (
     AttemptOutcome,
@@ -56,7 +56,8 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
         return PeerSystem(words, timeout_s=timeout_s)
     if "{" not in words and len(words.split()) < 2:
         raise ConfigError(
-            f"--with {words!r:.80} is not a system: {nearest(words, PEERS)}, or give a command "
+            f"--with {words!r:.80} is not a system: {did_you_mean(words, PEERS)}, or give "
+            "a command "
             "such as 'my_program {question} {context_file}'"
         )
     return CommandSystem(words, timeout_s=timeout_s)
@@ -111,7 +112,7 @@ class MeteredRlmAttemptMaker:
         async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
             model = seat.as_model()
             trajectory = await self._runs.run(job, item, number, max_cost, model=model)
-            await seat.end()
+            await seat.cancel_requests()
             journal = trajectory.usage
             own = {
                 "requests": journal.calls,
@@ -147,7 +148,7 @@ async def attempt_by(
         return outcome_of(task, item, number, failed, is_stored=False)
     _check_plain(task, item, start)
     given = await system.answer(item.question, _as_text(start.context), seat=seat)
-    await seat.end()
+    await seat.cancel_requests()
     trajectory = _trajectory(item, given, seat)
     if given.answer is not None or seat.exhausted is not None or not seat.outage:
         try:

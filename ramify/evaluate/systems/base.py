@@ -75,8 +75,8 @@ class MeteredModelAccess:
         budget: ModelAccessBudget,
         price: Price | None,
     ) -> None:
-        """Create the access for one item. The key is valid until ``end`` is called. ``window`` (in
-        tokens) and ``price`` are those of the model."""
+        """Create the access for one item. The key is valid until ``cancel_requests`` is called.
+        ``window`` (in tokens) and ``price`` are those of the model."""
         self.name = name
         self.base_url = base_url
         """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
@@ -111,7 +111,7 @@ class MeteredModelAccess:
         """The dollars spent so far, or None if the model has no known price."""
         return self.ledger.cost
 
-    def refuse(self, sentence: str, limit: Stop) -> None:
+    def record_refusal(self, sentence: str, limit: Stop) -> None:
         """Count a request that was refused because it would have exceeded a limit. The reason for
         the first one is kept."""
         self.num_refused += 1
@@ -119,9 +119,9 @@ class MeteredModelAccess:
             self.refusal, self.exhausted = sentence, limit
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def track_request(self) -> Iterator[None]:
         """Register the current task, while the block runs, as one that is answering a request.
-        ``end`` cancels the registered tasks."""
+        ``cancel_requests`` cancels the registered tasks."""
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         self._answering.add(task)
@@ -130,7 +130,7 @@ class MeteredModelAccess:
         finally:
             self._answering.discard(task)
 
-    async def end(self) -> None:
+    async def cancel_requests(self) -> None:
         """Cancel the requests that are still unanswered, and wait until each has been counted. The
         counts are then final, unless another request begins."""
         for task in self._answering:

@@ -61,7 +61,7 @@ class PeerSystem:
         missing, raises ConfigError with the command that creates it."""
         self.name = name
         self._timeout_s = timeout_s
-        folder = environment or environment_of(name)
+        folder = environment or environment_folder(name)
         self._python = folder / "bin" / "python"
         if not self._python.exists():
             raise ConfigError(
@@ -106,7 +106,7 @@ class PeerSystem:
         )
 
 
-def environment_of(name: str) -> Path:
+def environment_folder(name: str) -> Path:
     """Return the folder of a library's virtual environment. Each version has its own folder."""
     given = os.environ.get(FOLDER_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -116,7 +116,7 @@ def environment_of(name: str) -> Path:
 
 def install_command(name: str) -> str:
     """Return the shell command that creates the virtual environment of a library."""
-    folder = shlex.quote(str(environment_of(name)))
+    folder = shlex.quote(str(environment_folder(name)))
     python = shlex.quote(sys.executable)
     return f"{python} -m venv {folder} && {folder}/bin/pip install {' '.join(PEERS[name])}"
 

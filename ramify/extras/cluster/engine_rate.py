@@ -20,7 +20,7 @@ was never full, or a model without a run. It sends single requests, a long promp
 concurrent requests, all of random words, which no cache contains. It takes a few minutes on a slow
 engine, and costs tokens on a paid one.
 
-``recorded_cpu`` reads the CPU time of a run's steps from its metrics:
+``recorded_cpu_times`` reads the CPU time of a run's steps from its metrics:
 
     batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
         ->  RecordedCpu(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
@@ -108,7 +108,7 @@ def fit(
     are too few requests.
     """
     usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
-    served = admitted(usable, None if slots is None else slots * engines / hidden)
+    served = admit_requests(usable, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
             f"{len(served)} of {len(requests)} requests tell how fast an engine is: keep more "
@@ -181,7 +181,9 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
     )
 
 
-def admitted(requests: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
+def admit_requests(
+    requests: Sequence[MeasuredRequest], room: float | None
+) -> list[MeasuredRequest]:
     """Return the requests with their beginning moved to the time at which each got one of ``room``
     slots, first come, first served. With ``room=None``, they are returned unchanged."""
     if room is None:
@@ -354,7 +356,7 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
     engine: list[EngineStepTotals]
 
 
-def recorded_cpu(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
+def recorded_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
     """Yield the recorded CPU time of each step of a run, given its folder and its metrics. Runs of
     earlier versions have it in a separate file, which is read as well."""
     for line in lines:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ramify.actors.run_channel import KEY
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec
 from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
 
@@ -93,7 +93,7 @@ def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) ->
     that submit them. Raises ConfigError for an unknown scheduler, or if it needs an option that is
     not set."""
     if kind not in SCHEDULERS:
-        raise ConfigError(f"--on {kind}: {nearest(kind, SCHEDULERS)}")
+        raise ConfigError(f"--on {kind}: {did_you_mean(kind, SCHEDULERS)}")
     return SCHEDULERS[kind](job, options, folder)
 
 
@@ -121,7 +121,7 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
             ]
     lines += ["set -uo pipefail", *_asked(options.secrets)]
     script = shlex.quote(f"{folder}/node.sh")
-    if job.needs_key:
+    if job.needs_cluster_secret:
         key = shlex.quote(f"{folder}/run.key")
         lines += [
             f"export RAMIFY_RUN_KEY_FILE={key}",
@@ -220,7 +220,7 @@ def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles
             stdin=name,
             unless=("kubectl", "get", "secret", _secret_name(job, name)),
         )
-        for name in (*([KEY] if job.needs_key else []), *options.secrets)
+        for name in (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     ]
     apply = SubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
     return JobFiles({"job.yaml": text}, (*commands, apply))
@@ -239,7 +239,7 @@ def _kubernetes_job(
         limits[_gpu_resource(job.device)] = str(group.gpus)
     environment: list[dict[str, object]] = [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": variable}}}
-        for variable in (*([KEY] if job.needs_key else []), *options.secrets)
+        for variable in (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
         for secret in (_secret_name(job, variable),)
     ]
     if job.nodes > 1:
@@ -331,7 +331,7 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
         resources["image_id"] = f"docker:{options.image}"
     resources["job_recovery"] = {"max_restarts_on_errors": job.restarts}
     resources |= {name: _typed(value) for name, value in options.settings.items()}
-    secrets = (*([KEY] if job.needs_key else []), *options.secrets)
+    secrets = (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     start = [
         f"export NODE_RANK=$SKYPILOT_NODE_RANK PORT={_PORT}",
         'export HEAD=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")',
@@ -390,7 +390,7 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
 }
 
 
-def default_folders(kind: str, name: str) -> tuple[str, str]:
+def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
     """Return two folders on the nodes of a scheduler: the one from which the recipe is read, and
     the one to which the run is written."""
     if kind == "k8s":

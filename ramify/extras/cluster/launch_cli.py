@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from ramify.actors.run_channel import KEY
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
-from ramify.cli.terminal_text import write
+from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan_and_simulate_commands import recipe_of
+from ramify.extras.cluster.plan_and_simulate_commands import recipe_argument
 from ramify.secrets import SecretRedactor
 
 if TYPE_CHECKING:
@@ -47,8 +47,13 @@ def launch(
     secret: list[str] | None = None,
     option: list[str] | None = None,
 ) -> int:
-    from ramify.errors import nearest
-    from ramify.extras.cluster.job_files import SCHEDULERS, JobOptions, default_folders, job_files
+    from ramify.errors import did_you_mean
+    from ramify.extras.cluster.job_files import (
+        SCHEDULERS,
+        JobOptions,
+        job_files,
+        recipe_and_run_folders,
+    )
     from ramify.extras.cluster.model_and_device_specs import device_of
     from ramify.extras.cluster.plan import ClusterPlanOptions, plan
     from ramify.extras.cluster.scheduler_job import job_of
@@ -56,13 +61,13 @@ def launch(
     if on is None:
         raise UsageError(f"--on is missing: give one of {', '.join(SCHEDULERS)}")
     if on not in SCHEDULERS:
-        raise UsageError(f"--on {on}: {nearest(on, SCHEDULERS)}")
+        raise UsageError(f"--on {on}: {did_you_mean(on, SCHEDULERS)}")
     for name, number in (("nodes", nodes), ("hours", hours)):
         if number is not None and not number > 0:
             raise UsageError(f"--{name} {number:g}: give more than 0")
     if restarts is not None and restarts < 0:
         raise UsageError(f"--restarts {restarts}: give 0 or more")
-    recipe, overrides = recipe_of(words), [word for word in words if "=" in word]
+    recipe, overrides = recipe_argument(words), [word for word in words if "=" in word]
     options = JobOptions(
         hours=hours,
         image=image or "",
@@ -79,8 +84,8 @@ def launch(
     device = device or ("h100" if has_gpus else "cpu")
     planned = plan(run, ClusterPlanOptions(device=device, nodes=nodes if pools else None))
     for sentence in planned.too_large:
-        write(f"too large: {sentence}")
-    default_workdir, default_out = default_folders(on, run.name)
+        write_stderr(f"too large: {sentence}")
+    default_workdir, default_out = recipe_and_run_folders(on, run.name)
     job = job_of(
         run,
         planned,
@@ -101,7 +106,7 @@ def launch(
     print(f"{', '.join(paths)}: {' and '.join(map(str, job.groups))}")
     unset = [name for name in options.secrets if not os.environ.get(name)]
     if unset and not submit:
-        write(f"--secret {', '.join(unset)}: not set here; set it where you submit")
+        write_stderr(f"--secret {', '.join(unset)}: not set here; set it where you submit")
     for command in made.commands:
         if submit:
             _submit(command, folder)

@@ -60,7 +60,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
         return sum(self.parts.values())
 
     @property
-    def between(self) -> int:
+    def idle_bytes(self) -> int:
         """The bytes that a trainer holds while it is not learning, for example while it waits for
         rollouts."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
@@ -83,7 +83,7 @@ def estimate_rank_memory(
     if run.compute.backend == "fsdp" and shards > 1:
         parts["gathered"] = _gathered(run, shape, device)
     parts |= _second(run, shape, shards)
-    parts[_ACTIVATIONS] = max_tokens(run, shape, device) * _per_token(run, shape, device)
+    parts[_ACTIVATIONS] = max_batch_tokens(run, shape, device) * _per_token(run, shape, device)
     parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _logits(device))
     if rank == 0:
         parts |= _of_run(run, shape, device)
@@ -94,7 +94,7 @@ def estimate_engine_memory(
     run: Run, shape: ModelShape, device: DeviceHardwareSpec
 ) -> MemoryEstimate:
     """Estimate the memory of an inference engine that runs in a separate process."""
-    itemsize = itemsize_of(run, device)
+    itemsize = weight_itemsize(run, device)
     weights = shape.parameters * itemsize
     spec = run.inference
     if spec is not None and spec.engine != "ramify" and not device.is_cpu:
@@ -119,7 +119,7 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
     )
 
 
-def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
+def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
     """Yield the name and the bytes of each memory limit beyond which a session is ended. A limit of
     0 bytes means a share of the machine's memory."""
     one = run.sandbox.memory_bytes
@@ -135,9 +135,9 @@ def _at_once(run: Run, rollout_workers: int) -> int:
     return -(-run.rl.rollout.concurrency // rollout_workers)
 
 
-def itemsize_of(run: Run, device: DeviceHardwareSpec) -> int:
+def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
     """Return how many bytes one parameter takes in an inference engine, by the rules of
-    ``train/policy_defaults.py``."""
+    ``train/policy_dependent_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
         return 2 if run.compute.precision == "bf16" else FP32
@@ -157,7 +157,7 @@ def cache_bytes(
     return max(1, min(slots, limit // (token * longest))) * longest * token
 
 
-def max_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
+def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     """Return the maximum number of tokens in a training batch on one device. This is the configured
     number, or as many as fit into the memory for activations."""
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
@@ -219,7 +219,7 @@ def _split(run: Run, dense: int, experts: int) -> int:
 def compute_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the bytes per element of matrix products, and of the weights that are gathered for
     them."""
-    by_precision = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}
+    by_precision = {"fp32": FP32, "bf16": 2, "auto": weight_itemsize(run, device)}
     return by_precision[run.compute.precision]
 
 
@@ -242,7 +242,7 @@ def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
 def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
     """Return the bytes, by component, that rank 0 holds in addition to other ranks because it
     controls the run."""
-    itemsize = itemsize_of(run, device)
+    itemsize = weight_itemsize(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
     is_single = run.compute.backend == "single"
@@ -288,6 +288,6 @@ def _per_token(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
 
 
 def _logits(device: DeviceHardwareSpec) -> int:
-    from ramify.train.backends.activation_memory import logits_at_once
+    from ramify.train.backends.activation_memory import max_logits
 
-    return logits_at_once(not device.is_cpu)
+    return max_logits(not device.is_cpu)

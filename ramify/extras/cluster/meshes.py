@@ -31,7 +31,11 @@ from ramify.extras.cluster.model_and_device_specs import (
     ModelShape,
     num_experts,
 )
-from ramify.extras.cluster.step_work import StepTokens, forward_flop_per_token, num_passes
+from ramify.extras.cluster.step_work import (
+    StepTokens,
+    forward_flop_per_token,
+    forward_pass_equivalents,
+)
 from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
 
@@ -148,7 +152,7 @@ def learning_seconds(
 ) -> float:
     """Estimate the seconds that the trainer spends learning in one step on a mesh, including
     communication and waiting."""
-    flop = num_passes(run) * forward_flop_per_token(shape, tokens.mean_length)
+    flop = forward_pass_equivalents(run) * forward_flop_per_token(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
     if run.compute.backend != "fsdp":
@@ -168,7 +172,7 @@ def sent_bytes(
     """Estimate the bytes that one rank sends in a step on a mesh."""
     itemsize = memory.compute_itemsize(run, device)
     most = _most_tokens(sizes, tokens)
-    batches = math.ceil(most / max(1, memory.max_tokens(run, shape, device)))
+    batches = math.ceil(most / max(1, memory.max_batch_tokens(run, shape, device)))
     backward = batches if run.compute.shard.gather == "layer" else 1
     dense, experts = shape.parameters - shape.experts, shape.experts
     trained = shape.trained / shape.parameters

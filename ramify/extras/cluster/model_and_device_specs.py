@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.train.backends.mesh import EXPERTS
 from ramify.train.config import LoraSpec, Run
-from ramify.train.policy_defaults import model_config_for
+from ramify.train.policy_dependent_defaults import scratch_model_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +80,7 @@ def device_of(name: str) -> DeviceHardwareSpec:
     """Return the device with the given name, such as ``h100``. Raises ConfigError for an unknown
     name."""
     if name not in DEVICES:
-        raise ConfigError(f"unknown device '{name}': {nearest(name, DEVICES)}")
+        raise ConfigError(f"unknown device '{name}': {did_you_mean(name, DEVICES)}")
     return DEVICES[name]
 
 
@@ -190,7 +190,7 @@ def config_of(run: Run) -> Any:
             **{
                 "vocab_size": vocabulary,
                 "bos_token_id": None,
-                **(spec.shape or model_config_for(0, 0)),
+                **(spec.shape or scratch_model_config(0, 0)),
             }
         )
     except (KeyError, ValueError, TypeError) as error:

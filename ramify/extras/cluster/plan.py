@@ -33,7 +33,7 @@ from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec
-from ramify.train.placement_plan import counted, shared, sleeping
+from ramify.train.placement_plan import colocation_reason, num_processes_by_role, with_sleep_mode
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _SHOWN = 6
@@ -118,7 +118,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
     """
     options = options or ClusterPlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
-    num = counted(run, spec)
+    num = num_processes_by_role(run, spec)
     assigned = placement_slots(spec, num)
     config = config_of(run)
     shape = shape_of(config, run.policy.lora)
@@ -294,7 +294,7 @@ def _parts(
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         rollout_workers = max(1, num["rollouts"])
-        limits = dict(memory.limits_of_sessions(run, rollout_workers))
+        limits = dict(memory.session_memory_limits(run, rollout_workers))
         yield RoleProcesses(
             "sessions",
             rollout_workers,
@@ -316,12 +316,12 @@ def _together(
     Raises ConfigError if engines would have to sleep and answer requests at the same time.
     """
     kind = "cpu" if devices[0].is_cpu else "cuda"
-    engines = sleeping(run, kind)
+    engines = with_sleep_mode(run, kind)
     colocated = any(
         {"trainer", "inference"} <= set(group)
         for group in (run.placement or PlacementSpec()).colocate
     )
-    if engines is None or not num["inference"] or not (colocated or shared(run, kind)):
+    if engines is None or not num["inference"] or not (colocated or colocation_reason(run, kind)):
         return
     by_role: dict[str, RoleProcesses] = {}
     for part in parts:
@@ -331,16 +331,20 @@ def _together(
     trainer_gpus = max(1.0, spec.role("trainer").gpus)
     engine_gpus = max(1.0, spec.role("inference").gpus)
     trainer, engine = by_role["trainer"].memory, by_role["inference"].memory
-    learning, between = int(trainer.total / trainer_gpus), int(trainer.between / trainer_gpus)
+    learning, between = int(trainer.total / trainer_gpus), int(trainer.idle_bytes / trainer_gpus)
     num_engines = 1 if colocated or engines.gpus else num["inference"]
     awake = int(engine.total / engine_gpus) * num_engines
     phases = {"engines answer": between + awake, "the trainer learns": learning}
-    if not engines.level:
+    if not engines.effective_sleep_level:
         phases = {"both run": learning + awake}
-    elif engines.level == 1 and kind == "cpu":  # sleeping weights stay in main memory
+    elif (
+        engines.effective_sleep_level == 1 and kind == "cpu"
+    ):  # sleeping weights stay in main memory
         phases["the trainer learns"] += engine.parts["weights"]
     room = min(int(trainer.room / trainer_gpus), int(engine.room / engine_gpus))
-    yield ColocatedProcesses(("trainer", "inference"), bool(engines.level), phases, room)
+    yield ColocatedProcesses(
+        ("trainer", "inference"), bool(engines.effective_sleep_level), phases, room
+    )
 
 
 def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
@@ -391,13 +395,13 @@ def _device(spec: PlacementSpec, options: ClusterPlanOptions, role: str) -> Devi
 def _from_run(folder: Path | None) -> step_time_estimate.MeasuredSpeeds | None:
     if folder is None:
         return None
-    from ramify.train.recipe import stored
+    from ramify.train.recipe import load_stored_run
 
     if not (folder / FILE).is_file():
         raise ConfigError(f"--measured {folder} is not a run's folder: it has no {FILE}")
-    run = stored(folder)
-    num = counted(run, run.placement or PlacementSpec())
-    return step_time_estimate.measured(folder, num["trainer"], max(1, num["inference"]))
+    run = load_stored_run(folder)
+    num = num_processes_by_role(run, run.placement or PlacementSpec())
+    return step_time_estimate.read_measured_speeds(folder, num["trainer"], max(1, num["inference"]))
 
 
 def _size(num_bytes: int) -> str:

@@ -54,7 +54,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     """Ids that the prompt adds to the path, and those of the reply, four bytes each; empty if
     unknown."""
 
-    def path(self, before: Ids) -> Ids | None:
+    def token_ids(self, before: Ids) -> Ids | None:
         """Return the token ids of the whole prompt and the reply, given the ids up to the end of
         the previous reply. Returns None if they are unknown."""
         reused = self.context + self.sampled - len(self.ids) // 4
@@ -101,7 +101,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
         return sum(turn.sampled for call in self.calls() for turn in call.turns)
 
     @property
-    def learnt(self) -> int:
+    def trainer_tokens(self) -> int:
         """The number of tokens that a trainer computes for the rollout: each prompt token once, and
         the replies."""
         return sum(

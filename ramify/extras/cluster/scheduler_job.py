@@ -75,7 +75,7 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
         return sum(group.nodes for group in self.groups)
 
     @property
-    def needs_key(self) -> bool:
+    def needs_cluster_secret(self) -> bool:
         """True if the job has several nodes, whose processes must prove to each other that they
         belong to the run."""
         return self.nodes > 1

@@ -184,7 +184,7 @@ class _Simulation:
         self._env = Environment()
         rate = measured.rate
         caches = [
-            SimulatedCache(setting.slots, measured.longest) if setting.keeps else None
+            SimulatedCache(setting.slots, measured.max_sequence_tokens) if setting.keeps else None
             for _ in range(setting.engines)
         ]
         self._engines = [
@@ -227,14 +227,14 @@ class _Simulation:
             completed = [
                 attempt for group in groups for attempt in group.attempts if not attempt.is_given_up
             ]
-            num_learnt = sum(attempt.rollout.learnt for attempt in completed)
+            num_learnt = sum(attempt.rollout.trainer_tokens for attempt in completed)
             yield self._env.timeout(self._measured.prepare(draw))
             learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
             yield from self._learn(learn_s)
             yield from self._wait(publish_s, True)
             for engine in self._engines:
-                engine.take(step + 1)
-            queue.newer(step + 1)
+                engine.load_weights(step + 1)
+            queue.on_new_weights(step + 1)
             self._trainer_busy_s += learn_s + publish_s
             self._note(step, num_learnt, groups, queue.num_stragglers)
             if self._setting.evaluate and (step + 1) % self._setting.evaluate == 0:

@@ -77,14 +77,14 @@ class SimulatedCache:
 
     def forget(self) -> None:
         """Discard the contents of all slots, because the weights have changed."""
-        self._slots.forget()
+        self._slots.invalidate_cache()
 
 
 Spans = list[tuple[int, float]]
 """(version of the weights, tokens sampled with it), in order."""
 
 
-class SimulatedRequestIds(NamedTuple):
+class RecordedRequestIds(NamedTuple):
     """The token ids of a simulated request, if the measured run recorded them."""
 
     ids: Ids
@@ -103,7 +103,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: SimulatedRequestIds | None,
+        known: RecordedRequestIds | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -166,13 +166,13 @@ class SimulatedEngine:
         self._paused = 0
 
     @property
-    def pace(self) -> float:
+    def speed_factor(self) -> float:
         """The seconds of engine time that pass in one second of simulated time. It is below 1 if
         the engine has to share CPU cores."""
         return self._pace
 
-    @pace.setter
-    def pace(self, pace: float) -> None:
+    @speed_factor.setter
+    def speed_factor(self, pace: float) -> None:
         if pace != self._pace:
             self._catch_up()
             self._pace = pace
@@ -184,14 +184,14 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: SimulatedRequestIds | None = None,
+        known: RecordedRequestIds | None = None,
     ) -> Event:
         """Request a reply from the engine. Returns an event that occurs when the reply is complete.
 
         ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
         tokens are in no cache (all in tokens). The value of the event is a list that says how many
-        tokens were sampled with which version of the weights. ``cancel`` ends all requests with the
-        same ``owner``.
+        tokens were sampled with which version of the weights. ``cancel_requests_of`` ends all
+        requests with the same ``owner``.
         """
         done = self._env.event()
         self.in_flight += 1
@@ -200,7 +200,7 @@ class SimulatedEngine:
         self._reschedule()
         return done
 
-    def cancel(self, owner: object) -> None:
+    def cancel_requests_of(self, owner: object) -> None:
         """End all requests of an owner (a rollout) at their current length."""
         self._catch_up()
         cancelled = [each for _, _, each in self._running if each.owner is owner]
@@ -223,7 +223,7 @@ class SimulatedEngine:
         self._paused -= 1
         self._reschedule()
 
-    def take(self, version: int) -> None:
+    def load_weights(self, version: int) -> None:
         """Load a new version of the weights. This invalidates all caches, so running sequences are
         read again up to their current length."""
         self._catch_up()

@@ -36,12 +36,17 @@ from simpy import Environment, Event, Resource
 from ramify.extras.cluster.engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallWorkload, Ids, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulated_engine import (
+    RecordedRequestIds,
     SimulatedEngine,
-    SimulatedRequestIds,
     Spans,
     pick,
 )
-from ramify.train.rollouts.group_queue import RolloutAdmissionOptions, room, suffice, too_slow
+from ramify.train.rollouts.group_queue import (
+    RolloutAdmissionOptions,
+    groups_to_give_up,
+    room,
+    suffice,
+)
 
 
 class SimulatedCores:
@@ -112,7 +117,7 @@ class SimulatedCores:
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
         self._loop_pace = self._pace / (1 + engine_wants)
         if self._engine is not None:
-            self._engine.pace = self._pace / (1 + loop_wants) if engine_wants else 1.0
+            self._engine.speed_factor = self._pace / (1 + loop_wants) if engine_wants else 1.0
         self._alarm += 1
         alarm, ends = self._alarm, []
         if self._sessions:
@@ -159,11 +164,11 @@ class SimulatedRollout:
         """Give up this rollout, so that its group continues without it, and cancel its requests."""
         self.is_given_up = True
         if self.engine is not None:
-            self.engine.cancel(self)
+            self.engine.cancel_requests_of(self)
         self.over.succeed()
 
 
-class TrainerHostCpuUse(msgspec.Struct, frozen=True):
+class RolloutHostCpuUse(msgspec.Struct, frozen=True):
     """How rollouts use the CPU of the trainer's machine, apart from the engine and from
     learning."""
 
@@ -184,7 +189,7 @@ class RolloutSimulator:
         rate: EngineRate,
         at_once: int,
         on_wire: int,
-        host: TrainerHostCpuUse | None = None,
+        host: RolloutHostCpuUse | None = None,
         *,
         embedded: bool = False,
     ) -> None:
@@ -233,13 +238,13 @@ class RolloutSimulator:
         for index, turn in enumerate(call.turns):
             new = turn.new if cached == engine.version else turn.context
             cached = engine.version
-            path = None if path is None else turn.path(path)
+            path = None if path is None else turn.token_ids(path)
             yield from self._request(
                 turn,
                 new,
                 engine,
                 attempt,
-                None if path is None else SimulatedRequestIds(path, name),
+                None if path is None else RecordedRequestIds(path, name),
             )
             if not index and call.host_s:
                 yield self.session(call.host_s)
@@ -263,7 +268,7 @@ class RolloutSimulator:
         new: int,
         engine: SimulatedEngine,
         attempt: SimulatedRollout,
-        known: SimulatedRequestIds | None,
+        known: RecordedRequestIds | None,
     ) -> Process:
         with self._wire.request() as place:
             yield place
@@ -345,7 +350,7 @@ class SimulatedGroupSchedule:
                 else self._env.any_of([self._news, self._env.timeout(wait_s)])
             )
 
-    def newer(self, step: int) -> None:
+    def on_new_weights(self, step: int) -> None:
         """Handle the arrival of new weights, after which more groups may begin."""
         if self._rules.max_staleness:
             self._at(step)
@@ -397,7 +402,7 @@ class SimulatedGroupSchedule:
             return None
         bound = straggler_factor * median(self._took_s)
         left_s = [self._time_left(each, bound) for each in self._open]
-        slow, wait_s = too_slow(self._rules, self._open, left_s, self._step)
+        slow, wait_s = groups_to_give_up(self._rules, self._open, left_s, self._step)
         for each in slow:
             for attempt in _unfinished(each):
                 self.num_stragglers += 1

@@ -31,10 +31,10 @@ from ramify.extras.cluster.engine_rate import (
     RecordedCpu,
     fit,
     non_negative,
-    recorded_cpu,
+    recorded_cpu_times,
 )
 from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, shape_of
-from ramify.extras.cluster.simulated_rollout import TrainerHostCpuUse
+from ramify.extras.cluster.simulated_rollout import RolloutHostCpuUse
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.types.trajectory import GroupFate, Trajectory
@@ -92,7 +92,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     """Mean seconds of an evaluation."""
     scaling: float = 1.0
     """Parallel efficiency: the speed-up of doubling the ranks, divided by two."""
-    host: TrainerHostCpuUse | None = None
+    host: RolloutHostCpuUse | None = None
     """CPU use of the trainer's machine other than learning. None if unknown; no work then waits for
     a core."""
     computed_s: list[float] = msgspec.field(default_factory=list)
@@ -119,7 +119,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return learn_s, draw.choice(self.publish_s)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """The length of the longest sequence in tokens, including prompt and reply."""
         rollouts = (rollout for group in self.groups for rollout in group)
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
@@ -166,14 +166,17 @@ def measured(
     sizes = _sizes(run, list(groups.values()))
     tried = fmean(each.values.get("items", sizes.items) for each in done.values())
     base_s, token_s, off = _learning(
-        [sum(rollout.learnt for group in shaped[step] for rollout in group) for step in steps],
+        [
+            sum(rollout.trainer_tokens for group in shaped[step] for rollout in group)
+            for step in steps
+        ],
         [done[step].values["learn_s"] for step in steps],
     )
     step_seconds = _step_seconds(lines)
     trees = [tree for step in steps for group in groups[step] for tree in group]
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in recorded_cpu(run, list(done.values())) if each.step in steps]
+        [each for each in recorded_cpu_times(run, list(done.values())) if each.step in steps]
         if sizes.embedded
         else []
     )
@@ -331,7 +334,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 
 def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
-) -> TrainerHostCpuUse | None:
+) -> RolloutHostCpuUse | None:
     """Measure how rollouts use the CPU of the trainer's host: the event loop's CPU time per
     request, and the share of their working time in which sessions compute. Returns None if the
     engine recorded no CPU time."""
@@ -343,7 +346,7 @@ def _host(
         cell.seconds for turn in turns for cell in turn.cells
     )
     share = hidden * len(spent) / num_steps
-    return TrainerHostCpuUse(
+    return RolloutHostCpuUse(
         max(each.cores for each in spent),
         sum(each.loop_s for each in spent) / max(share * len(turns), 1),
         min(1.0, sum(each.sessions_s for each in spent) / max(share * worked_s, 1e-9)),

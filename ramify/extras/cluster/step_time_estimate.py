@@ -25,14 +25,18 @@ from statistics import fmean
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.memory import itemsize_of, slots
+from ramify.extras.cluster.memory import slots, weight_itemsize
 from ramify.extras.cluster.meshes import learning_seconds, sent_bytes
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
     ModelShape,
 )
-from ramify.extras.cluster.step_work import StepTokens, forward_flop_per_token, num_passes
+from ramify.extras.cluster.step_work import (
+    StepTokens,
+    forward_flop_per_token,
+    forward_pass_equivalents,
+)
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 
@@ -62,7 +66,7 @@ class StepSeconds(msgspec.Struct, frozen=True):
     """Part -> origin of its number."""
 
 
-def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
+def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     """Read the speeds of a finished run from its metrics, given its numbers of trainer ranks and
     engines. The first step is excluded. Raises ConfigError if no step was measured."""
     rows = [
@@ -126,7 +130,7 @@ def seconds(
         learning, why_learning = _learning(run, shape, ranks, trainer, tokens, shares)
         sampling, why_sampling = _sampling(run, shape, engines, engine, tokens, shares)
         why = {"learning": why_learning, "sampling": why_sampling}
-    num_bytes = shape.parameters * itemsize_of(run, engine)
+    num_bytes = shape.parameters * weight_itemsize(run, engine)
     sync = num_bytes / (link_gb_per_s * 1e9)
     why["sync"] = f"{num_bytes / 1e9:.3g} GB at {link_gb_per_s:g} GB/s"
     is_apart = run.rl is not None and run.rl.sample.max_staleness > 0
@@ -147,7 +151,7 @@ def _learning(
     took = learning_seconds(run, shape, sizes, device, tokens, shares)
     groups = min(sizes.num_batches, max(1, round(tokens.rollouts)))
     why = (
-        f"{tokens.learnt:.3g} tokens, {num_passes(run):g} forward passes' worth of "
+        f"{tokens.learnt:.3g} tokens, {forward_pass_equivalents(run):g} forward passes' worth of "
         f"{forward_flop_per_token(shape, tokens.mean_length):.3g} FLOP each, on "
         f"{groups * sizes.tensor} of {ranks} x {device.name} at {device.tflops:g} TFLOP/s x "
         f"{shares.train:g}"
@@ -175,7 +179,7 @@ def _sampling(
     )
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
     at_once = max(1.0, min(slots(run, device), concurrency / engines, tokens.rollouts / engines))
-    itemsize = itemsize_of(run, device)
+    itemsize = weight_itemsize(run, device)
     cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
     by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)
     by_products = at_once * forward_flop_per_token(shape, tokens.mean_length / 2) / products

@@ -51,7 +51,7 @@ class StepTokens(msgspec.Struct, frozen=True):
         return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
 
 
-def num_passes(run: Run) -> float:
+def forward_pass_equivalents(run: Run) -> float:
     """Return the compute of a training step, in units of forward passes over its tokens. Training
     takes three: the forward pass, and the backward pass, which costs as much as two. Recomputed
     activations and additional log-probabilities take more."""

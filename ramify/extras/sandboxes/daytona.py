@@ -136,7 +136,7 @@ class DaytonaStream:
             with contextlib.suppress(Exception):  # the terminal ends with the box
                 await self._terminal.disconnect()
         finally:
-            await sdk.remove(lambda: self._client.delete(self._box))
+            await sdk.delete_with_retries(lambda: self._client.delete(self._box))
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:

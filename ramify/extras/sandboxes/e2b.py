@@ -97,7 +97,7 @@ class E2BStream:
 
     async def close(self) -> None:
         self._watch.cancel()
-        await sdk.remove(self._box.kill)
+        await sdk.delete_with_retries(self._box.kill)
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:

@@ -89,35 +89,35 @@ def make_shell() -> HeadlessIPythonShell:
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
     # The guest shows errors, so IPython need not read whole files for its own tracebacks.
     vars(shell.InteractiveTB)["structured_traceback"] = lambda *_, **__: []
-    bind_exits()
+    restore_exit_builtins()
     return shell
 
 
-def bind_exits() -> None:
+def restore_exit_builtins() -> None:
     """Bind ``exit`` and ``quit`` to Python's builtins again. IPython replaces them by versions that
     need a terminal."""
     for name in ("exit", "quit"):
         notebook.namespace[name] = getattr(builtins, name)
 
 
-def evaluate(source: str, name: str) -> tuple[str | None, str | None]:
+def run_cell(source: str, name: str) -> tuple[str | None, str | None]:
     """Run a cell in IPython. Returns the text of its last value and the text of its error, either
     of which may be None."""
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals
         shell.init_user_ns()
-        bind_exits()
+        restore_exit_builtins()
     result = shell.run_cell(source, store_history=True)
     remember_source(name, source)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
-        return None, notebook.describe(error)
+        return None, notebook.format_error(error)
     return shell.displayhook.text, None
 
 
 warnings.filterwarnings("ignore", message="To exit: use")
 shell = make_shell()
 notebook.hidden |= {interactiveshell.__file__, compilerop.__file__}
-notebook.evaluate = evaluate
+notebook.evaluate = run_cell
 __all__: list[str] = []

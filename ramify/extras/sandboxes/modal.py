@@ -100,7 +100,7 @@ class ModalStream:
         return await sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
-        await sdk.remove(self._box.terminate.aio)
+        await sdk.delete_with_retries(self._box.terminate.aio)
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:

@@ -22,7 +22,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
-from ramify.extras.sandboxes.monty_cells import MontyCell, as_builtin, inspect_cell, is_plain
+from ramify.extras.sandboxes.monty_cells import (
+    MontyCell,
+    inspect_cell,
+    is_plain,
+    to_builtin_exception,
+)
 from ramify.install_command import install_command
 from ramify.sandbox.base import (
     Answer,
@@ -35,7 +40,7 @@ from ramify.sandbox.base import (
 from ramify.sandbox.guest.frames import copy_as_sent_to_host
 from ramify.sandbox.guest.guest import HostError
 from ramify.sandbox.guest.notebook import cut, safe_repr
-from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, portable
+from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, roundtrip_copy
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
@@ -287,7 +292,7 @@ class MontySession:
             value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
         except Exception as error:  # noqa: BLE001  (from the module or the cell's arguments: raised in the cell)
-            return step.resume({"exception": as_builtin(error)})
+            return step.resume({"exception": to_builtin_exception(error)})
 
     def _plain(self, value: Any) -> Any:
         """Return a value in which objects of the session's own classes are replaced by plain data:
@@ -458,7 +463,7 @@ class MontySession:
 
     async def _answer(self, cell: MontyCell, name: str, args: Any, kwargs: Any) -> Any:
         try:
-            return portable(await cell.answer(name, args, kwargs))
+            return roundtrip_copy(await cell.answer(name, args, kwargs))
         except HostCallError as error:
             raise HostError(error.kind, str(error), error.data) from None
         except Exception as error:  # noqa: BLE001  (a bug of the host, not of the cell: ``run`` raises it)

@@ -69,7 +69,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def as_builtin(error: Exception) -> Exception:
+def to_builtin_exception(error: Exception) -> Exception:
     """Convert an exception to one that Monty can raise in its session: a builtin exception
     unchanged, and any other as a RuntimeError with the same message."""
     kind = type(error)

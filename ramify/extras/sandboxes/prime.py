@@ -146,7 +146,7 @@ class PrimeProcess:
                 await self._process.kill()
                 await self._process.aclose()
         finally:
-            await sdk.remove(lambda: self._client.delete(self._id))
+            await sdk.delete_with_retries(lambda: self._client.delete(self._id))
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:

@@ -169,7 +169,7 @@ async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object
     """Delete a box (a remote machine) after a failure. If the deletion fails, only a warning is
     given, since the original failure is the error to report."""
     try:
-        await remove(delete)
+        await delete_with_retries(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
         message = str(error).strip().partition("\n")[0][:300]
         _warn(provider, box, f"its deletion failed ({type(error).__name__}: {message})")
@@ -184,7 +184,7 @@ def _warn(provider: str, box: str, why: str) -> None:
     )
 
 
-async def remove(delete: Callable[[], Awaitable[object]]) -> None:
+async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
     """Delete a box (a remote machine), with several attempts and even if this task is cancelled
     meanwhile. Raises the error of the last attempt if all of them fail."""
     await _uninterrupted(_attempts(delete))

@@ -41,7 +41,7 @@ class PrimeFiles:
         return str(reply.content).encode()
 
     async def close(self) -> None:
-        await sdk.remove(lambda: self._client.delete(self._id))
+        await sdk.delete_with_retries(lambda: self._client.delete(self._id))
 
 
 def relay_program() -> bytes:

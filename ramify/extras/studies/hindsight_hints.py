@@ -37,7 +37,7 @@ from ramify.train.signals.base import (
     view_of,
 )
 from ramify.train.signals.hint_sources import HintsForTrajectory
-from ramify.train.signals.judge import judge_of, judged, known_judge
+from ramify.train.signals.judge import checked_judge_spec, judge_of, verdict_or_invalid
 from ramify.types.traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
 
@@ -123,7 +123,7 @@ class Hindsight(
     """Give the same hint to only one trajectory of a group, the first that it was found for."""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
+        msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         judge = judge_of(self.judge)
@@ -151,7 +151,7 @@ class Hindsight(
         call = trajectory.root
         turns: list[int | None] = list(range(len(call.turns))) if self.per_turn else [None]
         views = [view_of(trajectory, call, turn, item, ask) for turn in turns]
-        verdicts = await asyncio.gather(*(judged(judge, view) for view in views))
+        verdicts = await asyncio.gather(*(verdict_or_invalid(judge, view) for view in views))
         for view, verdict in zip(views, verdicts, strict=True):
             self._add_hints(hints, verdict, item, view.place)
         if not hints.at:

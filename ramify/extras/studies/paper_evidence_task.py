@@ -139,7 +139,7 @@ class EvidenceTask(msgspec.Struct, frozen=True):
         return TaskStart(context=dict(item.context), about=_ABOUT, on_session=_install)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        given = places(trajectory.answer, item.context)
+        given = parse_passages(trajectory.answer, item.context)
         rewards = {"f1": _f1(given, item.gold, item)}
         if self.judge is not None:
             texts = "\n".join(item.context[id][a:b] for id, a, b in given or ())
@@ -214,7 +214,7 @@ async def _install(session: Session) -> None:
 # --- scoring --------------------------------------------------------------------------------------
 
 
-def places(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
+def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
     """Parse the passages of an answer. They may be given as ``[[id, start, end], …]``, as the same
     in JSON, or as quotes that occur in exactly one place. Returns None if the answer is none of
     these."""
@@ -284,7 +284,7 @@ def _child_scores(item: Item, trajectory: Trajectory) -> Any:
         if pairs is not None and len(pairs) == 2 and isinstance(pairs[0], int):
             pairs = [pairs]
         own = [[id, *pair] for pair in pairs if isinstance(pair, list | tuple)] if pairs else pairs
-        given = places(own, item.context)
+        given = parse_passages(own, item.context)
         yield call.id, {"f1": float(given == []) if not gold else _f1(given, gold, item)}
 
 

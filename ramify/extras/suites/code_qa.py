@@ -33,9 +33,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.extras.suites.filler_text import NUM_WORDS, names, word
-from ramify.extras.suites.planting import Fact, filler_of, plant
+from ramify.errors import ConfigError, did_you_mean
+from ramify.extras.suites.filler_text import NUM_WORDS, names, numbered_word
+from ramify.extras.suites.planting import Fact, filler_rng, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
@@ -110,7 +110,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     question, modules, right, others = _QUESTIONS[family](rng, used)
     choices = rng.sample([right, *others], len(_LETTERS))
     facts: list[Fact] = [(rng.random(), text) for text in modules]
-    text = plant(facts, _modules(filler_of(rng), used), chars, "\n\n")
+    text = plant(facts, _modules(filler_rng(rng), used), chars, "\n\n")
     gold = _LETTERS[choices.index(right)]
     wrong = _LETTERS[(choices.index(right) + 1) % len(_LETTERS)]
     return Item(
@@ -275,7 +275,7 @@ def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[st
         """Generate one module, and return its name and its text."""
         nonlocal at
         at = (at + step) % NUM_WORDS
-        while word(at) in used:
+        while numbered_word(at) in used:
             at = (at + step) % NUM_WORDS
         constant = rng.choice(_CONSTANTS)
         functions = [
@@ -288,7 +288,7 @@ def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[st
         if imported:
             functions.append(f"def total(value=1):\n    return {imported}(value) + {constant}")
         imports = [imported.partition(".")[0]] if imported else []
-        return word(at), _module(word(at), head, *functions, imports=imports)
+        return numbered_word(at), _module(numbered_word(at), head, *functions, imports=imports)
 
     def made(num: int) -> list[str]:
         found = []
@@ -328,10 +328,12 @@ def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Se
     known = [item.kind for item in items]
     for domain in domains:
         if domain not in known:
-            raise ConfigError(f"code_qa: unknown domain '{domain}': {nearest(domain, set(known))}")
+            raise ConfigError(
+                f"code_qa: unknown domain '{domain}': {did_you_mean(domain, set(known))}"
+            )
     places = [place for place, domain in enumerate(known) if domain in domains]
     assert isinstance(items, DatasetItems)
-    return items.some(f"code_qa/{split}", places)
+    return items.select(f"code_qa/{split}", places)
 
 
 LONGBENCH_V2 = BenchmarkFileFormat(

@@ -37,7 +37,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return ask([f"{texts}\n\nQuestion: By these modules alone: {question}"])[0]
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     if not question.startswith(_BY_THESE):
         return None
     listed: list[tuple[str, str]] = re.findall(r"^([A-D])\) (.+)$", question, re.MULTILINE)
@@ -124,5 +124,5 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return draw.choice([letter for letter in "ABCD" if letter != right])
 
 
-CODE_QA = OfflineModelSuiteStrategy("code_qa", r"`depot\.\w+\.\w+", solve, read, spoil)
+CODE_QA = OfflineModelSuiteStrategy("code_qa", r"`depot\.\w+\.\w+", solve, answer_from_text, spoil)
 """Code finds the modules through their imports, and a leaf reads them."""

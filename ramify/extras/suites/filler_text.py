@@ -31,7 +31,7 @@ NUM_WORDS = len(_PAIRS) ** 2
 """Number of different words of four syllables."""
 
 
-def word(number: int) -> str:
+def numbered_word(number: int) -> str:
     """Return one of the invented words, by its number. All words have four syllables and eight
     letters, so none is a part of another."""
     return _PAIRS[number // len(_PAIRS)] + _PAIRS[number % len(_PAIRS)]
@@ -46,7 +46,7 @@ def sentence(rng: random.Random) -> str:
     )
 
 
-def sentences(rng: random.Random, chars: int) -> list[str]:
+def sentence_pool(rng: random.Random, chars: int) -> list[str]:
     """Return the sentences that are repeated at random to fill a text of ``chars`` characters. A
     short text needs few, so that its item is made in a few milliseconds."""
     return [sentence(rng) for _ in range(pool_size(chars))]

@@ -30,8 +30,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.extras.suites.filler_text import ADJECTIVES, NOUNS, sentence, sentences
-from ramify.extras.suites.planting import filler_of, plant
+from ramify.extras.suites.filler_text import ADJECTIVES, NOUNS, sentence, sentence_pool
+from ramify.extras.suites.planting import filler_rng, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
@@ -120,7 +120,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     facts = [
         (place, _turns(form, topic, reply)) for place, reply in zip(places, replies, strict=True)
     ]
-    text = plant(facts, _other_turns(filler_of(rng), chars, form, topic), chars, "\n\n")
+    text = plant(facts, _other_turns(filler_rng(rng), chars, form, topic), chars, "\n\n")
     gold = mark + replies[nth]
     wrong = mark + replies[nth - 1]
     question = (
@@ -141,7 +141,7 @@ def _other_turns(
 ) -> Callable[[int], list[str]]:
     """Return a function that generates other requests with their replies. Some have the form or the
     topic of the question, but none has both."""
-    pool = sentences(rng, chars)
+    pool = sentence_pool(rng, chars)
     other_forms = tuple(each for each in _FORMS if each != form)
     other_topics = tuple(each for each in _TOPICS if each != topic)
 

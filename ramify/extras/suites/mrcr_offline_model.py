@@ -24,7 +24,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return mark + (replies[int(nth) - 1] if len(replies) >= int(nth) else "")
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     return None
 
 
@@ -43,6 +43,6 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 MRCR = OfflineModelSuiteStrategy(
-    "mrcr", r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ", solve, read, spoil
+    "mrcr", r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ", solve, answer_from_text, spoil
 )
 """Code finds the equal requests; no leaf is asked."""

@@ -35,9 +35,9 @@ from ramify.extras.suites.filler_text import (
     name,
     names,
     sentence,
-    sentences,
+    sentence_pool,
 )
-from ramify.extras.suites.planting import filler_of, plant
+from ramify.extras.suites.planting import filler_rng, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
@@ -146,7 +146,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
         question, gold = f"What is the name of the only bridge of {asked}?", last.bridge
     similar = _similar(rng, names_of, chain)
     facts = [(rng.random(), _document(entity, sentence(rng))) for entity in (*chain, *similar)]
-    passages = _documents(filler_of(rng), chars, first, names_of.used)
+    passages = _documents(filler_rng(rng), chars, first, names_of.used)
     text = plant(facts, passages, chars, "\n\n")
     question += " Answer with the name alone."
     return Item(question, text, gold, family, wrong=similar[0].book)
@@ -245,7 +245,7 @@ def _documents(
 ) -> Callable[[int], list[str]]:
     """Return a function that generates documents about other people and towns, none of which fits
     the description of the first person."""
-    pool = sentences(rng, chars)
+    pool = sentence_pool(rng, chars)
     words = [word for word in names(rng, len(pool)) if word not in used]
     titles = [_title(rng, word) for word in words]
     bridges = [f"{rng.choice(ADJECTIVES).capitalize()} {word} Bridge" for word in words]

@@ -73,7 +73,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return name
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     first = re.match(r"Who is the (\w+) who was born in (\d+) and won the (\w+) Prize\?", question)
     if first is not None:
         form = rf"# (.+)\n.* is a {first[1]}, born in {first[2]} .*the {first[3]} Prize"
@@ -103,7 +103,7 @@ MULTIHOP = OfflineModelSuiteStrategy(
     "multihop",
     r"What is the (title of the first book by|name of the only bridge of) ",
     solve,
-    read,
+    answer_from_text,
     spoil,
     (hops,),
 )

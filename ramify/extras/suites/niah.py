@@ -39,12 +39,12 @@ from ramify.extras.suites.filler_text import (
     NUM_WORDS,
     name,
     names,
+    numbered_word,
     pool_size,
     sentence,
-    sentences,
-    word,
+    sentence_pool,
 )
-from ramify.extras.suites.planting import BLOCK, filler_of, plant
+from ramify.extras.suites.planting import BLOCK, filler_rng, plant
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
@@ -192,7 +192,7 @@ def _noise(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Pa
 
 
 def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    pool = sentences(rng, chars)
+    pool = sentence_pool(rng, chars)
     return lambda num: rng.choices(pool, k=num)
 
 
@@ -242,7 +242,7 @@ def _needles(
     ]
     golds = [each for key in keys[:asked] for each in values[key]]
     wrong = value(rng)
-    text = plant(facts, filler(filler_of(rng), chars, what, keys), chars, " ")
+    text = plant(facts, filler(filler_rng(rng), chars, what, keys), chars, " ")
     if len(golds) == 1:
         ask = f"What is the special magic {what.removesuffix('s')} for {keys[0]}"
     else:
@@ -268,7 +268,7 @@ def _variables(rng: random.Random, chars: int) -> Asked:
         (place, f"VAR {variable} = {source}.")
         for place, variable, source in zip(places, chain, sources, strict=True)
     ]
-    text = plant(facts, _noise(filler_of(rng), chars, "", ()), chars, " ")
+    text = plant(facts, _noise(filler_rng(rng), chars, "", ()), chars, " ")
     question = f"Find all variables that are assigned the value {value} in the text above."
     return question, text, chain, ", ".join(chain[:-1])
 
@@ -279,7 +279,7 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
     common = _codes(rng, _COMMON)
     is_full = chars >= _FULL_COUNTS * CHARS_PER_TOKEN
     often, seldom = (30, 3) if is_full else (6, 1)
-    filler = filler_of(rng)
+    filler = filler_rng(rng)
     others = max(_COMMON, (_list_length(chars) - _COMMON * often) // seldom)
     start, step = filler.randrange(NUM_WORDS), 7_654_321
     # The step has no divisor in common with the number of words, so each word occurs once.
@@ -289,9 +289,9 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
     def shown(entry: int) -> str:
         if entry < _COMMON:
-            return word(common[entry])
+            return numbered_word(common[entry])
         number = instead.get(entry - _COMMON, entry - _COMMON)
-        return word((start + number * step) % NUM_WORDS)
+        return numbered_word((start + number * step) % NUM_WORDS)
 
     # The first ten numbers are the common words. Four bytes are enough for each entry.
     entries = array("I", [*range(_COMMON)] * often)
@@ -307,7 +307,7 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
     ]
     question = f"What are the {_COMMON} most common words in the above list?"
     wrong = ", ".join(shown(_COMMON + number) for number in range(_COMMON))
-    return question, " ".join(parts), [word(code) for code in common], wrong
+    return question, " ".join(parts), [numbered_word(code) for code in common], wrong
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
@@ -316,7 +316,7 @@ def _frequent_words(rng: random.Random, chars: int) -> Asked:
     top = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(_FREQUENT)]
     while len(set(top)) < _FREQUENT:
         top[-1] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))
-    filler = filler_of(rng)
+    filler = filler_rng(rng)
     shares = 6 / math.pi**2
     # The mean entry: dots with the share of the first rank, else a word of six letters.
     num = chars / (shares * (len(_DOTS) + 1) + (1 - shares) * 7)
@@ -372,7 +372,7 @@ def _shuffle(entries: array[int], rng: random.Random) -> None:
 # --- access codes ---------------------------------------------------------------------------------
 
 
-def needle(
+def needle_task(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
     """Return a task in which one sentence of a long generated text answers the question.
@@ -415,7 +415,7 @@ def _access_code(rng: random.Random, chars: int) -> Asked:
     are the same at all lengths."""
     question, needles, codes = _access_codes(rng, 6)
     facts = [(rng.random(), text) for text in needles]
-    text = plant(facts, _sentences(filler_of(rng), chars, "", ()), chars, " ")
+    text = plant(facts, _sentences(filler_rng(rng), chars, "", ()), chars, " ")
     return question, text, codes[:1], codes[1]
 
 

@@ -46,7 +46,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return ask([f"{lines}\n\nQuestion: By these lines alone: {question}"])[0]
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     if not question.startswith("By these lines alone: "):
         return None
     value = re.search(r"assigned the value (\d+)", question)
@@ -104,7 +104,7 @@ NIAH = OfflineModelSuiteStrategy(
     r"|Find all variables that are assigned the value \d+|most common words in the above list"
     r"|most frequently appeared words in the above coded text",
     solve,
-    read,
+    answer_from_text,
     spoil,
 )
 """Code finds the sentences that have the names, and a leaf reads their values."""

@@ -108,7 +108,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return compared(counts[named[0]], counts[named[1]])
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     asked = _LABEL_TASK.fullmatch(question)
     if asked is None:
         return None
@@ -153,13 +153,13 @@ def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
     the value of each record that the question counts. For counts of these values, it is the answer
     to the question. None for any other request."""
     if turn.kind == "value":
-        return [_counted(turn.question, *parts) for parts in map(line_fields, turn.records)]
+        return [_counted(turn.question, *parts) for parts in map(date_user_label, turn.records)]
     if turn.kind != "answer":
         return None
-    return _by_counts(turn.question, turn.counts, turn.spread)
+    return _by_counts(turn.question, turn.counts, turn.count_distribution)
 
 
-def line_fields(record: str) -> tuple[str, str, str]:
+def date_user_label(record: str) -> tuple[str, str, str]:
     """Return date, user and label of a line; empty texts for a line in another form."""
     found = re.fullmatch(
         r"Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?", record
@@ -221,7 +221,7 @@ OOLONG = OfflineModelSuiteStrategy(
     r"|How many dates occur in exactly \d+ lines\?|Which user has the most instances with the label"
     r"|Which month, as in 'May 2023', has the most lines\?",
     solve,
-    read,
+    answer_from_text,
     spoil,
     (labelled_lines, best_of, compared),
     plan_leaf,

@@ -33,7 +33,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.extras.suites.filler_text import name, pool_size
 from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_date
-from ramify.extras.suites.planting import filler_of
+from ramify.extras.suites.planting import filler_rng
 from ramify.extras.suites.suite import (
     CHARS_PER_TOKEN,
     chosen_families,
@@ -150,7 +150,7 @@ def _text(
 ) -> str:
     planted = _planted(rng, ids, condition, with_labels)
     labels = tuple(LABELS)
-    filler = filler_of(rng)
+    filler = filler_rng(rng)
     size = pool_size(chars)
     pool = {label: [_instance(filler, label) for _ in range(size // 4)] for label in labels}
     open_labels = {

@@ -47,8 +47,8 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return "\n".join(f"({one}, {other})" for one, other in sorted(pairs) if one != other)
 
 
-def read(question: str, text: str) -> str | None:
-    return oolong_offline_model.read(question, text)
+def answer_from_text(question: str, text: str) -> str | None:
+    return oolong_offline_model.answer_from_text(question, text)
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
@@ -76,7 +76,7 @@ def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
 
 
 def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> dict[str, str]:
-    date, user, label = oolong_offline_model.line_fields(record)
+    date, user, label = oolong_offline_model.date_user_label(record)
     is_early = start is not None and date and datetime.datetime.strptime(date, "%b %d, %Y") < start
     is_counted = date and not is_early and label in labels
     return {"key": user, "value": label if is_counted else "none"}
@@ -106,7 +106,7 @@ PAIRS = OfflineModelSuiteStrategy(
     "oolong_pairs",
     r"List all pairs of users such that",
     solve,
-    read,
+    answer_from_text,
     spoil,
     (labelled_lines,),
     plan_leaf,

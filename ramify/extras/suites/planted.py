@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.extras.suites.filler_text import NOUNS, names, sentences
-from ramify.extras.suites.planting import Fact, filler_of, plant
+from ramify.extras.suites.filler_text import NOUNS, names, sentence_pool
+from ramify.extras.suites.planting import Fact, filler_rng, plant
 from ramify.extras.suites.suite import CHARS_PER_TOKEN, chosen_families, suite_task
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
@@ -125,8 +125,8 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     report = _REPORTS[family](rng, places, amounts)
     shares = sorted(rng.random() for _ in report.sentences)
     facts: list[Fact] = list(zip(shares, report.sentences, strict=True))
-    filler = filler_of(rng)
-    pool = sentences(filler, chars)
+    filler = filler_rng(rng)
+    pool = sentence_pool(filler, chars)
     text = plant(facts, lambda num: filler.choices(pool, k=num), chars, " ")
     right = "\n".join(f"{place}: {amount} crowns." for place, amount in report.facts.items())
     return Item(

@@ -34,7 +34,7 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     return "\n".join(f"{place} has {amount} crowns." for place, amount in amounts.items())
 
 
-def read(question: str, text: str) -> str | None:
+def answer_from_text(question: str, text: str) -> str | None:
     asked = re.fullmatch(r"List (.+): each place and its amount, as PLACE: .*", question)
     if asked is None:
         return None
@@ -91,7 +91,7 @@ PLANTED = OfflineModelSuiteStrategy(
     "planted",
     r"^Summarise .+ in at most \d+ words: one sentence for each place",
     solve,
-    read,
+    answer_from_text,
     spoil,
     leaf=plan_leaf,
 )

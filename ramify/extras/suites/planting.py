@@ -4,7 +4,7 @@ given relative position.
     plant([(0.5, "The code is 12.")], sentences, chars=4_000, separator=" ")
 
 Facts and their positions are drawn from the item's random generator before the generator of the
-filler is split off (``filler_of``). So an item has the same facts in the same order at every
+filler is split off (``filler_rng``). So an item has the same facts in the same order at every
 length. Filler is made in blocks that are joined at once: a text of 40 MB has about a million
 passages, and one object for each would need more memory than the text. Each benchmark's module
 decides which facts are planted.
@@ -23,7 +23,7 @@ Fact = tuple[float, str]
 """(share of the text before it, from 0 to 1; passage)"""
 
 
-def filler_of(rng: random.Random) -> random.Random:
+def filler_rng(rng: random.Random) -> random.Random:
     """Return a separate random generator for an item's filler. Call it after everything that must
     be the same at all lengths has been drawn from ``rng``."""
     return random.Random(rng.getrandbits(64))

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, SourceError, nearest
+from ramify.errors import ConfigError, SourceError, did_you_mean
 from ramify.tasks.base import SPLITS, AnswerReward, Item, LazySequence, SimpleTask, generated
 from ramify.tasks.data import dataset
 
@@ -38,7 +38,7 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
     item: Callable[[Row], Item]
     """Converts a row. It raises ValueError for a value in another form."""
 
-    def read(self, row: Row) -> Item:
+    def row_to_item(self, row: Row) -> Item:
         """Convert a row of a file to an item. Raises ValueError with the names of the missing
         columns."""
         missing = [column for column in self.columns if column not in row]
@@ -94,7 +94,7 @@ def chosen_families(
     chosen = tuple(dict.fromkeys(family.strip() for family in named))
     for family in chosen:
         if family not in known:
-            raise ConfigError(f"{suite}: unknown family '{family}': {nearest(family, known)}")
+            raise ConfigError(f"{suite}: unknown family '{family}': {did_you_mean(family, known)}")
     if not chosen:
         raise ConfigError(f"{suite}: give at least one family: {', '.join(known)}")
     if not isinstance(tokens, int) or not MIN_TOKENS <= tokens <= MAX_TOKENS:
@@ -129,7 +129,7 @@ def suite_task(
     for split, source in zip(SPLITS, sources, strict=False):
         if source is not None and file is not None:
             rows = JsonArrayRows(source) if str(source).endswith(".json") else source
-            loaded = dataset({split: rows}, item=file.read, reward=reward, name=name)
+            loaded = dataset({split: rows}, item=file.row_to_item, reward=reward, name=name)
             splits[split] = loaded.splits[split]
             splits[split][0]
     return SimpleTask(name, splits, reward, families=families)

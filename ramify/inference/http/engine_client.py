@@ -44,7 +44,7 @@ def parse_kv_cache_pressure(text: str) -> CachePressure | None:
     return CachePressure(max(full), int(waiting), int(evicted))
 
 
-def format_kv_cache_pressure(pressure: CachePressure) -> str:
+def format_kv_cache_metrics(pressure: CachePressure) -> str:
     """Write the load on a KV cache as Prometheus metrics, under vLLM's names, so that
     ``parse_kv_cache_pressure`` can parse the text."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
@@ -112,7 +112,7 @@ class EngineClient(Protocol):
         another version of the protocol, or cannot receive weights."""
         ...
 
-    async def healthy(self) -> None:
+    async def check_health(self) -> None:
         """Raise ModelError if the server does not report in time that it is alive."""
         ...
 
@@ -129,7 +129,7 @@ class EngineClient(Protocol):
         """Return the load on the server's KV cache, or None if the server does not report it."""
         ...
 
-    async def takes_id(self, id: int) -> bool:
+    async def has_token_id(self, id: int) -> bool:
         """Return True if a token id is in the server's vocabulary."""
         ...
 

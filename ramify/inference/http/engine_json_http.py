@@ -87,7 +87,7 @@ class EngineHttpClient:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._pool.send(method, route, data) as exchange,
+                self._pool.prepare_exchange(method, route, data) as exchange,
             ):
                 answer = await exchange.read()
         except TimeoutError:
@@ -139,7 +139,7 @@ class BaseEngineClient:
         self.url = self._api.url
         self._spec = spec
 
-    async def healthy(self) -> None:
+    async def check_health(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
 
     async def pressure(self) -> CachePressure | None:
@@ -185,7 +185,7 @@ async def until_up(
         if process is not None:
             await asyncio.to_thread(process.check_owner)  # before the key is sent there
         try:
-            return await server.healthy()
+            return await server.check_health()
         except ModelError as error:
             ended = await engine_exit_status(process)
             if process is not None and ended is not None:
@@ -208,7 +208,7 @@ async def until_up(
         await asyncio.sleep(_POLL_S)
 
 
-async def check(
+async def check_engine_compatibility(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
     """Raise ConfigError if a server does not fit the policy: its vocabulary (number of ids), dtype
@@ -219,7 +219,9 @@ async def check(
         _check_level(server.url, software, level, facts)
         fits = facts.vocabulary == vocabulary
         if facts.vocabulary is None:
-            fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
+            fits = await server.has_token_id(vocabulary - 1) and not await server.has_token_id(
+                vocabulary
+            )
     except ModelError as error:
         raise ConfigError(
             f"the engine does not speak the protocol of '{software}': {error}"

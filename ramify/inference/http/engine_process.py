@@ -93,7 +93,7 @@ class EngineProcess:
             )
 
     @property
-    def ended(self) -> int | None:
+    def exit_status(self) -> int | None:
         """The exit status of the process, or None while it runs."""
         return self._process.poll()
 
@@ -109,10 +109,10 @@ class EngineProcess:
 async def engine_exit_status(engine: EngineProcess | None) -> int | None:
     """Return the exit status of an engine, or None if the engine still runs or was not started by
     this process. The call may be slow for an engine on another machine."""
-    return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
+    return None if engine is None else await asyncio.to_thread(lambda: engine.exit_status)
 
 
-async def ended_soon(engine: EngineProcess | None) -> int | None:
+async def wait_briefly_for_exit(engine: EngineProcess | None) -> int | None:
     """Return the exit status of an engine whose connections broke, after giving its process a
     moment to exit. Returns None if the engine still runs or was not started by this process."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
@@ -120,7 +120,7 @@ async def ended_soon(engine: EngineProcess | None) -> int | None:
 
 def _ended_within(engine: EngineProcess, wait_s: float) -> int | None:
     until = time.monotonic() + wait_s
-    while (status := engine.ended) is None and time.monotonic() < until:
+    while (status := engine.exit_status) is None and time.monotonic() < until:
         time.sleep(_POLL_S)
     return status
 
@@ -187,12 +187,12 @@ def engine_command(
             "--weight-transfer-config",
             '{"backend": "ramify"}',
         ]
-        own += ["--enable-sleep-mode"] if spec.level else []
+        own += ["--enable-sleep-mode"] if spec.effective_sleep_level else []
         return [*begin, folder, *own, *last]
     if spec.engine != "sglang":
         return [*begin, folder, *at, *last]
-    own = ["--enable-memory-saver"] if spec.level else []
-    own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
+    own = ["--enable-memory-saver"] if spec.effective_sleep_level else []
+    own += ["--enable-weights-cpu-backup"] if spec.effective_sleep_level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *last]
 
 

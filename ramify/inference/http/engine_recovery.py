@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
+from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
 from ramify.errors import ConfigError
 from ramify.inference.http.engine_client import EngineClient
 from ramify.logging import ComponentLogger
@@ -75,18 +75,18 @@ class EngineMembership:
         return bool(self._coming or self.ready)
 
     @property
-    def is_any_coming(self) -> bool:
+    def is_any_returning(self) -> bool:
         """True while some engine is being brought back."""
         return bool(self._coming)
 
-    def record_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
+    def handle_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
         """Log the loss of an engine, and begin to bring it back unless it has been lost too often.
         For the log record, ``rest`` says which engines remain, ``again`` says how the engine comes
         back, and ``fields`` are added."""
         self.num_lost += 1
         self.reasons.append(why)
-        if self._restarts.failed(url, f"{why}; {rest}", again, "", **fields):
-            self.expect(url)
+        if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
+            self.reconnect(url)
 
     def record_update(self) -> None:
         """Record that all live engines have taken a new version of the weights. Earlier losses no
@@ -98,7 +98,7 @@ class EngineMembership:
         self.num_back += len(ready)
         return ready
 
-    async def news(self, timeout_s: float) -> bool:
+    async def wait_for_change(self, timeout_s: float) -> bool:
         """Wait until an engine is ready, is in use again, or is given up. Returns False if none of
         these happens within ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
@@ -108,7 +108,7 @@ class EngineMembership:
         return False
 
     def notify(self) -> None:
-        """Wake all callers that wait in ``news`` for a change."""
+        """Wake all callers that wait in ``wait_for_change`` for a change."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -119,17 +119,19 @@ class EngineMembership:
         for server in self.take_ready():
             await server.close()
 
-    def expect(self, url: str) -> None:
+    def reconnect(self, url: str) -> None:
         """Begin to bring an engine back, or to connect to one that has not been used before."""
         self._coming[url] = asyncio.ensure_future(self._return(url))
 
     async def _return(self, url: str) -> None:
         try:
-            server = await until_started(partial(self._bring, url), partial(self._failed, url))
+            server = await retry_until_started(
+                partial(self._bring, url), partial(self._failed, url)
+            )
             if server is None:
                 return
             self._restarts.started(url)
-            self._restarts.moved(url, server.url)
+            self._restarts.transfer_losses(url, server.url)
             self.ready.append(server)
         finally:
             self._coming.pop(url, None)
@@ -139,7 +141,7 @@ class EngineMembership:
 
     def _failed(self, url: str, error: Exception) -> bool:
         self.reasons.append(f"{url} did not come back: {error}")
-        return self._restarts.failed(url, self.reasons[-1])
+        return self._restarts.record_loss(url, self.reasons[-1])
 
 
 class AvailableEngineUrls:

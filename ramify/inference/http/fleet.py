@@ -34,12 +34,16 @@ from ramify.errors import (
 )
 from ramify.inference.base import TAGS
 from ramify.inference.http.engine_client import EngineClient, SampledIds
-from ramify.inference.http.engine_json_http import EngineStateConflict, check, until_up
+from ramify.inference.http.engine_json_http import (
+    EngineStateConflict,
+    check_engine_compatibility,
+    until_up,
+)
 from ramify.inference.http.engine_process import (
     EngineProcess,
     check_ports,
-    ended_soon,
     engine_exit_status,
+    wait_briefly_for_exit,
 )
 from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
@@ -150,21 +154,21 @@ class EngineFleet:
             self._asleep[server.url] = list(TAGS)
             await self._leave(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
-        await check(
+        await check_engine_compatibility(
             server,
             self.spec.engine,
             dtype=self._dtype,
-            level=self.spec.level if self._leads else 0,
+            level=self.spec.effective_sleep_level if self._leads else 0,
             **policy,
         )
         if self._experts is not None and self._leads:
             sampling = Sampling(1, 1.0)
             try:
-                self.experts_of(server, await server.sample([0] * 4, sampling, (), ""), 4)
+                self.routed_experts(server, await server.sample([0] * 4, sampling, (), ""), 4)
             except ModelError as error:
                 raise ConfigError(str(error)) from None
 
-    def experts_of(
+    def routed_experts(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
         """Return the experts of a mixture-of-experts model that predicted each sampled token, which
@@ -187,7 +191,7 @@ class EngineFleet:
 
         async def act(server: EngineClient) -> None:
             if server.url not in self._asleep:
-                await server.sleep(self.spec.level)
+                await server.sleep(self.spec.effective_sleep_level)
                 self._asleep[server.url] = list(TAGS)
 
         await self.all(act)
@@ -250,7 +254,7 @@ class EngineFleet:
         } | self.membership.expected
         for url in urls:
             if url not in known_urls:
-                self.membership.expect(url)
+                self.membership.reconnect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Call ``act`` with every server at the same time. Raises EnginesDropped if some servers
@@ -267,7 +271,7 @@ class EngineFleet:
         remaining = [
             error
             for server, error in failed
-            if not isinstance(error, lost_errors) or not await self.is_gone(server, error)
+            if not isinstance(error, lost_errors) or not await self.drop_if_gone(server, error)
         ]
         if len(remaining) < len(failed):
             raise EnginesDropped
@@ -284,7 +288,7 @@ class EngineFleet:
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
-    async def is_gone(self, server: EngineClient, error: Exception) -> bool:
+    async def drop_if_gone(self, server: EngineClient, error: Exception) -> bool:
         """Return True if a server that caused an error no longer answers. Such a server is dropped,
         and its loss is logged."""
         if server not in self.alive:
@@ -292,11 +296,11 @@ class EngineFleet:
         process = self._processes.get(server.url)
         try:
             if await engine_exit_status(process) is None:
-                await server.healthy()
+                await server.check_health()
                 return False
         except ModelError:
             pass
-        ended, how = await ended_soon(process), ""
+        ended, how = await wait_briefly_for_exit(process), ""
         if process is not None and ended is not None:
             how = f"; {await asyncio.to_thread(process.exit_reason)}"
         if server in self.alive:  # another request may have dropped it meanwhile
@@ -305,7 +309,9 @@ class EngineFleet:
             )
         return True
 
-    async def is_older(self, server: EngineClient, sampled: SampledIds, version: int) -> bool:
+    async def drop_if_outdated(
+        self, server: EngineClient, sampled: SampledIds, version: int
+    ) -> bool:
         """Return True if a server answered with weights that are older than ``version``, although
         it was given that version. Another program must have restarted such a server, so it is
         dropped."""
@@ -321,7 +327,7 @@ class EngineFleet:
         return True
 
     @property
-    def answering(self) -> tuple[str, ...]:
+    def current_urls(self) -> tuple[str, ...]:
         """The URLs of the servers with the newest weights, which other clients may use."""
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
@@ -343,7 +349,7 @@ class EngineFleet:
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )
-        if not await self.membership.news(wait_s):
+        if not await self.membership.wait_for_change(wait_s):
             raise self.none_left(f"; none came back within {wait_s:g} s")
 
     def none_left(self, more: str = "") -> ServerFailed:
@@ -371,7 +377,7 @@ class EngineFleet:
         )
         back = back if self.listed is None else "the run brings it back"
         event = "engine_lost" if process is None else "restart"
-        self.membership.record_loss(server.url, why, rest, back, event=event, left=num)
+        self.membership.handle_loss(server.url, why, rest, back, event=event, left=num)
         await server.close()
 
     async def _bring(self, url: str) -> EngineClient:

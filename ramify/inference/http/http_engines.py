@@ -33,7 +33,7 @@ from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
-from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
+from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.time_account import under_way, working
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
@@ -56,7 +56,7 @@ class HttpEngines:
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.rendering = prompt_rendering(policy.renderer, policy.tokenizer)
+        self.rendering = make_prompt_renderer(policy.renderer, policy.tokenizer)
         self.card = policy.card
         self._policy = policy
         self.fleet = EngineFleet(policy, spec, name)
@@ -123,21 +123,21 @@ class HttpEngines:
         """Record that another process has given this version of the weights to the servers."""
         self.sync.record_external_update(version)
 
-    def listed(self, urls: Sequence[str]) -> None:
+    def set_listed(self, urls: Sequence[str]) -> None:
         """Set the list of engines that may be used. Called if another process updates the
         weights."""
         self.fleet.set_engines_with_current_weights(urls)
 
     @property
-    def answering(self) -> tuple[str, ...]:
+    def current_urls(self) -> tuple[str, ...]:
         """The addresses of the engines that have the newest weights and may be used."""
-        return self.fleet.answering
+        return self.fleet.current_urls
 
-    async def look_after(self, url: str, who: str) -> None:
+    async def handle_reported_loss(self, url: str, who: str) -> None:
         """Handle a report that an engine did not answer: if the engine is really gone, drop it and
         bring it back. ``who`` names the reporter for the log."""
         for server in [each for each in self.fleet.alive if each.url == url]:
-            await self.fleet.is_gone(server, Unreachable(f"by {who}"))
+            await self.fleet.drop_if_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
         """Send requests again to engines that came back. Another process updates their weights, so
@@ -201,12 +201,12 @@ class HttpEngines:
             try:
                 stop_ids = self._policy.renderer.stop_ids
                 sampled = await server.sample(so_far.ids, remaining, stop_ids, request.affinity)
-                if not await fleet.is_older(server, sampled, version):
-                    return version, sampled, fleet.experts_of(server, sampled, len(so_far.ids))
+                if not await fleet.drop_if_outdated(server, sampled, version):
+                    return version, sampled, fleet.routed_experts(server, sampled, len(so_far.ids))
                 if only is not None:
                     raise EngineLost(self.membership.reasons[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
-                if not await fleet.is_gone(server, error) or only is not None:
+                if not await fleet.drop_if_gone(server, error) or only is not None:
                     raise
             finally:
                 fleet.in_flight[server.url] -= 1
@@ -228,7 +228,7 @@ class HttpEngines:
         return sampling
 
     def _reply(self, so_far: ReplyAccumulator, request: Request, seconds: float) -> Reply:
-        message = spoken(
+        message = parse_reply(
             self._policy.renderer,
             so_far.sampled,
             request.sampling.stop,
@@ -355,7 +355,7 @@ class SingleEngineClient:
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
-            if await self.fleet.is_gone(self._server, error):
+            if await self.fleet.drop_if_gone(self._server, error):
                 raise EngineLost(str(error)) from error
             raise
 

@@ -156,7 +156,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 )
 
     @property
-    def level(self) -> int:
+    def effective_sleep_level(self) -> int:
         """How deeply the engines sleep while the trainer learns: 1 keeps the weights in main
         memory, 2 drops them. 0 if the engines do not sleep, or if that is not decided yet
         (``auto``)."""

@@ -71,7 +71,7 @@ def read_experts(
     return tuple(map(tuple, chosen_TLk.reshape(num_sampled, -1).tolist()))
 
 
-def npy_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
     """Encode reported experts as vLLM does: a .npy file in base64. Each row holds one token's
     experts in all layers that have experts."""
     buffer = io.BytesIO()
@@ -79,7 +79,7 @@ def npy_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def int32_text(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
     """Encode reported experts as SGLang does: int32 numbers without a shape, in base64."""
     return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
 

@@ -93,11 +93,11 @@ class EngineWeightSync:
         """Release the memory of all engines until the next update. Requests wait meanwhile. Engines
         that are still coming back are included, before they get weights. Returns False if the
         engines are configured not to sleep. Raises ServerFailed if no engine is left."""
-        if not self._fleet.spec.level:
+        if not self._fleet.spec.effective_sleep_level:
             return False
         async with self._updating:
             self.is_open.clear()
-            self._needs_all |= self._fleet.spec.level > 1
+            self._needs_all |= self._fleet.spec.effective_sleep_level > 1
             try:
                 while not await self._slept():
                     pass
@@ -111,8 +111,8 @@ class EngineWeightSync:
         meanwhile. If an engine is starting, it takes its device's memory, so the call waits for
         it."""
         fleet = self._fleet
-        if fleet.membership.is_any_coming:
-            await fleet.membership.news(fleet.spec.start_s)
+        if fleet.membership.is_any_returning:
+            await fleet.membership.wait_for_change(fleet.spec.start_s)
             return False
         if fleet.membership.ready:
             fleet.take_back()

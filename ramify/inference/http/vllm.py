@@ -181,7 +181,7 @@ class VllmEngineClient(BaseEngineClient):
             levels,
         )
 
-    async def takes_id(self, id: int) -> bool:
+    async def has_token_id(self, id: int) -> bool:
         """Return True if a token id is in the server's vocabulary. This is tested with a request,
         because vLLM does not report the size of its vocabulary."""
         try:

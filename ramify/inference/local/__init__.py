@@ -7,18 +7,20 @@ Importing this package imports no tensor library; ``connect`` does.
 from __future__ import annotations
 
 from ramify.clients.base import Client
-from ramify.inference.base import need_train_extra
+from ramify.inference.base import require_train_extra
 from ramify.progress import report_progress
-from ramify.trained_policy_settings import packaged_policy
+from ramify.trained_policy_settings import packaged_policy_folder
 
 
-def check_local_model(name: str) -> None:
+def check_local_model_available(name: str) -> None:
     """Raise ConfigError if a model that should run in this process is missing, or a package that it
     needs. No weights are read, and no tensor library is imported."""
-    need_train_extra(f"model '{name}'")
-    from ramify.models.model_config_files import check_tokenizer, model_folder
+    require_train_extra(f"model '{name}'")
+    from ramify.models.model_config_files import check_tokenizer_file, local_model_folder
 
-    check_tokenizer(packaged_policy(name) or model_folder(name.removeprefix("local:")))
+    check_tokenizer_file(
+        packaged_policy_folder(name) or local_model_folder(name.removeprefix("local:"))
+    )
 
 
 def connect(name: str, **_connection: object) -> Client:
@@ -29,8 +31,8 @@ def connect(name: str, **_connection: object) -> Client:
     Example:
         client = inference.connect("local:checkpoints/mine")
     """
-    check_local_model(name)
-    folder = packaged_policy(name) or name.removeprefix("local:")
+    check_local_model_available(name)
+    folder = packaged_policy_folder(name) or name.removeprefix("local:")
     # The import takes longer than loading a small policy.
     with report_progress("starting", note=f"the engine for {name}"):
         from ramify.inference.local.local_client import LocalClient

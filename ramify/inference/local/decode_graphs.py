@@ -170,7 +170,7 @@ class _PaddedStep:
         length: int,
     ) -> None:
         self._cache = cache
-        self._write_at = cache.write_rows(slots_T * (cache.heads * cache.capacity) + positions_T)
+        self._write_at = cache.head_rows(slots_T * (cache.heads * cache.capacity) + positions_T)
         self._attend = DecodeAttention(cache, slots_T, last_n, length)
 
     def __call__(

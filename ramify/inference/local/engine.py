@@ -35,7 +35,7 @@ import torch
 
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
-from ramify.inference.local.generation_request import Generation, draw
+from ramify.inference.local.generation_request import Generation, sample_tokens
 from ramify.inference.local.model_runner import ModelRunner
 from ramify.inference.local.slots import EngineStep, SlotTable, SlotTokenSpan
 from ramify.inference.local.step_timings import EngineStepTimingRecorder
@@ -114,8 +114,8 @@ class LocalEngine:
     def forget(self, version: int) -> None:
         """Clear all caches, because the weights have changed and now have this version number."""
         self.version = version
-        self._slots.forget()
-        self.runner.forget()
+        self._slots.invalidate_cache()
+        self.runner.invalidate_cache()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
@@ -148,27 +148,27 @@ class LocalEngine:
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
             self.num_preempted += 1
-        self._slots.forget()
-        self.runner.forget()
+        self._slots.invalidate_cache()
+        self.runner.invalidate_cache()
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:
         """Allocate as much memory for the KV cache as a new engine does."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
-    def drain(self) -> list[Generation]:
+    def remove_all(self) -> list[Generation]:
         """Remove and return all sequences, and clear all caches, for example after a failure."""
         generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
         self._waiting.clear()
         for slot in self._slots.running():
             self._slots.release(slot)
-        self._slots.forget()
-        self.runner.forget()
+        self._slots.invalidate_cache()
+        self.runner.invalidate_cache()
         return generations
 
     def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
         owners = [self._owner(slot) for slot in slots]
-        drawn = draw(
+        drawn = sample_tokens(
             logits_nV,
             [owner.draw for owner in owners],
             [owner.uniform() for owner in owners],
@@ -422,14 +422,14 @@ class EngineThread:
                 done(generation, None)
 
     def _abort(self) -> None:
-        for generation in self.engine.drain():
+        for generation in self.engine.remove_all():
             generation.end = "abort"
             done = self._done.pop(generation, None)
             if done is not None:
                 done(generation, None)
 
     def _fail(self, error: BaseException) -> None:
-        for generation in self.engine.drain():
+        for generation in self.engine.remove_all():
             done = self._done.pop(generation, None)
             if done is not None:
                 done(generation, error)

@@ -59,7 +59,7 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 """Ids with their log-probabilities, likeliest first."""
 
 
-class NextTokenPerRow(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens that one step sampled, one for each row of logits, with their
     log-probabilities."""
 
@@ -71,13 +71,13 @@ class NextTokenPerRow(NamedTuple):
     """For each row the likeliest ids; None unless its settings ask for them."""
 
 
-def draw(
+def sample_tokens(
     logits_nV: Tensor,
     settings: Sequence[SamplingSettings],
     uniforms: Sequence[float],
     *,
     fixed: bool = False,
-) -> NextTokenPerRow:
+) -> SampledTokens:
     """Sample one token per row of fp32 logits, using one random number in [0, 1) per row. With
     ``fixed``, computations have fixed shapes, so that a row's result does not depend on the number
     of rows."""
@@ -91,7 +91,7 @@ def draw(
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
     num_rows = len(settings)
-    drawn = NextTokenPerRow(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
+    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * num_rows, [None] * num_rows)
     for row, row_settings in enumerate(settings):
         if row_settings.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(
@@ -228,13 +228,13 @@ class Generation:
         return self.ids[self.num_prompt :]
 
     @property
-    def kept(self) -> tuple[tuple[int, ...], ...] | None:
+    def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
         """For each sampled token, the ids among which it was drawn. None if no ids were
         excluded."""
         return tuple(self._kept) or None
 
     @property
-    def versions(self) -> tuple[VersionSpan, ...]:
+    def version_spans(self) -> tuple[VersionSpan, ...]:
         """The versions of the weights that sampled each part of the reply. Empty if no token was
         sampled."""
         if not self._versions:

@@ -73,7 +73,7 @@ class KeyValueCache:
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
-    def write_rows(self, rows_T: Tensor) -> Tensor:
+    def head_rows(self, rows_T: Tensor) -> Tensor:
         """Expand the row index of each token's first head to the row indices of all its heads.
         Returns a flat tensor of T·K indices."""
         heads = torch.arange(self.heads, device=rows_T.device)
@@ -139,7 +139,7 @@ class PrefillDecodeAttention:
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
-        return self._cache.write_rows(torch.tensor(rows))
+        return self._cache.head_rows(torch.tensor(rows))
 
 
 class _FirstSlots:

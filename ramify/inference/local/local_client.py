@@ -37,7 +37,7 @@ from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
 from ramify.models.load import Policy
 from ramify.models.mixture_shape import MixtureShape
-from ramify.models.renderer import prompt_ids, prompt_rendering, spoken
+from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.models.routing import MixtureRouters, mixture_shape
 from ramify.models.template import streamable_reply
 from ramify.models.weights import fingerprint, load_weights
@@ -82,7 +82,7 @@ class LocalClient:
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
-        self.rendering = prompt_rendering(policy.renderer, policy.tokenizer)
+        self.rendering = make_prompt_renderer(policy.renderer, policy.tokenizer)
         self.card = policy.card
         """The scaffold and the limits that this policy was trained with."""
         is_cpu = policy.device.type == "cpu"
@@ -202,7 +202,7 @@ class LocalClient:
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
         """Allocate the memory again that ``sleep`` has released. Weights that were dropped are
-        listed in ``missing`` until ``take`` has received all of them."""
+        listed in ``missing`` until ``receive_weights`` has received all of them."""
         await self.run(partial(self._wake, tags))
 
     @property
@@ -217,7 +217,7 @@ class LocalClient:
             "kv_cache": self.engine.runner.cache_bytes,
         }
 
-    async def take(
+    async def receive_weights(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
         """Copy the weights sent by a trainer into the model, between two steps of the engine.
@@ -325,14 +325,14 @@ class LocalClient:
             prompt_ids=tuple(generation.ids[: generation.num_prompt]),
             token_ids=tuple(generation.sampled),
             logprobs=tuple(generation.logprobs),
-            versions=generation.versions,
-            kept=generation.kept,
+            versions=generation.version_spans,
+            kept=generation.candidate_ids,
             routes=tuple(generation.routes) or None,
             top_logprobs=tuple(generation.top) or None,
         )
 
     def _message(self, generation: Generation, request: Request) -> Message:
-        return spoken(
+        return parse_reply(
             self.policy.renderer,
             generation.sampled,
             [generation.stopped_at] if generation.stopped_at else (),

@@ -47,7 +47,7 @@ from ramify.models.batch_invariant_forward import (
     attend_path,
     cast_for_products,
     in_blocks,
-    padded,
+    round_up_to_block,
     runs_of,
 )
 from ramify.models.dense import CausalAttentionFunction, DenseModel
@@ -91,14 +91,14 @@ class FixedShapeRunner:
         self._cache.move_slot(change)
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        self._cache = self._cache.resized(stay, num_slots, padded(capacity))
+        self._cache = self._cache.resized(stay, num_slots, round_up_to_block(capacity))
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         """Do nothing, because every position of the cache is written before it is read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        cache = KeyValueCache(self._layout, 1, padded(len(ids)))
+        cache = KeyValueCache(self._layout, 1, round_up_to_block(len(ids)))
         tokens = [(0, position, id) for position, id in enumerate(SlotTokenSpan(0, 0, ids).ids)]
         return self._logits(cache, tokens, range(len(ids)))
 
@@ -143,7 +143,7 @@ class _CachedBlock:
         self._cache = cache
         self._runs = runs_of(slots, positions)
         self._num = len(slots)
-        self._write_at = cache.write_rows(torch.tensor(cache.row_of(slots, positions)))
+        self._write_at = cache.head_rows(torch.tensor(cache.row_of(slots, positions)))
         self._write_at = self._write_at.to(cache.kv.device)
 
     def __call__(
@@ -153,7 +153,10 @@ class _CachedBlock:
         self._cache.write(layer, self._write_at, k_TKd[: self._num], v_TKd[: self._num])
         o_THd = torch.zeros_like(q_THd)
         for run in self._runs:
-            at, length = slice(run.row, run.row + run.num), padded(run.position + run.num)
+            at, length = (
+                slice(run.row, run.row + run.num),
+                round_up_to_block(run.position + run.num),
+            )
             k, v = (self._cache.kv[which, layer, run.source, :, :length] for which in (0, 1))
             o_THd[at] = attend_path(q_THd[at], k, v, run.position, scale)
         return o_THd
@@ -185,7 +188,7 @@ class ModuleRunner:
         logits, routes = [], []
         for span in [*single, *step.spans]:
             logits.append(self._after(self._memories[span.slot], span))
-            routes += [] if self.routers is None else self.routers.recorded(None)[-1:]
+            routes += [] if self.routers is None else self.routers.recorded_experts(None)[-1:]
         is_wanted = [*itertools.repeat(True, len(single)), *wanted]
         self.routes = list(itertools.compress(routes, is_wanted))
         chosen = list(itertools.compress(logits, is_wanted))
@@ -205,7 +208,7 @@ class ModuleRunner:
         memories = [self._memories[slot] for slot in stay if slot < len(self._memories)]
         self._memories = memories + [_Memory() for _ in range(num_slots - len(memories))]
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         self._memories = [_Memory() for _ in self._memories]
 
     @torch.inference_mode()
@@ -326,7 +329,7 @@ class ModelRunner(Protocol):
         of the old slots that ``stay`` lists."""
         ...
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         """Mark everything that is cached as outdated, so that it is not read again."""
         ...
 
@@ -392,7 +395,7 @@ class FlatRunner:
             rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
         h_ND = self._hidden(step, self._cache, rows_N)
         if self.routers is not None:
-            self.routes = self.routers.recorded(rows_N)
+            self.routes = self.routers.recorded_experts(rows_N)
         return self._decoder.logits(h_ND)
 
     def move_slot(self, change: SlotMove) -> None:
@@ -401,7 +404,7 @@ class FlatRunner:
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._set_cache(self._cache.resized(stay, num_slots, capacity))
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         """Do nothing, because every position of the cache is written before it is read."""
 
     @torch.inference_mode()
@@ -431,7 +434,7 @@ class _PreparedRunner(FlatRunner):
         super().__init__(decoder, layout)
         self._prepared = decoder
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         self._prepared.forget()
 
 
@@ -447,7 +450,7 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
         layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
-        if PreparedDecoder.suits(model):
+        if PreparedDecoder.is_worthwhile_for(model):
             return _PreparedRunner(PreparedDecoder(model), layout)
         is_cuda = parameter.device.type == "cuda"
         return FlatRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
@@ -468,7 +471,7 @@ class _ModuleDecoder:
         rows_N: Tensor | None = None,
     ) -> Tensor:
         with self._trunk.forward_context():
-            h_TD = self._trunk.attended(ids_T, positions_T, attend)
+            h_TD = self._trunk.hidden_with_attention(ids_T, positions_T, attend)
         return h_TD if rows_N is None else h_TD.index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class PreparedDecoder:
     ``model_runner.DecoderModel``."""
 
     @staticmethod
-    def suits(model: DenseModel) -> bool:
+    def is_worthwhile_for(model: DenseModel) -> bool:
         """Return True if a model is small, in fp32 and on a CPU, so that prepared copies of its
         weights make it faster."""
         parameters = list(model.parameters())
@@ -136,7 +136,7 @@ class PreparedDecoder:
         if seen != self._seen:
             self.forget()
             self._seen = seen
-            if self.suits(self._model):
+            if self.is_worthwhile_for(self._model):
                 self._prepare()
         return bool(self._layers)
 

@@ -153,7 +153,7 @@ class SlotTable:
         self._tokens_SC[slot, int(self.length_S[slot]) :] = -1
         self._use(slot)
 
-    def forget(self) -> None:
+    def invalidate_cache(self) -> None:
         """Mark everything that is cached as outdated. Running sequences keep their slots."""
         self.length_S[:] = 0
         for slot, owner in enumerate(self.owner):

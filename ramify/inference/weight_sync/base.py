@@ -72,7 +72,7 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
     """Precision of the base and the sum."""
 
     def __call__(self) -> Tensor:
-        return added(self.base(), *self.pair(), self.scale)
+        return add_adapter(self.base(), *self.pair(), self.scale)
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
@@ -87,7 +87,7 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
         return self.gather()
 
 
-def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Add a low-rank adapter to its base matrix: base + scale * b @ a. Trainer and engine both call
     this function, so that their results are rounded in the same way."""
     return base + (scale * b @ a).to(base.dtype)
@@ -271,7 +271,7 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
         yield WeightPiece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
 
-def reserve(
+def reserve_file_space(
     handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
 ) -> None:
     """Make an open file at least ``length`` bytes long. ``handle`` is its descriptor.
@@ -318,7 +318,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     """Return one parameter in the form in which it is sent to engines. If ``make`` is given, the
     tensor that it returns is sent instead, such as the parameter with its adapter added."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
-    stamp = stamp_of(tensor) if make is None else getattr(make, "stamp", None)
+    stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
     return LazyWeight(
         name,
@@ -330,7 +330,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     )
 
 
-def stamp_of(tensor: Tensor) -> Hashable:
+def frozen_param_version(tensor: Tensor) -> Hashable:
     """Return a value that changes whenever a frozen parameter is written to, or None for any other
     tensor. Torch's version counter is not reliable for trained parameters, because its fused AdamW
     does not count its writes (2.13)."""
@@ -347,14 +347,14 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     return whole if whole.dtype == dtype else whole.to(dtype)
 
 
-def as_checkpoint(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
+def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
     """Rename weights as checkpoints of the transformers model ``model`` do, for engines that load
     checkpoint names. A tensor with all experts of a layer is split into one tensor per expert."""
-    from ramify.models.stored_weights import disk_tensors
+    from ramify.models.stored_weights import to_disk_tensors
 
     for each in given:
         blank = torch.empty(each.shape, dtype=each.dtype, device="meta")
-        parts = list(disk_tensors(model, each.name, blank))
+        parts = list(to_disk_tensors(model, each.name, blank))
         if [part.shape for _, part in parts] == [blank.shape]:
             yield each._replace(name=parts[0][0])
             continue
@@ -376,10 +376,10 @@ class _SplitSource:
 
     def part(self, index: int) -> Tensor:
         """Return one part of the tensor as contiguous memory."""
-        from ramify.models.stored_weights import disk_tensors
+        from ramify.models.stored_weights import to_disk_tensors
 
         if not self._parts:
-            found = disk_tensors(self._model, self._whole.name, self._whole.full())
+            found = to_disk_tensors(self._model, self._whole.name, self._whole.full())
             self._parts = [tensor for _, tensor in found]
         part = self._parts[index].contiguous()
         if index + 1 == self._num_parts:

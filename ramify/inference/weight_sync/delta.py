@@ -4,7 +4,7 @@ tensors, or low-rank adapters. Everything is sent if the engines' weights are no
     a tensor with the stamp of the last sync    not sent, not read
     equal to what the engines have              not sent
     changed in few positions                    positions and values    (if the engine takes them)
-    small and changed                           together, as one tensor (``TensorBundles``)
+    small and changed                           together, as one tensor (``SmallTensorBundles``)
     any other                                   whole
     with a low-rank adapter                     the adapter: engines keep the base matrix, and add
                                                 the adapter as the trainer does
@@ -17,7 +17,7 @@ gets everything.
 Many small tensors are compared, copied and described as one, since the overhead of each exceeds the
 cost of its bytes:
 
-    trainer   norm.1 norm.2 …  ── TensorBundles ──▶ '::together-0' [N], table: names, shapes
+    trainer   norm.1 norm.2 …  ── SmallTensorBundles ──▶ '::together-0' [N], table: names, shapes
     engine    '::together-0', table  ── apart ──▶ norm.1, norm.2, …
 
 Values are compared bit by bit: two NaNs with the same bits are equal, and the two zeros differ.
@@ -47,7 +47,7 @@ from ramify.inference.weight_sync.base import (
     WeightPiece,
     WeightReceiver,
     WeightSync,
-    added,
+    add_adapter,
 )
 
 SAMPLE = 512
@@ -70,7 +70,7 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
 
 
-def differing_parts(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
+def differing_tensors(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
     """Compare two versions of concatenated tensors, and return the indices of the tensors that
     differ. ``lengths`` are the numbers of elements of the tensors, in order."""
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
@@ -94,7 +94,7 @@ def _sample(bits_N: Tensor) -> Tensor:
 _PREFIX = "::together-"
 
 
-class TensorBundles:
+class SmallTensorBundles:
     """A bundle of small tensors of one precision that are sent together. It remembers the values
     that the engines already have, so that only changed tensors are sent."""
 
@@ -104,7 +104,7 @@ class TensorBundles:
         self._had_N = torch.empty(0)
         """The engines' values, one tensor after the other, in main memory."""
 
-    def changed(
+    def bundle_changed(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
         """Join the tensors whose current values the engines do not have into one tensor. Returns
@@ -134,7 +134,7 @@ class TensorBundles:
 
     def _which(self, names: list[str], lengths: list[int], now_N: Tensor) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
-            return differing_parts(bits(now_N), bits(self._had_N.to(now_N.device)), lengths)
+            return differing_tensors(bits(now_N), bits(self._had_N.to(now_N.device)), lengths)
         had = dict(zip(self._names, self._had_N.split_with_sizes(self._lengths), strict=True))
         parts = zip(names, now_N.split_with_sizes(lengths), strict=True)
         return [
@@ -144,7 +144,7 @@ class TensorBundles:
         ]
 
 
-def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
+def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
     """Split a bundle, in which small tensors are concatenated, into its tensors. ``table`` has
     their names and shapes. Raises ValueError if the table does not fit the bundle."""
     try:
@@ -204,7 +204,7 @@ class DeltaSync:
         self._have: dict[str, Tensor] = {}
         """What the engines have, except small tensors."""
         self._stamps: dict[str, Hashable] = {}
-        self._small: dict[tuple[torch.dtype, int], TensorBundles] = {}
+        self._small: dict[tuple[torch.dtype, int], SmallTensorBundles] = {}
         """(precision, number) -> a bundle of up to 1024 small tensors."""
         self._later: list[tuple[Tensor, Tensor]] = []
         """(old, new) tensors, copied while the engines read the chunk, when it delays nothing."""
@@ -315,7 +315,9 @@ class DeltaSync:
     ) -> list[LazyWeight]:
         """Join those of several small tensors that have changed into one tensor. The list is empty
         if none has changed."""
-        changed = self._small.setdefault(which, TensorBundles()).changed(sources, len(self._tables))
+        changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed(
+            sources, len(self._tables)
+        )
         if changed is None:
             return []
         bundle, self._tables[bundle.name] = changed
@@ -406,7 +408,7 @@ class DeltaReceiver:
                 name = piece.name.removesuffix(_VALUES)
                 yield WeightPiece(name, piece.tensor, self._places.pop(name))
             elif piece.name in info["together"]:
-                yield from apart(piece.tensor, info["together"][piece.name])
+                yield from split_bundle(piece.tensor, info["together"][piece.name])
             elif piece.name.endswith(_BASE):
                 self._bases[piece.name.removesuffix(_BASE)] = piece.tensor.to("cpu", copy=True)
             elif piece.name.endswith(_A):
@@ -420,7 +422,7 @@ class DeltaReceiver:
         scale, kind, dtype = info["sums"][name + _B]
         base = self._bases[name].to(b.device, getattr(torch, kind))
         return WeightPiece(
-            name, added(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
+            name, add_adapter(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
         )
 
     def finished(self, version: str) -> None:

@@ -43,7 +43,7 @@ from ramify.inference.weight_sync.base import (
     new_name,
     offsets,
     pieces_of,
-    reserve,
+    reserve_file_space,
     sweep,
     weight_update_info,
 )
@@ -133,7 +133,7 @@ class SharedMemorySync:
         try:
             if which not in self._locks:
                 self._locks[which] = hold_file(self._path(which))
-            reserve(self._locks[which], length)
+            reserve_file_space(self._locks[which], length)
         except OSError as error:
             raise ConfigError(
                 f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights "

@@ -130,7 +130,7 @@ class GuestBranches:
             os._exit(71)  # the old socket is not connected any more
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self._spool.at = 0
-        self._channel.renew()
+        self._channel.restart_reading()
 
     def _cannot_fork(self, fds: list[int]) -> str | None:
         assert isinstance(self._spool, FileOutputSpool)
@@ -172,7 +172,7 @@ class GuestBranches:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self._spool.at = 0
         self._spool.attach()
-        self._channel.renew()
+        self._channel.restart_reading()
 
     def reap(self) -> None:
         """Collect the exit status of branches that have ended, so that none remains a zombie."""

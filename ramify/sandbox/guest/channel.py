@@ -29,11 +29,11 @@ from .frames import (
     check_size,
     frame,
     json_bytes,
-    open_frame,
+    parse_frame_header,
     slice_blobs,
     write_all,
 )
-from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, encoded
+from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, blobs_as_bytes
 
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
@@ -43,9 +43,9 @@ _CHUNK = 1 << 16
 _PREFIX_BYTES = PREFIX.size
 
 
-class GuestInterrupts:
+class DeferrableInterrupts:
     """A handler for interrupts (SIGINT) of the thread that created it. An interrupt that arrives
-    between ``enter`` and ``leave`` is delayed until ``leave``."""
+    between ``begin_deferring`` and ``end_deferring`` is delayed until ``end_deferring``."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
@@ -64,17 +64,17 @@ class GuestInterrupts:
             return False
         return self.is_live
 
-    def enter(self) -> int:
+    def begin_deferring(self) -> int:
         """Begin a section in which no interrupt is raised. Returns the previous nesting depth,
-        which must be passed to ``leave``. Restoring a depth, instead of counting down, prevents an
-        interrupt from unbalancing the sections."""
+        which must be passed to ``end_deferring``. Restoring a depth, instead of counting down,
+        prevents an interrupt from unbalancing the sections."""
         if _get_ident() != self._main:
             return -1
         before = self._depth
         self._depth = before + 1
         return before
 
-    def leave(self, before: int) -> None:
+    def end_deferring(self, before: int) -> None:
         if before < 0:
             return
         self._depth = before
@@ -82,7 +82,7 @@ class GuestInterrupts:
             self._pending = False
             raise KeyboardInterrupt
 
-    def wait(self, blocking: Callable[[], object]) -> None:
+    def call_interruptibly(self, blocking: Callable[[], object]) -> None:
         """Call a function that may block for long, and allow an interrupt to be raised while it
         blocks. The function must not hold any resources."""
         if _get_ident() != self._main:
@@ -90,7 +90,7 @@ class GuestInterrupts:
             return
         previous_depth = self._depth
         try:
-            self.leave(0)
+            self.end_deferring(0)
             blocking()
         finally:
             self._depth = previous_depth
@@ -154,7 +154,7 @@ class GuestChannel:
         own = {self._reader.fd, self.write_fd}
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
-    def renew(self) -> None:
+    def restart_reading(self) -> None:
         """Start reading afresh, after the descriptors have been redirected to a new connection
         under the same numbers."""
         if self.shared_buffers is not None:
@@ -178,10 +178,10 @@ class GuestChannel:
                 header["blobs"] = [len(blob) for blob in blobs]
         shared_buffers = self.shared_buffers
         if shared_buffers is not None:
-            if encoder is not None and blobs and shared_buffers.put(blobs, header["id"]):
+            if encoder is not None and blobs and shared_buffers.try_put(blobs, header["id"]):
                 header["shelved"], blobs = True, ()
             elif encoder is not None and encoder.defers:
-                blobs = encoded(blobs)
+                blobs = blobs_as_bytes(blobs)
             if shared_buffers.reported != shared_buffers.got:
                 header["got"] = shared_buffers.reported = shared_buffers.got
         text = json_bytes(header)
@@ -193,7 +193,7 @@ class GuestChannel:
             raise
         return frame(text, blobs)
 
-    def frame_of(self, text: bytes) -> list[Buffer]:
+    def frame_from_json(self, text: bytes) -> list[Buffer]:
         """Build a frame from a header that is already encoded as JSON and known to be within the
         limits."""
         shared_buffers = self.shared_buffers
@@ -218,15 +218,15 @@ class GuestChannel:
 
     # -- from the host
 
-    def lone(self) -> tuple[dict[str, Any], list[memoryview]] | None:
+    def read_lone_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Wait for data and return the header and binary parts of the next frame, if it arrived
         alone: short, complete and without any data after it. This is the fast path. Otherwise
-        return None, and ``next`` continues with the data that was read."""
+        return None, and ``next_buffered_frame`` continues with the data that was read."""
         reader = self._reader
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
             return None
-        self.poll()
+        self.wait_readable()
         chunk = _read(reader.fd, _CHUNK)
         end = len(chunk)
         if end < _PREFIX_BYTES or PREFIX.unpack_from(chunk) != (end - 4, VERSION, end - 9):
@@ -235,13 +235,13 @@ class GuestChannel:
             return None
         return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
-    def next(self) -> tuple[dict[str, Any], list[memoryview]] | None:
+    def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Return the header and the binary parts of the next frame, or None if more data must be
         read first."""
         view = self._reader.next()
         if view is None:
             return None
-        text, end = open_frame(view)
+        text, end = parse_frame_header(view)
         return self._opened(str(text, "utf-8"), view, end)
 
     def _opened(
@@ -283,7 +283,7 @@ class GuestChannel:
         """Return True if a frame has been read in part."""
         return self._reader.have > 0
 
-    def poll(self) -> None:
+    def wait_readable(self) -> None:
         """Wait until there is data to read."""
         if not (self._is_soon and self._busy_wait.until(self._has_data)):
             self._poll.poll()
@@ -341,7 +341,7 @@ class FrameDispatcher:
     def __init__(
         self,
         channel: GuestChannel,
-        interrupts: GuestInterrupts,
+        interrupts: DeferrableInterrupts,
         fork: Callable[[int], None],
         *,
         ends_process: bool,
@@ -361,7 +361,7 @@ class FrameDispatcher:
         the stream."""
         if not self._calls and self._leading.acquire(blocking=False):
             try:
-                message = self._channel.lone()
+                message = self._channel.read_lone_frame()
             finally:
                 self._leading.release()
             if message is not None:
@@ -399,7 +399,7 @@ class FrameDispatcher:
         host, this thread reads for all of them meanwhile."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
-                self._interrupts.wait(ticket.wake.acquire)
+                self._interrupts.call_interruptibly(ticket.wake.acquire)
                 continue
             try:
                 while ticket.frame is None:
@@ -409,13 +409,13 @@ class FrameDispatcher:
                 self._pass_on()
 
     def _read_step(self, own_ticket: FrameWaiter) -> None:
-        message = self._channel.next()
+        message = self._channel.next_buffered_frame()
         if message is not None:
             self._dispatch(*message, own_ticket)
             return
         # A blocked ``read`` would also wake up whenever the host reads what was sent.
         if not self._channel.has_part():
-            self._interrupts.wait(self._channel.poll)
+            self._interrupts.call_interruptibly(self._channel.wait_readable)
         try:
             self._channel.fill()
         except (EOFError, OSError):

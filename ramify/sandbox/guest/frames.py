@@ -65,7 +65,7 @@ _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 
-def check_header(text: bytes) -> None:
+def check_json_complexity(text: bytes) -> None:
     """Raise ValueLimitError if JSON text has too many items, containers or keys, or is nested too
     deeply. This only scans the text a few times at C speed, and decodes nothing."""
     opens = text.count(b"[") + text.count(b"{")
@@ -108,7 +108,7 @@ def _bare(text: bytes) -> bytes:
     return b"".join(parts)
 
 
-def counts(text: bytes) -> tuple[int, int, int]:
+def json_complexity(text: bytes) -> tuple[int, int, int]:
     """Count the items, the containers and the nesting depth of JSON text. An empty container counts
     as one item."""
     bare = _bare(text)
@@ -204,7 +204,7 @@ def check_size(header: bytes, blobs: Sequence[Any]) -> None:
         )
     check_blob_count(len(blobs))
     if len(header) > MAX_NESTING:
-        check_header(header)
+        check_json_complexity(header)
 
 
 def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
@@ -214,7 +214,7 @@ def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
     return [PREFIX.pack(length, VERSION, len(header)) + header, *blobs]
 
 
-def open_frame(view: memoryview) -> tuple[memoryview, int]:
+def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
     """Return the header bytes of a frame, and the offset at which its binary parts begin. The frame
     is given without its length prefix. Raises ProtocolError if the version or the header's length
     is wrong."""
@@ -312,7 +312,7 @@ class FrameReader:
         return chunk
 
 
-def to_lines(data: bytes) -> bytes:
+def to_base64_lines(data: bytes) -> bytes:
     """Encode bytes as lines of base64, for a stream that can only carry text."""
     starts = range(0, len(data), LINE_BYTES)
     return b"".join(binascii.b2a_base64(data[at : at + LINE_BYTES]) for at in starts)
@@ -392,7 +392,7 @@ def unpack_value(
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
 
 
-def is_aligned(data: Buffer) -> bool:
+def has_aligned_buffers(data: Buffer) -> bool:
     """Return True if an encoded value has tables or arrays, whose buffers are aligned within the
     encoded data."""
     end = U32.size + U32.unpack_from(data)[0]
@@ -474,7 +474,7 @@ class HostGuestSharedMemory:
         guest must not write before the answer; otherwise it could make the host hold half a file of
         data for every few bytes on the socket."""
         self.key = -1
-        """The ``key`` of the last ``put``."""
+        """The ``key`` of the last ``try_put``."""
         self.put_count = 0
         """Number of writes by this end."""
         self.got = 0
@@ -482,7 +482,7 @@ class HostGuestSharedMemory:
         self.reported = 0
         """Last value of ``got`` that was sent to the other end."""
 
-    def put(self, blobs: Sequence[Any], key: int) -> bool:
+    def try_put(self, blobs: Sequence[Any], key: int) -> bool:
         """Write blobs (bytes, or ASCII text) for the other end. Returns False, and writes nothing,
         if they are too short or too long, or if the other end has not read the previous ones
         yet."""
@@ -521,7 +521,7 @@ class HostGuestSharedMemory:
             at += length
         return blobs
 
-    def empty(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory of the file back to the system, if the file was used and has been
         read."""
         if self._is_used and self.is_free:

@@ -13,11 +13,11 @@ import os
 from typing import Any
 
 from .branches import GuestBranches, JailForkFunctions
-from .channel import DROPPED, FrameDispatcher, FrameWaiter, GuestChannel, GuestInterrupts
+from .channel import DROPPED, DeferrableInterrupts, FrameDispatcher, FrameWaiter, GuestChannel
 from .frames import copy_as_sent_to_host, done_json, unpack_value
 from .interpreter_state import InterpreterBaseline, MemoryLimit, complete_builtins
-from .notebook import GuestNotebook, cut, show_error, text_of
-from .output import CellOutput, FileOutputSpool, InProcessOutputSpool
+from .notebook import GuestNotebook, cut, error_text, format_error
+from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
 from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, ValueLimitError
 
 
@@ -44,8 +44,8 @@ class HostCalls:
         self,
         channel: GuestChannel,
         inbox: FrameDispatcher,
-        interrupts: GuestInterrupts,
-        output: CellOutput,
+        interrupts: DeferrableInterrupts,
+        output: CellOutputSender,
     ) -> None:
         self._channel = channel
         self._inbox = inbox
@@ -64,7 +64,7 @@ class HostCalls:
             )
         self._output.flush()
         ticket = FrameWaiter()
-        before = self._interrupts.enter()
+        before = self._interrupts.begin_deferring()
         try:
             self._post(name, [list(args), kwargs], ticket)
             self._inbox.wait(ticket)
@@ -74,7 +74,7 @@ class HostCalls:
             raise ValueError(f"{name}: {error}") from None
         finally:
             self._inbox.forget(ticket)
-            self._interrupts.leave(before)
+            self._interrupts.end_deferring(before)
         if ticket.frame is DROPPED:
             raise HostError("RuntimeError", f"{name}() was still waiting when its cell ended")
         header, blobs = ticket.frame
@@ -139,14 +139,14 @@ class Guest:
         branch. ``shared_buffers``: a ``HostGuestSharedMemory``, if host and guest share one.
         ``apart``: how to fork, if both processes need a new connection.
         """
-        self.interrupts = GuestInterrupts()
+        self.interrupts = DeferrableInterrupts()
         self._channel = GuestChannel(
             read_fd,
             write_fd,
             takes_fds=can_fork and apart is None,
             shared_buffers=shared_buffers,
         )
-        self.output = CellOutput(spool, self._channel, self.interrupts, max_output_bytes)
+        self.output = CellOutputSender(spool, self._channel, self.interrupts, max_output_bytes)
         self._memory = MemoryLimit(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
         self._branches = GuestBranches(self._channel, spool, self.notebook, apart)
@@ -162,7 +162,7 @@ class Guest:
 
     # -- serving
 
-    def begin(self, memory_limits: tuple[int, int] | None) -> None:
+    def record_process(self, memory_limits: tuple[int, int] | None) -> None:
         """Record the id of this process, which may have been forked since the guest was created,
         and its memory limits."""
         self._channel.pid = os.getpid()
@@ -230,7 +230,9 @@ class Guest:
                 raise ProtocolError(f"an unknown request {op!r}")
             self._channel.send({"op": "ok", "id": id})
         except BaseException as error:  # noqa: BLE001  (the host decides what to do about it)
-            self._send_failed(id, error, show_error(error) if op == "install" else text_of(error))
+            self._send_failed(
+                id, error, format_error(error) if op == "install" else error_text(error)
+            )
 
     def _send_value(self, id: int, value: Any) -> None:
         encoder = ValueEncoder(bounded=True)
@@ -291,16 +293,16 @@ class Guest:
         self._mend()
         channel, output = self._channel, self.output
         with channel.sending:
-            parts = output.take(final=True)
-        output.end()
-        note, encoder, has_hooks = None, None, self.notebook.has_hooks
+            parts = output.take_frames(final=True)
+        output.keep_last_output()
+        note, encoder, has_hooks = None, None, self.notebook.has_after_cell_hooks
         if has_hooks:
             encoder = ValueEncoder(bounded=True)
-            note, error = self.notebook.after_cell(encoder, error)
+            note, error = self.notebook.run_after_cell_hooks(encoder, error)
         restored = self.notebook.restore_names()
         with channel.sending:
             if has_hooks:
-                parts += output.take(final=True)
+                parts += output.take_frames(final=True)
             channel.is_open = False
             self._inbox.drop_calls()
             done = (id, value, error, restored, output.chars)
@@ -318,20 +320,20 @@ class Guest:
             except ValueLimitError as limit:
                 # What the cell left for the host is over a limit: report it as the cell's error.
                 done = (*done[:2], done[2] or f"ValueError: {limit}", *done[3:])
-        return self._channel.frame_of(done_json(*done))
+        return self._channel.frame_from_json(done_json(*done))
 
     def _mend(self) -> None:
         """Undo the changes of a cell to the interpreter that would keep the guest from finishing
         the cell."""
         self._interpreter.mend_builtins()
-        self.notebook.mend()
+        self.notebook.mend_namespace()
         if self._owns_process:
             self._interpreter.mend_streams(self.notebook.module, self.output)
 
     def _mend_process(self) -> None:
         """Undo the changes of a cell to the process that would break the next cell."""
         if self._owns_process:
-            self._interpreter.mend_process(self.output, self.on_interrupt)
+            self._interpreter.restore_fds_and_sigint(self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
         """Handle SIGINT: raise KeyboardInterrupt in the cell as soon as it is safe. A process that

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .output import CellOutput
+from .output import CellOutputSender
 
 with contextlib.suppress(ImportError):
     import resource
@@ -79,7 +79,7 @@ class InterpreterBaseline:
         if _VERSION is not None:
             self._seen = _VERSION.value
 
-    def mend_streams(self, main: types.ModuleType, output: CellOutput) -> None:
+    def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
         """Restore the standard streams, ``__main__``, the trace and profile functions and the
         recursion limit, which a cell may have changed. Call this only if the guest has its process
         to itself."""
@@ -93,7 +93,9 @@ class InterpreterBaseline:
         if sys.getrecursionlimit() != self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
 
-    def mend_process(self, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
+    def restore_fds_and_sigint(
+        self, output: CellOutputSender, on_interrupt: Callable[..., None]
+    ) -> None:
         """Restore the output descriptors and the handling of SIGINT, once the host has the result
         of the cell."""
         output.spool.attach()

@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .channel import GuestInterrupts
+from .channel import DeferrableInterrupts
 from .interpreter_state import MemoryLimit
 from .values import VALUE_CHARS, CodecError, ValueEncoder, ValueLimitError, type_name
 
@@ -55,7 +55,7 @@ def safe_repr(value: Any) -> str:
         return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return ``str(error)``, or a note if that fails, as it may for an exception class that was
     defined in a cell."""
     try:
@@ -64,7 +64,7 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be had: {type(worse).__name__})"
 
 
-def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
+def format_error(error: BaseException, hidden: Collection[str] = ()) -> str:
     """Format the traceback of an error for the author of the cell, without the frames of the guest
     and of the files in ``hidden``."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
@@ -160,7 +160,7 @@ class CompiledCell:
         return code
 
 
-def compiled(source: str, name: str, code: Any = None) -> types.CodeType:
+def compile_or_load_module(source: str, name: str, code: Any = None) -> types.CodeType:
     """Compile the source of a module, or load it from ``code`` if the host has compiled it already
     (in marshal format, by the same version of Python). A code object is returned unchanged."""
     if isinstance(code, types.CodeType):
@@ -198,7 +198,7 @@ class GuestNotebook:
     )
 
     def __init__(
-        self, interrupts: GuestInterrupts, memory: MemoryLimit, *, owns_process: bool
+        self, interrupts: DeferrableInterrupts, memory: MemoryLimit, *, owns_process: bool
     ) -> None:
         self._interrupts = interrupts
         self._memory = memory
@@ -241,7 +241,7 @@ class GuestNotebook:
             raise NameError(f"name '{name}' is not defined")
         return self.namespace[name]
 
-    def mend(self) -> None:
+    def mend_namespace(self) -> None:
         """Restore ``__name__`` and ``__builtins__``, without which Python code cannot run
         properly."""
         self.namespace["__name__"] = "__main__"
@@ -282,7 +282,7 @@ class GuestNotebook:
         remember_source(name, source)
         if self._owns_process:
             sys.modules[module] = installed
-        exec(compiled(source, name, code), installed.__dict__)
+        exec(compile_or_load_module(source, name, code), installed.__dict__)
         self.hidden.add(name)
         self.modules[module] = installed
         for public in installed.__dict__.get("__all__", ()):
@@ -290,11 +290,13 @@ class GuestNotebook:
         self._added[module] = self.namespace.keys() - before
 
     @property
-    def has_hooks(self) -> bool:
+    def has_after_cell_hooks(self) -> bool:
         """True if installed modules may have code to run after a cell."""
         return bool(self.modules)
 
-    def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
+    def run_after_cell_hooks(
+        self, encoder: ValueEncoder, error: str | None
+    ) -> tuple[Any, str | None]:
         """Call the ``after_cell`` hook of each installed module and return the encoded results,
         with the error of the cell or, if it had none, of a hook. The hooks see the names as the
         cell left them."""
@@ -308,7 +310,7 @@ class GuestNotebook:
             except BaseException as failure:  # noqa: BLE001  (shown to the cell's author: the cell may have caused it)
                 notes[name] = None
                 kind = _NAMED.get(type(failure), type(failure).__name__)
-                error = error or f"{kind}: {cut(text_of(failure), 2000)}"
+                error = error or f"{kind}: {cut(error_text(failure), 2000)}"
         return notes or None, error
 
     # -- a cell
@@ -321,7 +323,7 @@ class GuestNotebook:
             try:
                 return self.evaluate(source, name)
             except BaseException as error:  # noqa: BLE001  (a cell may raise anything)
-                return None, self.describe(error)
+                return None, self.format_error(error)
         finally:
             self._interrupts.is_live = False
 
@@ -334,7 +336,7 @@ class GuestNotebook:
 
     def _value_of(self, code: types.CodeType) -> Any:
         result = eval(code, self.namespace)
-        return self.complete(result) if code.co_flags & _CO_COROUTINE else result
+        return self.run_coroutine(result) if code.co_flags & _CO_COROUTINE else result
 
     def _echo(self, value: Any) -> str | None:
         if value is None:
@@ -342,7 +344,7 @@ class GuestNotebook:
         self.namespace["_"] = value
         return safe_repr(value)
 
-    def complete(self, coroutine: Any) -> Any:
+    def run_coroutine(self, coroutine: Any) -> Any:
         """Run a coroutine of a cell to completion in the session's event loop, and return its
         result."""
         import asyncio
@@ -362,7 +364,7 @@ class GuestNotebook:
             self.loop.close()
             self.loop = None
 
-    def describe(self, error: BaseException) -> str | None:
+    def format_error(self, error: BaseException) -> str | None:
         """Format an error of a cell as text. Returns None if the cell ended with an exit that is
         not an error."""
         if isinstance(error, SystemExit):
@@ -373,7 +375,7 @@ class GuestNotebook:
         if isinstance(error, MemoryError):
             error.__context__ = None  # the interpreter reuses its few MemoryError objects
         try:
-            text: str | None = show_error(error, self.hidden)
+            text: str | None = format_error(error, self.hidden)
         except Exception:  # noqa: BLE001  (its text cannot be built)
             text = f"{type(error).__name__} (its traceback could not be shown)"
         if isinstance(error, MemoryError):

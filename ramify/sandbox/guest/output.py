@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .channel import GuestChannel, GuestInterrupts
+from .channel import DeferrableInterrupts, GuestChannel
 from .frames import MAX_FRAME_OUTPUT
 from .values import Buffer
 
@@ -134,7 +134,7 @@ class FileOutputSpool:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.at = 0
-        """File offset from which ``take`` continues."""
+        """File offset from which ``take_frames`` continues."""
 
     def write(self, data: bytes) -> None:
         while data:
@@ -238,7 +238,7 @@ _clock = time.monotonic
 """Saved before any cell has run."""
 
 
-class CellOutput:
+class CellOutputSender:
     """The output of the running cell on its way to the host, and the output of the last cell that
     ended."""
 
@@ -264,7 +264,7 @@ class CellOutput:
         self,
         spool: FileOutputSpool | InProcessOutputSpool,
         channel: GuestChannel,
-        interrupts: GuestInterrupts,
+        interrupts: DeferrableInterrupts,
         max_bytes: int,
     ) -> None:
         self.spool = spool
@@ -293,7 +293,7 @@ class CellOutput:
         self._full_output = HeadTailBuffer(16 * self._max_bytes)
         self._held = TailBuffer(max(self._max_bytes // 2, 1))
 
-    def end(self) -> None:
+    def keep_last_output(self) -> None:
         """Keep the full output of the cell that has just ended, so that ``last_output`` can return
         it."""
         self._ended = None if self._is_unused else (self._full_output, self.chars)
@@ -321,18 +321,18 @@ class CellOutput:
         channel = self._channel
         if not channel.is_open or not channel.is_session_process():
             return
-        before = self._interrupts.enter()
+        before = self._interrupts.begin_deferring()
         try:
             if channel.sending.acquire(blocking=False):
                 try:
                     if channel.is_open:
-                        channel.write(self.take(final=False))
+                        channel.write(self.take_frames(final=False))
                 finally:
                     channel.sending.release()
         finally:
-            self._interrupts.leave(before)
+            self._interrupts.end_deferring(before)
 
-    def take(self, final: bool) -> list[Buffer]:
+    def take_frames(self, final: bool) -> list[Buffer]:
         """Collect the output so far, and build the frames that must be sent to the host now. The
         caller must hold the lock ``GuestChannel.sending``."""
         self._pending = 0

@@ -516,13 +516,13 @@ class ValueDecoder:
         return items
 
 
-def encoded(blobs: Sequence[Any]) -> list[Buffer]:
+def blobs_as_bytes(blobs: Sequence[Any]) -> list[Buffer]:
     """Return a list of blobs with all texts encoded as bytes. An encoder that was created with
     ``defers`` leaves long texts unencoded."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
-def portable(value: Any) -> Any:
+def roundtrip_copy(value: Any) -> Any:
     """Return a copy of a value as the other end of the connection would receive it. Raises
     TypeError if the value cannot be encoded."""
     encoder = ValueEncoder()

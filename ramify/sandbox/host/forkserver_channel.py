@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import anonymous_file
-from ramify.sandbox.guest.frames import frame, open_frame
+from ramify.sandbox.guest.frames import frame, parse_frame_header
 from ramify.sandbox.host.forkserver_process import (
     StartedForkServer,
     start_process,
@@ -145,7 +145,7 @@ class ForkServerChannel:
             self._lose()
             return
         for view in self._assembler.feed(memoryview(data)):
-            header = msgspec.json.decode(open_frame(view)[0])
+            header = msgspec.json.decode(parse_frame_header(view)[0])
             count = header.get("fds", 0)
             fds, self._fds = self._fds[:count], self._fds[count:]
             self._take(header, fds)

@@ -50,7 +50,7 @@ def readable(packages: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def listed(packages: Sequence[str]) -> list[str]:
+def partly_visible_folders(packages: Sequence[str]) -> list[str]:
     """Return the folders of the given packages that a jail makes visible only in part. Imports have
     to look up names in them. Raises ConfigError if a package is not installed."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]

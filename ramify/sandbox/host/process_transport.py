@@ -23,7 +23,7 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
 from ramify.sandbox.guest.frames import HostGuestSharedMemory, ScratchBuffer, make_file
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
-from ramify.sandbox.host.transport import SharedReadState, SocketStream, how_it_ended
+from ramify.sandbox.host.transport import SandboxSharedBuffers, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
@@ -89,7 +89,7 @@ class SessionSharedMemory:
             self.shared_buffers.close()
 
 
-class SessionProcess(NamedTuple):
+class ForkedSession(NamedTuple):
     """The connection, the files and the process of one forked session, as the host needs them."""
 
     sock: socket.socket
@@ -125,7 +125,7 @@ class ProcessTransport:
     )
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SharedReadState, process: SessionProcess
+        self, caps: SandboxCapabilities, buffers: SandboxSharedBuffers, process: ForkedSession
     ) -> None:
         self.caps = caps
         self._sock, self._files, self.channel, self._pid, self.pidfd = process
@@ -161,14 +161,14 @@ class ProcessTransport:
         """Do nothing: without a jail, a session and its branch need not be isolated from each
         other."""
 
-    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
-        branch = SessionProcess(*self.send_branch(frame), self.channel)
+    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
+        branch = ForkedSession(*self.request_fork(frame), self.channel)
         return BranchTransport(self.caps, self.buffers, branch)
 
-    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
+    def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
         """Send the request to fork, with a socket and files for the branch, and return the host's
         ends of these."""
-        host_end, branch_end, files = self.branch_ends()
+        host_end, branch_end, files = self.make_branch_ends()
         with branch_end:
             try:
                 self.stream.write_with(frame, (branch_end.fileno(), *files.descriptors()))
@@ -178,7 +178,7 @@ class ProcessTransport:
                 raise
         return host_end, files
 
-    def branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
+    def make_branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
         """Create the socket and the files of a branch. Returns the host's end of the socket, the
         branch's end, and the files. Raises SandboxError if the system refuses."""
         try:
@@ -224,7 +224,7 @@ class ProcessTransport:
     def has_ended(self) -> bool:
         return self._exited.done()
 
-    def on_exit(self, call: Callable[[], None]) -> None:
+    def add_exit_callback(self, call: Callable[[], None]) -> None:
         """Register a function to be called once the process has ended."""
         self._exited.add_done_callback(lambda _: call())
 
@@ -285,7 +285,7 @@ class ProcessTransport:
         if self._files.spool < 0:
             return
         self.kill()
-        self.stream.end()
+        self.stream.close_silently()
         self._files.close()
         ending = asyncio.ensure_future(self._wait_for_exit())
         self.buffers.endings.add(ending)
@@ -333,7 +333,7 @@ class BranchTransport(ProcessTransport):
             ),
             0,
         )
-        if not data or not self.is_proven(pid):
+        if not data or not self.accept_process(pid):
             lost()
             return
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
@@ -341,7 +341,7 @@ class BranchTransport(ProcessTransport):
         received(memoryview(data))
         self.stream.start_reading(received, lost)
 
-    def is_proven(self, pid: int) -> bool:
+    def accept_process(self, pid: int) -> bool:
         """Accept a process as the branch and open a descriptor for it. Returns False if there is no
         such process."""
         with contextlib.suppress(OSError):

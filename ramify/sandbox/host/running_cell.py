@@ -25,14 +25,20 @@ from ramify.errors import HostCallError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxSpec
 from ramify.sandbox.guest.frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
-from ramify.sandbox.guest.values import Buffer, CodecError, ProtocolError, ValueEncoder, encoded
+from ramify.sandbox.guest.values import (
+    Buffer,
+    CodecError,
+    ProtocolError,
+    ValueEncoder,
+    blobs_as_bytes,
+)
 from ramify.sandbox.host.session_wire import (
     CellDoneFrame,
     GuestFrameConnection,
     HostCallFrame,
     in_thread,
 )
-from ramify.sandbox.host.transport import ignored
+from ramify.sandbox.host.transport import do_nothing
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024
@@ -60,7 +66,7 @@ class CellClock:
 
     def start(self) -> None:
         self.stop()
-        time_account.begin("sessions")
+        time_account.begin_part("sessions")
         self._since = time.monotonic()
 
     def pause(self) -> None:
@@ -72,7 +78,7 @@ class CellClock:
 
     def stop(self) -> None:
         if self._since is not None:
-            time_account.end("sessions")
+            time_account.end_part("sessions")
         self.worked_s, self._since, self._paused = self.worked(), None, None
 
     def worked(self) -> float:
@@ -203,12 +209,12 @@ class CellCalls:
         for task in self.tasks.values():
             task.cancel()
 
-    def end(self) -> None:
+    def discard_pending(self) -> None:
         """Stop the clock and forget the pending calls, since their cell has ended."""
         self._clock.stop()
         self.pending.clear()
 
-    async def wait(self, timeout_s: float) -> None:
+    async def cancel_and_wait(self, timeout_s: float) -> None:
         """Cancel the answers that are still in progress, and wait up to ``timeout_s`` seconds for
         their tasks to end."""
         if tasks := list(self.tasks.values()):
@@ -221,7 +227,7 @@ def _encode(encoder: ValueEncoder, value: Any) -> Any:
     buffers."""
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
-        encoder.blobs = encoded(encoder.blobs)
+        encoder.blobs = blobs_as_bytes(encoder.blobs)
     return data
 
 
@@ -344,7 +350,7 @@ class RunningCell:
         return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
-        self.calls.end()
+        self.calls.discard_pending()
         self.end = end
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
@@ -405,10 +411,10 @@ class CellAlarm:
         """Cancel the timer and drop all references to the session, so that it can be freed at
         once."""
         self.cancel()
-        self._cell, self._ring = None, ignored
+        self._cell, self._ring = None, do_nothing
 
 
-class SessionLimits(NamedTuple):
+class CellLimits(NamedTuple):
     """The time and output limits of one session, taken from ``SandboxSpec``."""
 
     cell_s: float
@@ -416,8 +422,8 @@ class SessionLimits(NamedTuple):
     max_output_bytes: int
 
 
-def limits_of(spec: SandboxSpec) -> SessionLimits:
-    return SessionLimits(spec.cell_s, spec.grace_s, spec.max_output_bytes)
+def limits_of(spec: SandboxSpec) -> CellLimits:
+    return CellLimits(spec.cell_s, spec.grace_s, spec.max_output_bytes)
 
 
 class SessionStatus(enum.Enum):

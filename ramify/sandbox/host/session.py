@@ -26,9 +26,9 @@ from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
 from ramify.sandbox.host import session_wire
 from ramify.sandbox.host.running_cell import (
     CellAlarm,
+    CellLimits,
     GuestRefused,
     RunningCell,
-    SessionLimits,
     SessionStatus,
     result_of,
 )
@@ -80,7 +80,7 @@ class GuestSessionProxy:
     )
 
     def __init__(
-        self, transport: Transport, limits: SessionLimits, hooks: SessionLifecycleHooks = NO_HOOKS
+        self, transport: Transport, limits: CellLimits, hooks: SessionLifecycleHooks = NO_HOOKS
     ) -> None:
         self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
@@ -175,7 +175,7 @@ class GuestSessionProxy:
             if cell.timer is not None:
                 cell.timer.cancel()
             if cell.calls.tasks:
-                await cell.calls.wait(self._limits.grace_s)
+                await cell.calls.cancel_and_wait(self._limits.grace_s)
         if cell.calls.bug is not None:
             raise cell.calls.bug
         return result_of(cell, *end)
@@ -290,12 +290,12 @@ class GuestSessionProxy:
         self._fail(reason)
 
     @property
-    def process(self) -> int:
+    def pidfd(self) -> int:
         """The process descriptor (pidfd) of the session, or -1 if the transport has none."""
         return getattr(self._wire.transport, "pidfd", -1)
 
     @property
-    def place(self) -> tuple[Any, int]:
+    def server_and_pid(self) -> tuple[Any, int]:
         """The control channel of the server that started this session's process, and the id of the
         process there."""
         transport = self._wire.transport
@@ -349,8 +349,8 @@ class GuestSessionProxy:
             await transport.prepare_branch()
             self._check_waits(cell)
             pending = dict(cell.calls.pending) if cell is not None else {}
-            branch_transport = transport.begin_branch(
-                session_wire.request({"op": "fork", "id": id}), self._moved
+            branch_transport = transport.fork_branch(
+                session_wire.build_request_frame({"op": "fork", "id": id}), self._moved
             )
             self._wire.hold_sending()
             branch = GuestSessionProxy(branch_transport, self._limits, self._hooks)
@@ -442,7 +442,7 @@ class GuestSessionProxy:
         if not self._failure:
             self._failure, self._state = why, SessionStatus.ENDED
             self._wire.transport.kill()
-            self._wire.drain()
+            self._wire.release_holds()
             # In case the end of the stream never arrives
             asyncio.get_running_loop().call_later(1.0, self._lost)
 
@@ -504,7 +504,7 @@ class GuestSessionProxy:
         if note is not None and not isinstance(note, dict):
             raise ProtocolError("a note that is not a dict")
         if (shared_buffers := self._wire.transport.shared_buffers) is not None:
-            shared_buffers.empty()
+            shared_buffers.release_memory()
         cell.chars = message.chars
         cell.ends((message, note))
 

@@ -28,9 +28,9 @@ from ramify.sandbox.guest.frames import (
     MAX_NESTING,
     HostGuestSharedMemory,
     check_blob_count,
-    check_header,
+    check_json_complexity,
     frame,
-    open_frame,
+    parse_frame_header,
     slice_blobs,
 )
 from ramify.sandbox.guest.values import (
@@ -40,9 +40,9 @@ from ramify.sandbox.guest.values import (
     ValueDecoder,
     ValueEncoder,
     ValueLimitError,
-    encoded,
+    blobs_as_bytes,
 )
-from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, ignored
+from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, do_nothing
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
@@ -146,7 +146,7 @@ def is_large(view: memoryview) -> bool:
     """Return True if decoding a frame may take long enough to delay other sessions."""
     if len(view) <= LARGE_HEADER:
         return False
-    header = len(open_frame(view)[0])
+    header = len(parse_frame_header(view)[0])
     return header > LARGE_HEADER or len(view) - header > LARGE_BLOBS
 
 
@@ -162,12 +162,12 @@ def parse(
     ``is_later``: the caller will read binary parts from the shared buffers afterwards, and call
     ``note_read``.
     """
-    header, end = open_frame(view)
+    header, end = parse_frame_header(view)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
     try:
         if len(header) > MAX_NESTING:
-            check_header(bytes(header))
+            check_json_complexity(bytes(header))
         message: FromGuest = _decoder.decode(header)
         check_blob_count(len(getattr(message, "blobs", ())))
     except ValueLimitError as error:
@@ -267,7 +267,7 @@ def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Ra
         yield group
 
 
-def request(
+def build_request_frame(
     header: dict[str, Any],
     encoder: ValueEncoder | None = None,
     shared_buffers: HostGuestSharedMemory | None = None,
@@ -278,10 +278,10 @@ def request(
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
         header.setdefault("blobs", [len(blob) for blob in blobs])
-        if shared_buffers is not None and shared_buffers.put(blobs, 0):
+        if shared_buffers is not None and shared_buffers.try_put(blobs, 0):
             header["shelved"], blobs = True, []
         elif encoder.defers:
-            blobs = encoded(blobs)
+            blobs = blobs_as_bytes(blobs)
     if encoder is not None and encoder.tags:
         header["tags"] = True
     return frame(_encoder.encode(header), blobs)
@@ -331,8 +331,8 @@ class GuestFrameConnection:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._is_lone: Callable[[], bool | None] = getattr(transport, "is_lone", ignored)
-        self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", ignored)
+        self._is_lone: Callable[[], bool | None] = getattr(transport, "is_lone", do_nothing)
+        self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", do_nothing)
         """Handles the guest's next frame if it arrives within microseconds and the transport
         supports this. Call it last, after a request or an answer."""
         self.last_id = 0
@@ -398,7 +398,7 @@ class GuestFrameConnection:
 
     async def _decode(self, view: memoryview) -> None:
         """Decode a large frame in a thread, so that other sessions are served meanwhile."""
-        self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(open_frame(view)[0])
+        self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(parse_frame_header(view)[0])
         try:
             parsing = functools.partial(parse, view, is_later=True)
             message, blobs = await in_thread(parsing)
@@ -433,7 +433,7 @@ class GuestFrameConnection:
         decoded."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
-    def drain(self) -> None:
+    def release_holds(self) -> None:
         """Drop all reasons to hold back frames, so that the stream is read to its end."""
         self._holds.clear()
         self.transport.resume()
@@ -444,7 +444,7 @@ class GuestFrameConnection:
         if self._decoder is not None:
             self._decoder.cancel()
         waits = self.transport.close()
-        self._received = self._failed = ignored
+        self._received = self._failed = do_nothing
         return waits
 
     # -- to the guest
@@ -467,14 +467,14 @@ class GuestFrameConnection:
         ):
             shared_buffers.owed = None
         try:
-            parts = request(header, encoder, shared_buffers)
+            parts = build_request_frame(header, encoder, shared_buffers)
         except UnicodeEncodeError:
             # The code has lone surrogates: replace them, so that Python reports them in the cell.
             replaced = {
                 k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v
                 for k, v in header.items()
             }
-            parts = request(replaced, encoder, shared_buffers)
+            parts = build_request_frame(replaced, encoder, shared_buffers)
         self.transport.write(parts)
 
     def hold_sending(self) -> None:

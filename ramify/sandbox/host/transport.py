@@ -94,11 +94,11 @@ class ForkingTransport(Transport, Protocol):
     """A transport to a guest whose process can be forked, so that the session continues as two."""
 
     async def prepare_branch(self) -> None:
-        """Finish everything that must be done before ``begin_branch``. Raises SandboxError if the
+        """Finish everything that must be done before ``fork_branch``. Raises SandboxError if the
         session cannot be forked."""
         ...
 
-    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
+    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
         """Send the request to fork, allow the guest to create one process, and return the transport
         to the new process. ``moved``: called if the original session gets a new stream and new
         files."""
@@ -122,7 +122,7 @@ MAX_UNSENT_BYTES = 64 << 20
 guest until the guest has read."""
 
 
-def ignored(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """Do nothing. Used as the callback for data that still arrives for a closed session or stream.
 
     Replacing the original callbacks by this function avoids a cycle of references. Only the garbage
@@ -131,7 +131,7 @@ def ignored(*_: Any) -> None:
     """
 
 
-class SharedReadState:
+class SandboxSharedBuffers:
     """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
     only valid until the next read, and the tasks that wait for killed processes to end."""
 
@@ -221,7 +221,7 @@ class SocketStream:
         "_view",
     )
 
-    def __init__(self, sock: socket.socket, shared: SharedReadState) -> None:
+    def __init__(self, sock: socket.socket, shared: SandboxSharedBuffers) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -299,7 +299,7 @@ class SocketStream:
         else:
             self._loop.add_reader(fd, self._readable)
 
-    def drain(self) -> None:
+    def read_available(self) -> None:
         """Read the data that has already arrived, without waiting for more."""
         with contextlib.suppress(OSError):
             for _ in range(_MOST_READS):
@@ -385,10 +385,10 @@ class SocketStream:
             self._backlog = None
             self._loop.remove_writer(self._sock.fileno())
 
-    def end(self) -> None:
+    def close_silently(self) -> None:
         """Close the stream for good. Data that is still on its way is ignored."""
         self.close()
-        self._received = self._lost = ignored
+        self._received = self._lost = do_nothing
 
     def close(self) -> None:
         # By number: asyncio describes a socket that it does not find, with four system calls.

@@ -66,7 +66,7 @@ class JailSessionDescriptors(NamedTuple):
         if self.rules >= 0:
             os.close(self.rules)
 
-    def drop(self) -> None:
+    def drop_scratch(self) -> None:
         """Release the file system of a session that has ended."""
         if self.scratch >= 0:
             os.close(self.scratch)
@@ -94,7 +94,7 @@ class JailSessionConfiner:
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
         self._limits = _limits(bounds, own_user)
 
-    def prepare(self) -> JailSessionDescriptors:
+    def prepare_session(self) -> JailSessionDescriptors:
         """Prepare the folder and the Landlock rules of one session before it is forked. After the
         fork, the same work would copy memory pages."""
         scratch = -1
@@ -103,7 +103,9 @@ class JailSessionConfiner:
                 str(self._bounds.files_bytes),
                 str(max(self._bounds.files_bytes >> 14, 64)),
             )
-            scratch = primitives.memory_mount({"size": size, "nr_inodes": inodes, "mode": "0700"})
+            scratch = primitives.create_detached_tmpfs(
+                {"size": size, "nr_inodes": inodes, "mode": "0700"}
+            )
         return JailSessionDescriptors(
             scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch)
         )
@@ -168,7 +170,7 @@ def _leave_undone(**_: Any) -> None:
     """Replacement for ``os.register_at_fork`` that ignores the hooks it is given."""
 
 
-def end_ignoring_fork_hooks() -> None:
+def restore_fork_hooks() -> None:
     """Restore ``os.register_at_fork``, so that hooks that are registered from now on run after
     forks."""
     os.register_at_fork = _register_at_fork

@@ -117,7 +117,7 @@ _clone_arguments = tuple(
 )
 
 
-def fork_apart() -> int:
+def fork_sibling() -> int:
     """Fork without running any hook of Python or the C library. The new process becomes a sibling:
     a child of this process's parent, so neither of the two learns how the other ends. Use this only
     in a process with one thread."""
@@ -136,7 +136,7 @@ def take_wire(wire: int, *files: int) -> None:
     Over the connection, the host sends the standard streams, then the output file and the shared
     buffers, which get the numbers in ``files``. Raises OSError if something is missing.
     """
-    take_descriptor(wire)
+    request_descriptor(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
     try:
         _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))
@@ -151,7 +151,7 @@ def take_wire(wire: int, *files: int) -> None:
             _close(fd)
 
 
-def take_descriptor(number: int) -> None:
+def request_descriptor(number: int) -> None:
     """Ask the host for a descriptor with the given number. The host gives it only to a process that
     has no others, so all descriptors are closed first. Raises OSError."""
     while True:
@@ -213,9 +213,9 @@ def pivot(root: str) -> None:
     os.chdir("/")
 
 
-def memory_mount(options: dict[str, str]) -> int:
+def create_detached_tmpfs(options: dict[str, str]) -> int:
     """Create a file system in memory that is not mounted yet. Returns a descriptor for
-    ``place_mount`` and ``freeze_mount``."""
+    ``place_mount`` and ``freeze_filesystem``."""
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
         for name, value in options.items():
@@ -232,7 +232,7 @@ def place_mount(fd: int, target: str) -> None:
     syscall(_MOVE_MOUNT, fd, b"", _AT_FDCWD, target.encode(), 4, what=f"move_mount to {target}")
 
 
-def freeze_mount(fd: int) -> None:
+def freeze_filesystem(fd: int) -> None:
     """Make the file system behind a mount read-only, wherever it is mounted. Raises KernelDenied
     (busy) while a file in it is open for writing."""
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")

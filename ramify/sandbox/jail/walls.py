@@ -62,7 +62,7 @@ class TierUnavailable(Exception):
         self.missing = missing
 
 
-class ZygoteWalls(NamedTuple):
+class ReachedIsolation(NamedTuple):
     """The isolation of a zygote, the process from which a jail's sessions are forked: the tier that
     it has reached, and what is missing for stronger ones."""
 
@@ -78,7 +78,7 @@ class ZygoteWalls(NamedTuple):
     """True if this process has no namespace of processes, so that it must end everything itself."""
 
 
-def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
+def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> ReachedIsolation:
     """Isolate this process so that it can be the zygote, from which sessions are forked.
     ``config["tiers"]`` lists the kinds of isolation to try, the strongest first.
 
@@ -116,7 +116,7 @@ def _cause(error: BaseException) -> str:
 # tier A
 
 
-def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
+def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ReachedIsolation:
     """Build the isolation of tier A, by namespaces, in a child process, since half-built isolation
     cannot be removed. Returns only in the child. If the child fails, raises OSError here."""
     read_end, write_end = os.pipe()
@@ -156,7 +156,7 @@ def _wait_out(pid: int) -> None:
     os._exit(max(os.waitstatus_to_exitcode(status), 0))
 
 
-def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ZygoteWalls:
+def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ReachedIsolation:
     _die_with_parent()
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     is_root = os.geteuid() == 0
@@ -296,7 +296,7 @@ def _continue_kept(let_go: Any) -> bool:
 
 def _no_spaces(
     config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any
-) -> ZygoteWalls:
+) -> ReachedIsolation:
     if tier == "B" and not _landlock(config):
         raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
     if config["mounts"] and tier == "C":
@@ -328,7 +328,7 @@ def _finish(
     *,
     own_user: bool,
     outer: bool,
-) -> ZygoteWalls:
+) -> ReachedIsolation:
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     version = _landlock(config) if tier in "AB" else 0
     bounds = confine.JailLimits(
@@ -341,7 +341,7 @@ def _finish(
         drops=own_user,
         landlock=primitives.LandlockRules(readable, config["listed"], version) if version else None,
     )
-    walls = ZygoteWalls(tier, missing, proc, version, confinement, outer)
+    walls = ReachedIsolation(tier, missing, proc, version, confinement, outer)
     _try_out(walls)
     return walls
 
@@ -352,10 +352,10 @@ def _landlock(config: dict[str, Any]) -> int:
     return min(primitives.landlock_version(), newest)
 
 
-def _try_out(walls: ZygoteWalls) -> None:
+def _try_out(walls: ReachedIsolation) -> None:
     """Test the isolation with a trial session, which does what sessions do and then attacks. Raises
     OSError if the trial session cannot do its work, or if an attack succeeds."""
-    prepared = walls.confinement.prepare()
+    prepared = walls.confinement.prepare_session()
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -364,9 +364,9 @@ def _try_out(walls: ZygoteWalls) -> None:
     with ours:
         trouble = _serve_trial(ours, pid)
     if trouble is None and prepared.scratch >= 0:  # as before a fork
-        primitives.freeze_mount(prepared.scratch)
+        primitives.freeze_filesystem(prepared.scratch)
     prepared.drop_rules()
-    prepared.drop()
+    prepared.drop_scratch()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if trouble is not None:
         raise trouble
@@ -385,7 +385,7 @@ def _try_out(walls: ZygoteWalls) -> None:
 
 
 def _trial(
-    walls: ZygoteWalls, prepared: confine.JailSessionDescriptors, wire: socket.socket
+    walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
     """Confine this process like a session, then try the known attacks. Returns a bit mask of the
     attacks that succeeded, or ``_NOT_STARTED`` if the process cannot be confined."""
@@ -397,7 +397,7 @@ def _trial(
         walls.confinement.limit()
         walls.confinement.finish(fd)
         found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
-        primitives.take_descriptor(3)
+        primitives.request_descriptor(3)
         os.close(3)
     except OSError as error:
         with contextlib.suppress(OSError):

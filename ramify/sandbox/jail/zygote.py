@@ -177,13 +177,15 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = branches.JailForkFunctions(primitives.fork_apart, primitives.take_wire, settle)
+        self.apart = branches.JailForkFunctions(
+            primitives.fork_sibling, primitives.take_wire, settle
+        )
 
     def prepare(self) -> confine.JailSessionDescriptors:
-        prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare()
+        prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare_session()
         return prepared
 
-    def after_fork_in_server(self, prepared: confine.JailSessionDescriptors) -> None:
+    def release_after_fork(self, prepared: confine.JailSessionDescriptors) -> None:
         prepared.drop_rules()
 
     def set_up_session_process(
@@ -193,7 +195,7 @@ class Zygote(forkserver.ForkServer):
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
         confinement.set_up_session_process(prepared)
-        confine.end_ignoring_fork_hooks()
+        confine.restore_fork_hooks()
         fds = process_setup.keep_only(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
@@ -202,8 +204,8 @@ class Zygote(forkserver.ForkServer):
         process_setup.limit_files()
         return fds, memory
 
-    def clear(self, prepared: confine.JailSessionDescriptors) -> None:
-        prepared.drop()
+    def remove_session_folder(self, prepared: confine.JailSessionDescriptors) -> None:
+        prepared.drop_scratch()
 
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
@@ -218,7 +220,7 @@ class Zygote(forkserver.ForkServer):
         prepared = self.children.get(pid)
         try:
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
-                primitives.freeze_mount(prepared.scratch)
+                primitives.freeze_filesystem(prepared.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
             return
@@ -280,10 +282,10 @@ def _live(control: Any, config: dict[str, Any]) -> None:
             forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
             if more:
                 _store_library()
-            confine.end_ignoring_fork_hooks()
+            confine.restore_fork_hooks()
             forkserver.preload([], config["packages"])
 
-    built = walls.build(config, control.sock.close, preload)
+    built = walls.isolate_zygote(config, control.sock.close, preload)
     if config["reports"]:
         control.send(
             {
@@ -300,7 +302,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
         zygote.to_import = [name for name in forkserver.PRELOAD if name not in sys.modules]
     elif built.tier == "A":
         preload(False)
-    forkserver.settle(built.proc if built.proc >= 0 else None)
+    forkserver.prepare_first_fork(built.proc if built.proc >= 0 else None)
     control.send(
         {"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock}
     )

@@ -283,7 +283,7 @@ class DockerEngine:
         pool = HttpConnectionPool(max_body_bytes=_MAX_BODY_BYTES)
         route = route_to_socket(self._path, path, headers, method)
         try:
-            async with pool.send(_WHERE, route, body, upgrades=upgrades) as exchange:
+            async with pool.prepare_exchange(_WHERE, route, body, upgrades=upgrades) as exchange:
                 yield exchange
         except Unreachable as error:
             raise SandboxError(f"{error}; {HOW_TO_GET_ONE}") from None

@@ -39,14 +39,14 @@ from ramify.sandbox.base import (
     SandboxSpec,
     Session,
 )
-from ramify.sandbox.guest.frames import FrameReader, open_frame
+from ramify.sandbox.guest.frames import FrameReader, parse_frame_header
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
-from ramify.sandbox.host.importable_packages import listed, locate, readable
-from ramify.sandbox.host.process_transport import SessionProcess, pid_of
+from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable
+from ramify.sandbox.host.process_transport import ForkedSession, pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.jail_transport import JailTransport
-from ramify.sandbox.providers.jail_watch import JailMemoryWatcher, machine_bytes
+from ramify.sandbox.providers.jail_watch import JailMemoryBudgetWatcher, machine_bytes
 from ramify.sandbox.providers.probed_tier import (
     ProbedTier,
     forget_tier,
@@ -81,7 +81,7 @@ _WHOLE = (frozenset[int](), NEWEST)
 _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
-def learn(server: StartedForkServer) -> None:
+def learn_from_zygote(server: StartedForkServer) -> None:
     """Read from a zygote (a jail's fork server) which level of isolation it has reached, and keep
     the result. The zygote must have been started with ``reports``, and its report not been read
     before."""
@@ -137,7 +137,7 @@ EMPTY = {
 def read_walls(server: StartedForkServer) -> ProbedTier:
     """Read the first message of a jail's fork server, which reports the isolation that it has
     reached. Blocks until the isolation has been built, which takes milliseconds."""
-    header = msgspec.json.decode(open_frame(_first_frame(server.control))[0])
+    header = msgspec.json.decode(parse_frame_header(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
@@ -163,7 +163,7 @@ def _first_frame(sock: socket.socket) -> memoryview:
     return view
 
 
-def unreachable(tier_needed: str, missing: Mapping[str, str]) -> str:
+def missing_tier_message(tier_needed: str, missing: Mapping[str, str]) -> str:
     """Return the error message for a machine that does not reach the required level of isolation:
     what failed, and what to do about it."""
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
@@ -227,8 +227,8 @@ class JailSandbox(ProcessSandbox):
                     _read_report(spec)
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
-        check_places(spec.mounts, self.reached)
-        self._budget = JailMemoryWatcher(spec.all_memory_bytes, self._ask_folders)
+        check_mounts_at_tier(spec.mounts, self.reached)
+        self._budget = JailMemoryBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
         self._ready: deque[GuestSessionProxy] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._modules: dict[str, str] = {}
@@ -253,7 +253,7 @@ class JailSandbox(ProcessSandbox):
     def _settle_tier(self) -> str | None:
         tier, spec = self.reached.tier, self.spec
         if tier is None or (tier > spec.tier and not spec.allow_weaker):
-            raise SandboxError(unreachable(spec.tier, self.reached.missing))
+            raise SandboxError(missing_tier_message(spec.tier, self.reached.missing))
         return WEAKER[tier] if tier > spec.tier else None
 
     def describe(self) -> list[str]:
@@ -286,14 +286,14 @@ class JailSandbox(ProcessSandbox):
         poorer = {"deny": sorted(self._deny), "landlock": self._landlock}
         return _start(self.spec, self.paths, poorer, reports=False)
 
-    async def base(self) -> ForkServerChannel:
+    async def fork_server(self) -> ForkServerChannel:
         try:
-            return await super().base()
+            return await super().fork_server()
         except SandboxError:
             forget_tier()
             raise
 
-    def check_server(self, ready: Mapping[str, Any]) -> None:
+    def check_server_report(self, ready: Mapping[str, Any]) -> None:
         """Compare the isolation that a fork server has built and tested with what was expected,
         perhaps from an earlier process. Raises SandboxError if it is weaker than allowed."""
         found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
@@ -303,7 +303,7 @@ class JailSandbox(ProcessSandbox):
                 keep_tier(found)
             self.reached = found
             self.warning = self._settle_tier()
-            check_places(self.spec.mounts, found)
+            check_mounts_at_tier(self.spec.mounts, found)
 
     # -- sessions kept ready
 
@@ -313,7 +313,7 @@ class JailSandbox(ProcessSandbox):
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
-        if early or channel is not await self.base():
+        if early or channel is not await self.fork_server():
             return await super().fork(channel, seed, early=early)
         session = await self._take(seed)
         if session is None:
@@ -337,18 +337,18 @@ class JailSandbox(ProcessSandbox):
         try:
             await asyncio.sleep(_LATER_S)
             with contextlib.suppress(RamifyError):  # the next ``open`` reports the error
-                channel = await self.base()
+                channel = await self.fork_server()
                 for module, source in self._modules.items():
                     if channel.modules.get(module) != source:
                         await channel.install(module, source)
                 while len(self._ready) < self.spec.pool:
-                    self._ready.append(await self.fork(await self.base(), "", early=True))
+                    self._ready.append(await self.fork(await self.fork_server(), "", early=True))
         finally:
             self._filling = None
 
     def opened(self, session: GuestSessionProxy) -> None:
         super().opened(session)
-        self._budget.watch(session, pid_of(session.process))
+        self._budget.watch(session, pid_of(session.pidfd))
 
     def closed(self, session: GuestSessionProxy) -> None:
         super().closed(session)
@@ -357,7 +357,7 @@ class JailSandbox(ProcessSandbox):
     async def _ask_folders(self) -> None:
         """Request the sizes of all sessions' folders from the fork servers, for the memory
         budget."""
-        places = {session.place: session for session in self.sessions}
+        places = {session.server_and_pid: session for session in self.sessions}
         with contextlib.suppress(SandboxError):  # a server that is gone has no sessions
             for channel in {channel for channel, _ in places}:
                 reply, _ = await channel.ask({"op": "folders"})
@@ -365,7 +365,7 @@ class JailSandbox(ProcessSandbox):
                     if (session := places.get((channel, pid))) is not None:
                         self._budget.note_folder(session, num_bytes)
 
-    def make_transport(self, process: SessionProcess) -> JailTransport:
+    def make_transport(self, process: ForkedSession) -> JailTransport:
         return JailTransport(self.caps, self.buffers, process, self._counts)
 
     async def close(self) -> None:
@@ -397,7 +397,7 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             )
 
 
-def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
+def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
     """Raise ConfigError if a mount is not possible at the level of isolation that was reached.
     Without their own file system, sessions see a mount under its real path, or not at all."""
     if reached.tier == "A":
@@ -440,7 +440,7 @@ def _start(
         | {
             "paths": paths,
             "shown": readable(spec.packages),
-            "listed": listed(spec.packages),
+            "listed": partly_visible_folders(spec.packages),
             "packages": list(spec.packages),
             "memory_bytes": spec.memory_bytes,
             "max_output_bytes": spec.max_output_bytes,
@@ -478,7 +478,7 @@ def _read_report(spec: JailSpec) -> None:
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
-            learn(launched[spec])
+            learn_from_zygote(launched[spec])
         except SandboxError:  # it was killed, or says why it cannot start: the next one will too
             _end(launched.pop(spec))
             _reported.discard(spec)

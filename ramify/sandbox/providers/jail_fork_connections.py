@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import (
+    ForkedSession,
     ProcessTransport,
-    SessionProcess,
     SessionSharedMemory,
 )
 
@@ -45,18 +45,18 @@ class JailForkInProgress:
             raise
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
-    def branch(self) -> SessionProcess:
+    def branch_process(self) -> ForkedSession:
         """Return the process that the fork creates, together with the connection over which the
         host reaches it."""
         host_end, _, files = self._branch
-        return SessionProcess(host_end, files, self._origin.channel)
+        return ForkedSession(host_end, files, self._origin.channel)
 
-    def begin(self) -> None:
+    def close_old_connection(self) -> None:
         """Close the host's old connection to the session, because after the fork two processes
         could write to it. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:
             self._is_begun = True
-            self._origin.stream.drain()
+            self._origin.stream.read_available()
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
@@ -81,7 +81,7 @@ class JailForkInProgress:
         its stream."""
         self._branch[1].close()
 
-    def end(self) -> None:
+    def close_unclaimed(self) -> None:
         """Close the sockets and files that no process has taken over."""
         self.give_up_branch()
         self._new[1].close()
@@ -100,7 +100,7 @@ def _private_ends(origin: ProcessTransport) -> _Ends:
     """Create a connection for one process and send the files that the process needs over it:
     standard input, output and buffers. Each process gets its own standard input, since processes
     that share an open file also share its flags. Raises SandboxError."""
-    ends = origin.branch_ends()
+    ends = origin.make_branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:
         with open(os.devnull, "rb", 0) as null:

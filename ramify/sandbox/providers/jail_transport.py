@@ -20,11 +20,11 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.host.process_transport import (
     BranchTransport,
+    ForkedSession,
     ProcessTransport,
-    SessionProcess,
     pid_of,
 )
-from ramify.sandbox.host.transport import SharedReadState
+from ramify.sandbox.host.transport import SandboxSharedBuffers
 from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
 from ramify.sandbox.providers.jail_watch import ForkRequestListener, kill_strays
 
@@ -39,29 +39,29 @@ class ForkableJailTransport(ProcessTransport):
     __slots__ = ("forking", "listener")
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SharedReadState, process: SessionProcess
+        self, caps: SandboxCapabilities, buffers: SandboxSharedBuffers, process: ForkedSession
     ) -> None:
         super().__init__(caps, buffers, process)
         self.listener: ForkRequestListener | None = None
         self.forking: JailForkInProgress | None = None
-        self.on_exit(self._ended)
+        self.add_exit_callback(self._ended)
 
-    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
+    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
         pid = pid_of(self.pidfd)
         if self.listener is None or pid <= 0:
             raise SandboxError("the session cannot be forked: it has ended")
         fork = JailForkInProgress(self, pid, moved)
-        transport = JailBranchTransport(self.caps, self.buffers, fork.branch())
+        transport = JailBranchTransport(self.caps, self.buffers, fork.branch_process())
         try:
             self.listener.grant_one(pid, fork)
             self.stream.write_with(frame, ())
         except BaseException:
             self.listener.withdraw(pid)
             transport.abandon()
-            fork.end()
+            fork.close_unclaimed()
             raise
         self.forking = fork
-        transport.comes_from(self.listener, pid)
+        transport.set_origin(self.listener, pid)
         return transport
 
     def _ended(self) -> None:
@@ -91,7 +91,7 @@ class ForkableJailTransport(ProcessTransport):
         """Complete a fork. If a process was created but has not connected, kill it."""
         fork, self.forking = self.forking, None
         if fork is not None:
-            fork.end()
+            fork.close_unclaimed()
         if self.listener is None:
             return
         assert isinstance(transport, JailBranchTransport)
@@ -110,7 +110,7 @@ class ForkableJailTransport(ProcessTransport):
         listener, self.listener = self.listener, None
         super().close()
         if listener is not None:
-            listener.drop()
+            listener.remove_holder()
 
 
 class JailTransport(ForkableJailTransport):
@@ -121,8 +121,8 @@ class JailTransport(ForkableJailTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SharedReadState,
-        process: SessionProcess,
+        buffers: SandboxSharedBuffers,
+        process: ForkedSession,
         counts: bool,
     ) -> None:
         """Create a connection. ``counts``: use the kernel's count of a process's open descriptors,
@@ -179,18 +179,18 @@ class JailBranchTransport(ForkableJailTransport, BranchTransport):
 
     __slots__ = ("origin",)
 
-    def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
+    def set_origin(self, listener: ForkRequestListener, pid: int) -> None:
         """Record the process that this branch is forked from, and the listener that receives its
         requests to create processes."""
         self.listener, self.origin = listener, pid
-        listener.hold()
+        listener.add_holder()
 
-    def is_proven(self, pid: int) -> bool:
+    def accept_process(self, pid: int) -> bool:
         """Accept a process as the branch only if it has taken the connection that was made for this
         branch."""
         assert self.listener is not None
-        self.on_exit(functools.partial(self.listener.branches.discard, pid))
-        return pid != self.origin and pid in self.listener.branches and super().is_proven(pid)
+        self.add_exit_callback(functools.partial(self.listener.branches.discard, pid))
+        return pid != self.origin and pid in self.listener.branches and super().accept_process(pid)
 
     async def prepare_branch(self) -> None:
         """Do nothing, because the files of a branch are read-only from the start."""

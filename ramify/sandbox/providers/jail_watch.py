@@ -55,7 +55,7 @@ def machine_bytes() -> int:
     return total
 
 
-class JailMemoryWatcher:
+class JailMemoryBudgetWatcher:
     """A watcher that limits the memory that all sessions of a jail use together. It measures the
     memory regularly while there are sessions; if it exceeds the budget, the largest session is
     ended."""
@@ -163,7 +163,7 @@ class ForkRequestListener:
         if the kernel is too old or the process is not the leader of its session."""
         if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
-        if session_of(pid) != pid:
+        if session_id(pid) != pid:
             raise SandboxError("the session cannot be forked: it has changed its runtime")
         self._granted.add(pid)
         self._forks[pid] = fork
@@ -176,11 +176,11 @@ class ForkRequestListener:
         self._forks.pop(pid, None)
         return is_unused
 
-    def hold(self) -> None:
+    def add_holder(self) -> None:
         """Count one more branch whose requests arrive at this listener."""
         self._holders += 1
 
-    def drop(self) -> None:
+    def remove_holder(self) -> None:
         """Remove one session, which has ended, from the count of sessions whose requests arrive
         here. The last one closes the listener."""
         self._holders -= 1
@@ -200,7 +200,7 @@ class ForkRequestListener:
         elif number in _SETSID and pid in self.branches:
             self._answer(id, flags=CONTINUE)
         elif self._is_granted(request):
-            self._forks[pid].begin()
+            self._forks[pid].close_old_connection()
             if self._answer(id, flags=CONTINUE):  # or a signal came first, and it asks again
                 self._granted.discard(pid)
         elif number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid
@@ -230,7 +230,7 @@ class ForkRequestListener:
         """Answer a process that asks for its connection to the host after a fork: insert the
         connection, or refuse if the process may not have one."""
         pid = request.pid
-        origin = pid if pid in self._forks else session_of(pid)
+        origin = pid if pid in self._forks else session_id(pid)
         fork = self._forks.get(origin)
         is_due = origin not in self._granted and (pid == origin or pid not in self.branches)
         wire = fork.wire_for(pid) if fork is not None and is_due and has_one_thread(pid) else -1
@@ -310,7 +310,7 @@ def has_no_descriptors(pid: int) -> bool:
         return False
 
 
-def session_of(pid: int) -> int:
+def session_id(pid: int) -> int:
     """Return the session id (as set by ``setsid``) of a process, or -1 if there is no such process.
     A forked process keeps the session id of its parent until it has become a branch."""
     return int(_status(pid)[_SESSION])

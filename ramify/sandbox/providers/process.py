@@ -30,18 +30,18 @@ from ramify.sandbox.base import (
     SandboxSpec,
     SharedContext,
 )
-from ramify.sandbox.file_reference import ReferencedFile
+from ramify.sandbox.file_reference import FileReferenceReader
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import StartedForkServer
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.process_transport import (
+    ForkedSession,
     ProcessTransport,
-    SessionProcess,
     SessionSharedMemory,
 )
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SharedReadState
+from ramify.sandbox.host.transport import SandboxSharedBuffers
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "
@@ -94,7 +94,7 @@ class ProcessSandbox:
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
         """Starts of templates that are to end."""
-        self.buffers = SharedReadState()
+        self.buffers = SandboxSharedBuffers()
         self._is_closed = False
 
     async def open(
@@ -108,7 +108,7 @@ class ProcessSandbox:
         for retries_left in reversed(range(_STARTS)):
             large = context is not None and context.fd is not None
             channel = await (
-                self._template(context) if large and context is not None else self.base()
+                self._template(context) if large and context is not None else self.fork_server()
             )
             try:
                 session = await self.fork(channel, seed)
@@ -124,7 +124,7 @@ class ProcessSandbox:
 
     # -- servers
 
-    async def base(self) -> ForkServerChannel:
+    async def fork_server(self) -> ForkServerChannel:
         """Return the connection to the fork server. The server is started for the first session,
         and again if it was killed."""
         if self._server is None or _is_gone(self._server):
@@ -145,7 +145,7 @@ class ProcessSandbox:
             self._folders.append(server.folder)
             channel = ForkServerChannel(server.control, server.complaints)
             try:
-                self.check_server(await channel.wait_ready())
+                self.check_server_report(await channel.wait_ready())
                 return channel
             except SandboxError:
                 await channel.close()
@@ -153,7 +153,7 @@ class ProcessSandbox:
                     raise
         raise AssertionError("a start ends well or raises")
 
-    def check_server(self, ready: Mapping[str, Any]) -> None:
+    def check_server_report(self, ready: Mapping[str, Any]) -> None:
         """Raise SandboxError if a fork server's report shows that it is not what sessions need.
         Accepts every server here."""
 
@@ -165,7 +165,7 @@ class ProcessSandbox:
         """Return the connection to the template process that has decoded a large context. The
         template is started for the context's first session, and kept as long as the context
         exists."""
-        base = await self.base()
+        base = await self.fork_server()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
             self._retire_over(_MAX_TEMPLATES - 1)
@@ -254,7 +254,7 @@ class ProcessSandbox:
             files.close()
             raise
         transport = self.make_transport(
-            SessionProcess(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
+            ForkedSession(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
         )
         session = GuestSessionProxy(
             transport,
@@ -282,7 +282,7 @@ class ProcessSandbox:
     def closed(self, session: GuestSessionProxy) -> None:
         self.sessions.discard(session)
 
-    def make_transport(self, process: SessionProcess) -> ProcessTransport:
+    def make_transport(self, process: ForkedSession) -> ProcessTransport:
         return ProcessTransport(self.caps, self.buffers, process)
 
     async def close(self) -> None:
@@ -401,7 +401,7 @@ def _watched(
     return task
 
 
-async def _map_files(channel: ForkServerChannel, files: Sequence[ReferencedFile]) -> None:
+async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceReader]) -> None:
     """Let a template process map files into its memory. Raises SourceError if one has changed."""
     fds: list[int] = []
     try:

@@ -27,7 +27,12 @@ import msgspec
 from ramify.errors import ConfigError, SandboxError
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import HostGuestSharedMemory, frame, open_frame, to_lines
+from ramify.sandbox.guest.frames import (
+    HostGuestSharedMemory,
+    frame,
+    parse_frame_header,
+    to_base64_lines,
+)
 from ramify.sandbox.guest.values import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_process import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
@@ -344,7 +349,7 @@ class RemoteTransport:
 
     def _packed(self, header: bytes, data: Buffer = b"") -> bytes:
         packed = b"".join(frame(header, [data]))
-        return packed if self._service.carries == "bytes" else to_lines(packed)
+        return packed if self._service.carries == "bytes" else to_base64_lines(packed)
 
     async def _write(self) -> None:
         try:
@@ -399,7 +404,7 @@ class RemoteTransport:
             self._handle(view)
 
     def _handle(self, view: memoryview) -> None:
-        header, end = open_frame(view)
+        header, end = parse_frame_header(view)
         try:
             message = _decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -136,7 +136,7 @@ class ForkServerControl:
         view = self._reader.next()
         if view is None:
             return None
-        header: dict[str, Any] = json.loads(bytes(frames.open_frame(view)[0]))
+        header: dict[str, Any] = json.loads(bytes(frames.parse_frame_header(view)[0]))
         fds, count = self._reader.fds, header.get("fds", 0)
         self._reader.fds = fds[count:]
         return header, fds[:count]
@@ -249,13 +249,13 @@ class ForkServer:
             pid = os.fork()
         except OSError as error:
             if prepared is not _TEMPLATE:
-                self.after_fork_in_server(prepared)
-                self.clear(prepared)
+                self.release_after_fork(prepared)
+                self.remove_session_folder(prepared)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
             _in_child(lambda: self._session(prepared, header, fds))
-        self.after_fork_in_server(prepared)
+        self.release_after_fork(prepared)
         self.children[pid] = prepared
         self._opened(header["id"], pid, fds)
 
@@ -265,13 +265,13 @@ class ForkServer:
         name, source = header["module"], header["source"]
         before = self._modules
         try:
-            code = notebook.compiled(source, f"<{name}>")
+            code = notebook.compile_or_load_module(source, f"<{name}>")
             self._modules = {**before, name: (source, code)}
             _rehearse(16, self._modules)
             self._guest = self._make_guest(_USUAL_FDS)
         except BaseException as error:  # noqa: BLE001  (a session that installs it says why)
             self._modules = before
-            self._refuse(header["id"], [], notebook.text_of(error))
+            self._refuse(header["id"], [], notebook.error_text(error))
             return
         gc.collect()
         gc.freeze()
@@ -301,11 +301,11 @@ class ForkServer:
         limit_files()
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
-    def after_fork_in_server(self, prepared: Any) -> None:
+    def release_after_fork(self, prepared: Any) -> None:
         """Release, in the server, what only the forked session still needs. Does nothing here;
         subclasses override it."""
 
-    def clear(self, prepared: Any) -> None:
+    def remove_session_folder(self, prepared: Any) -> None:
         """Delete the folder of a session that has ended."""
         delete_folder(prepared)
 
@@ -377,7 +377,7 @@ class ForkServer:
         own_fds, memory = self.set_up_session_process(prepared, fds)
         session = self._guest if own_fds == _USUAL_FDS else None
         session = session or self._make_guest(own_fds)
-        session.begin(memory)
+        session.record_process(memory)
         if self._has_context:
             session.notebook.bind("context", self._context, True)
         gc.enable()
@@ -418,7 +418,7 @@ class ForkServer:
             _, status = os.waitpid(pid, 0)
             self.kill_orphans()
             if prepared is not _TEMPLATE and prepared is not BRANCH:
-                self.clear(prepared)
+                self.remove_session_folder(prepared)
             if is_child:
                 with contextlib.suppress(OSError):
                     self.control.send(
@@ -496,8 +496,8 @@ def _warm_up() -> None:
     try:
         raise ValueError
     except ValueError as error:
-        notebook.show_error(error)
-    values.portable([1, "a", (2.0, None)])
+        notebook.format_error(error)
+    values.roundtrip_copy([1, "a", (2.0, None)])
     _rehearse(16)
 
 
@@ -538,7 +538,7 @@ def main(control_fd: int) -> None:
     config, _ = control.receive()
     try:
         preload(config["paths"], (*PRELOAD, *config["packages"]))
-        settle()
+        prepare_first_fork()
         control.send({"op": "ready"})
         ForkServer(control, config).serve()
     except PackageNotImportable as error:
@@ -566,7 +566,7 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
             ) from None
 
 
-def settle(proc: int | None = None) -> None:
+def prepare_first_fork(proc: int | None = None) -> None:
     """Prepare this process for the first fork: adopt orphans, become the first to be killed if
     memory runs out, and warm up."""
     if sys.platform == "linux":

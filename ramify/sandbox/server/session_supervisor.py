@@ -58,7 +58,7 @@ class SupervisorChannel:
     def send(self, header: dict[str, Any], blob: Buffer = b"") -> None:
         parts = frames.frame(frames.json_bytes(header), [blob])
         if self._has_lines:
-            parts = [frames.to_lines(b"".join(parts))]
+            parts = [frames.to_base64_lines(b"".join(parts))]
         with self._sending:
             frames.write_all(1, parts)
 
@@ -70,7 +70,7 @@ class SupervisorChannel:
             if not chunk:
                 raise EOFError
             self._reader.feed(binascii.a2b_base64(chunk) if self._has_lines else chunk)
-        text, end = frames.open_frame(view)
+        text, end = frames.parse_frame_header(view)
         return json.loads(bytes(text)), view[end:]
 
 
@@ -181,7 +181,7 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     except forkserver.PackageNotImportable as error:
         wire.send({"op": "failed", "message": str(error)})
         return
-    forkserver.settle()
+    forkserver.prepare_first_fork()
     host_end, guest_end = socket.socketpair()
     spool = os.memfd_create("ramify-output", os.MFD_CLOEXEC)
     fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)

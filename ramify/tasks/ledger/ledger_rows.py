@@ -75,23 +75,25 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
     header: bool
 
     @property
-    def columns(self) -> list[int]:
+    def field_order(self) -> list[int]:
         """The field in each column, from left to right, as an index of ``FIELDS``."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
-    def write(self, rows: list[Row]) -> str:
+    def write_rows(self, rows: list[Row]) -> str:
         """Return the rows as text, one per line, without a newline at the end."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
-        columns = [fields[field] for field in self.columns]
+        columns = [fields[field] for field in self.field_order]
         lines = map(self.separator.join, zip(*columns, strict=True))
         first = (
-            [self.separator.join(FIELDS[field] for field in self.columns)] if self.header else []
+            [self.separator.join(FIELDS[field] for field in self.field_order)]
+            if self.header
+            else []
         )
         return "\n".join([*first, *lines])
 
-    def read(self, text: str) -> list[Row]:
-        """Parse text that ``write`` has returned, and return its rows."""
+    def read_rows(self, text: str) -> list[Row]:
+        """Parse text that ``write_rows`` has returned, and return its rows."""
         user, label, quantity = self.order
         lines = text.split("\n")[1 if self.header else 0 :]
         parts = (line.split(self.separator) for line in lines)
@@ -135,25 +137,25 @@ def make_rows(
 
     The label occurs in names, the greatest quantity as text is not the greatest number, and the
     first row matters if a header is wrongly expected. Quantities are below ``scale`` times
-    ``highest_quantity``.
+    ``quantity_bound``.
     """
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:
-        rows = _plain_rows(rng, about, num, highest_quantity(num) * scale)
+        rows = _plain_rows(rng, about, num, quantity_bound(num) * scale)
         _plant(rng, rows, kind, about, header)
         if _shows_mistakes(rows, kind, about):
             return rows
 
 
-def highest_quantity(num_rows: int) -> int:
+def quantity_bound(num_rows: int) -> int:
     """Return a number above all quantities of a ledger with this many rows. It is large enough for
     the quantities of all rows to differ.
     """
     return max(1500, 20 * num_rows)
 
 
-def mean_digits(high: int) -> float:
+def mean_digits_below(high: int) -> float:
     """Return the mean number of digits of uniform integers below ``high``."""
     return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
 

@@ -38,13 +38,13 @@ def _fits(question: str, context: Any) -> bool:
 
 
 def _is_written_in(lines: list[str], form: LedgerRowTextFormat) -> bool:
-    header = form.separator.join(FIELDS[field] for field in form.columns)
+    header = form.separator.join(FIELDS[field] for field in form.field_order)
     if form.header and lines[0] != header:
         return False
     if any(line.count(form.separator) != len(FIELDS) - 1 for line in lines):
         return False
     try:
-        rows = form.read("\n".join(lines))
+        rows = form.read_rows("\n".join(lines))
     except ValueError:  # the quantity is not a number
         return False
     return bool(rows) and all(label in LABELS for _, label, _ in rows)

@@ -114,7 +114,7 @@ class CallScene(msgspec.Struct, frozen=True):
     """Empty if the call treats its context as one document in the first format."""
 
 
-def scene_of(item: Item) -> CallScene:
+def root_scene(item: Item) -> CallScene:
     """Return the situation of the root call of ``item``: its question, the formats of the documents
     in its context, and the text that separates them.
     """
@@ -124,7 +124,7 @@ def scene_of(item: Item) -> CallScene:
     return CallScene(asked, tuple(document.format for document in documents_of(item)), mark)
 
 
-class DemonstratedCall:
+class CallReplyGenerator:
     """One call of a demonstration, which produces its replies one at a time."""
 
     def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
@@ -231,7 +231,7 @@ def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) ->
     parsed rows. The names of the columns are at the same place for all kinds of questions, so that
     a policy learns to read a format once and not for each kind.
     """
-    rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
+    rows = f"for {','.join(NAMES_OF[field] for field in form.field_order)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
     number = "q" if mistaken else "int(q)"
     match asked.kind:
@@ -265,7 +265,7 @@ class LedgerDemonstrator:
         self._item = item
         self._habits = habits
         self._seed = seed
-        self._calls = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
+        self._calls = {"0": CallReplyGenerator(root_scene(item), habits, seed_of(item, seed, "0"))}
 
     async def complete(self, request: Request) -> Reply:
         call = self._call(request.affinity)
@@ -281,11 +281,11 @@ class LedgerDemonstrator:
     async def close(self) -> None:
         """Do nothing: the client holds no resources."""
 
-    def _call(self, id: str) -> DemonstratedCall:
+    def _call(self, id: str) -> CallReplyGenerator:
         if id not in self._calls:
             parent, _, number = id.rpartition(".")
             scene = self._call(parent).children[int(number)]
-            self._calls[id] = DemonstratedCall(
+            self._calls[id] = CallReplyGenerator(
                 scene, self._habits, seed_of(self._item, self._seed, id)
             )
         return self._calls[id]
@@ -378,11 +378,11 @@ class _Play:
         }
 
     def run(self) -> list[LedgerCallDemonstration]:
-        self._call("0", scene_of(self._item), self._item.question, self._item.context)
+        self._call("0", root_scene(self._item), self._item.question, self._item.context)
         return sorted(self._conversations, key=lambda each: each.call)
 
     def _call(self, id: str, scene: CallScene, question: str, context: str) -> Any:
-        call = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, id))
+        call = CallReplyGenerator(scene, self._habits, seed_of(self._item, self._seed, id))
         session = _Namespace(context, self._children(id, call, context))
         messages = [Message("user", self._texts.first_message(question, context))]
         observation = None
@@ -400,7 +400,7 @@ class _Play:
         )
         return session.answer
 
-    def _children(self, id: str, call: DemonstratedCall, context: str) -> Any:
+    def _children(self, id: str, call: CallReplyGenerator, context: str) -> Any:
         """Return the function ``rlm_query_batched`` of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:

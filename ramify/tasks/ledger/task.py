@@ -31,7 +31,7 @@ from typing import cast
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import (
     GeneratedSplit,
@@ -53,9 +53,9 @@ from ramify.tasks.ledger.ledger_rows import (
     Kind,
     LedgerRowTextFormat,
     Row,
-    highest_quantity,
     make_rows,
-    mean_digits,
+    mean_digits_below,
+    quantity_bound,
     solve,
 )
 from ramify.tasks.scoring import exact
@@ -87,7 +87,7 @@ class LedgerDocumentSpan(msgspec.Struct, frozen=True):
     format: LedgerRowTextFormat
 
     def rows(self, context: str) -> list[Row]:
-        return self.format.read(context[self.start : self.end])
+        return self.format.read_rows(context[self.start : self.end])
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ class _Recipe(msgspec.Struct, frozen=True):
         rows = make_rows(
             rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng)
         )
-        text = form.write(rows)
+        text = form.write_rows(rows)
         return _item(asked, text, rows, [LedgerDocumentSpan(0, len(text), form)], kind)
 
     def _several(self, rng: random.Random) -> Item:
@@ -160,7 +160,7 @@ class _Recipe(msgspec.Struct, frozen=True):
                 self._scale(rng),
             )
             start = sum(map(len, parts)) + len(parts)
-            parts.append(form.write(own))
+            parts.append(form.write_rows(own))
             documents.append(LedgerDocumentSpan(start, start + len(parts[-1]), form))
             parts.append(mark)
             rows += own
@@ -181,7 +181,7 @@ class _Recipe(msgspec.Struct, frozen=True):
             return rng.randint(*usual)
         num = chars = self.chars / num_docs
         for _ in range(4):  # iterate: longer quantities make rows longer, and rows fewer
-            num = chars / (_TEXT_CHARS + mean_digits(highest_quantity(round(num))))
+            num = chars / (_TEXT_CHARS + mean_digits_below(quantity_bound(round(num))))
         return max(4, round(num))
 
 
@@ -269,7 +269,7 @@ def ledger(
 def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
     for kind in given:
         if kind not in KINDS:
-            raise ConfigError(f"ledger: unknown kind '{kind}': {nearest(kind, KINDS)}")
+            raise ConfigError(f"ledger: unknown kind '{kind}': {did_you_mean(kind, KINDS)}")
     if not given or not 0 <= multi <= 1:
         raise ConfigError(
             f"ledger: kinds={list(given)}, multi={multi}; give at least one kind, and a share from "

@@ -204,13 +204,13 @@ class IntervalF1Scorer(msgspec.Struct, frozen=True):
     """Intervals include their end, as for lines: 3-5 has three lines, and 4-4 has one."""
 
     def __call__(self, answer: Any, item: Item) -> float:
-        gold = spans(item.gold)
+        gold = parse_intervals(item.gold)
         if gold is None:
             raise ConfigError(
                 f"item {item.id}: its gold {item.gold!r:.60} is not a list of intervals "
                 "[start, end]"
             )
-        predicted = spans(answer)
+        predicted = parse_intervals(answer)
         if predicted is None:
             return 0.0
         one, other = self._union(predicted), self._union(gold)
@@ -229,7 +229,7 @@ class IntervalF1Scorer(msgspec.Struct, frozen=True):
         return union
 
 
-def spans(value: Any) -> list[Span] | None:
+def parse_intervals(value: Any) -> list[Span] | None:
     """Read intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``. Returns
     None for anything else, and if an interval ends before it begins."""
     if isinstance(value, str):

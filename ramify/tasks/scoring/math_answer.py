@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.child_process import RequestProcessPool, kill
+from ramify.actors.child_process import RequestProcessPool, kill_and_reap
 from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
 from ramify.tasks.base import Item
@@ -116,7 +116,7 @@ def _start_worker() -> subprocess.Popen[str]:
         encoding="utf-8",
     )
     if _line(worker, _START_S) != "ready\n":
-        kill(worker)
+        kill_and_reap(worker)
         raise RamifyError(
             "the process that compares mathematical answers did not start: check the installation "
             "of math-verify"

@@ -125,7 +125,7 @@ def host(name, *args, **kwargs):
 """
 
 
-async def with_host(probe: SandboxUnderTest) -> Session:
+async def open_with_host(probe: SandboxUnderTest) -> Session:
     session = await probe.open()
     await session.install("host_names", HOST)
     return session
@@ -137,5 +137,5 @@ def clean(cells: list[Cell]) -> list[Cell]:
     return cells
 
 
-def values(cells: list[Cell]) -> list[str | None]:
+def cell_values(cells: list[Cell]) -> list[str | None]:
     return [cell.value for cell in clean(cells)]

@@ -7,18 +7,21 @@ import asyncio
 
 from ramify.testing.conformance.base import (
     SandboxUnderTest,
+    cell_values,
     check,
     clean,
+    open_with_host,
     same,
     true,
-    values,
-    with_host,
 )
 
 
 @check("functions see updated globals")
 async def check_updated_globals(probe: SandboxUnderTest) -> None:
-    same(values(await probe.cells("n = 1\ndef f(): return n", "n = 2", "f()")), [None, None, "2"])
+    same(
+        cell_values(await probe.cells("n = 1\ndef f(): return n", "n = 2", "f()")),
+        [None, None, "2"],
+    )
 
 
 @check("names bound before an error stay", "full_python")
@@ -30,7 +33,7 @@ async def check_names_kept_after_error(probe: SandboxUnderTest) -> None:
 
 @check("del deletes", "full_python")
 async def check_del_statement(probe: SandboxUnderTest) -> None:
-    same(values(await probe.cells("a = 1", "del a", "'a' in globals()"))[-1], "False")
+    same(cell_values(await probe.cells("a = 1", "del a", "'a' in globals()"))[-1], "False")
 
 
 @check("classes, decorators, dataclasses and imports work", "full_python")
@@ -56,7 +59,10 @@ squares = [[i * k for i in range(j)] for j in range(3)]
     ran = await probe.cells(
         code, "B().hi(), Point(1), fib(50), list(count()), squares[2], __name__"
     )
-    same(values(ran)[-1], "('hi!', Point(x=1, y=[]), 12586269025, [0, 1, 2], [0, 10], '__main__')")
+    same(
+        cell_values(ran)[-1],
+        "('hi!', Point(x=1, y=[]), 12586269025, [0, 1, 2], [0, 10], '__main__')",
+    )
 
 
 @check("annotations and pickle find __main__", "full_python", "kill")
@@ -72,7 +78,7 @@ found = typing.get_type_hints(Node)['child'] == (Node | None)
     ran = await probe.cells(
         code, "found, type(pickle.loads(pickle.dumps(Node()))) is Node, inspect.getsource(Node.f)"
     )
-    same(values(ran)[-1], "(True, True, '    def f(self):\\n        return 1\\n')")
+    same(cell_values(ran)[-1], "(True, True, '    def f(self):\\n        return 1\\n')")
 
 
 @check("the last expression is echoed", "full_python")
@@ -80,7 +86,7 @@ async def check_last_expression_echo(probe: SandboxUnderTest) -> None:
     ran = await probe.cells(
         "x = 1\nx + 1", "_ * 10", "None", "x = 5", "def f(): pass", "'é\\ud800'", "# nothing", ""
     )
-    same(values(ran), ["2", "20", None, None, None, "'é\\ud800'", None, None])
+    same(cell_values(ran), ["2", "20", None, None, None, "'é\\ud800'", None, None])
 
 
 @check("a repr that raises or is huge is safe", "full_python")
@@ -90,7 +96,7 @@ async def check_unsafe_reprs(probe: SandboxUnderTest) -> None:
         "'x' * 5_000_000",
         "list(range(500_000))",
     )
-    shown = values(ran)
+    shown = cell_values(ran)
     true(shown[0] and "ValueError" in shown[0], f"{shown[0]}")
     true(all(value is not None and len(value) < 500_000 for value in shown), "an echo is too long")
     true(
@@ -136,7 +142,7 @@ async def check_exit_ends_cell(probe: SandboxUnderTest) -> None:
 async def check_top_level_await(probe: SandboxUnderTest) -> None:
     code = "import asyncio\nr = await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2))\nr"
     same(
-        values(
+        cell_values(
             await probe.cells(code, "await asyncio.sleep(0, 3)", "asyncio.run(asyncio.sleep(0, 4))")
         ),
         ["[1, 2]", "3", "4"],
@@ -183,7 +189,7 @@ os.write(2, b'5\\xff')
 
 @check("long output keeps head, tail and length")
 async def check_long_output(probe: SandboxUnderTest) -> None:
-    limit, session = probe.spec.max_output_bytes, await with_host(probe)
+    limit, session = probe.spec.max_output_bytes, await open_with_host(probe)
     count = limit // 4
     [cell] = clean(await probe.cells(f"for i in range({count}): print('é', i)", session=session))
     true(
@@ -204,7 +210,7 @@ async def check_long_output(probe: SandboxUnderTest) -> None:
 @check("sessions do not mix their output", "full_python")
 async def check_output_isolation(probe: SandboxUnderTest) -> None:
     async def one(number: int) -> str:
-        session = await with_host(probe)
+        session = await open_with_host(probe)
         code = f"""
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(4) as t:

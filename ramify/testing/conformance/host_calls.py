@@ -14,13 +14,13 @@ from ramify.errors import HostCallError, SandboxError
 from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    cell_values,
     check,
     clean,
     echo,
+    open_with_host,
     same,
     true,
-    values,
-    with_host,
 )
 
 ZONE = datetime.timezone(datetime.timedelta(hours=-3))
@@ -38,7 +38,7 @@ VALUES: list[Any] = [
 
 @check("values survive a round trip", "full_python")
 async def check_value_round_trip(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     await session.set("v", VALUES)
     same(repr(await session.get("v")), repr(VALUES), "set, get")
     [cell] = clean(await probe.cells("w = host('echo', v)\nrepr(w) == repr(v)", session=session))
@@ -49,7 +49,7 @@ async def check_value_round_trip(probe: SandboxUnderTest) -> None:
 
 @check("other values are refused, with type and path", "full_python")
 async def check_refused_values(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     code = "class Foo: pass\nx = {'a': [1, (Foo(),)]}\nloop = []\nloop.append(loop)"
     _, called, cyclic, after = await probe.cells(
         code, "host('echo', x)", "host('echo', loop)", "1", session=session
@@ -78,7 +78,7 @@ async def check_refused_values(probe: SandboxUnderTest) -> None:
 
 @check("large values survive a round trip")
 async def check_large_values(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     text = "é" * 1_000_000
     await session.set("text", text)
     [cell] = clean(
@@ -91,7 +91,7 @@ async def check_large_values(probe: SandboxUnderTest) -> None:
 
 
 @check("reserved names are restored and reported", "full_python")
-async def reserved(probe: SandboxUnderTest) -> None:
+async def check_reserved_names(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     await session.set("given", [1], reserved=True)
     await session.set("other", 1, reserved=True)
@@ -106,7 +106,7 @@ async def reserved(probe: SandboxUnderTest) -> None:
     same([ran[0].restored, ran[1].value], [("given", "other"), "([1], 1, 2)"])
     same([ran[1].restored, ran[2].restored, ran[3].value], [(), (), "[1, 2]"])
     await session.set("given", 7)
-    same(values(await probe.cells("given = 8", "given", session=session))[-1], "8")
+    same(cell_values(await probe.cells("given = 8", "given", session=session))[-1], "8")
 
 
 @check("modules bind names and send notes", "full_python")
@@ -149,7 +149,7 @@ def after_cell():
 
 @check("errors of the host are raised in the cell", "full_python")
 async def check_host_errors(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
     caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
     same(
@@ -166,7 +166,7 @@ async def check_host_errors(probe: SandboxUnderTest) -> None:
 
 @check("a bug of the host is raised by run")
 async def check_host_bugs(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
 
     async def broken(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise ZeroDivisionError("a bug")
@@ -177,12 +177,12 @@ async def check_host_bugs(probe: SandboxUnderTest) -> None:
         pass
     else:
         raise ConformanceError("the host's bug was not raised")
-    same(values(await probe.cells("1", session=session)), ["1"])
+    same(cell_values(await probe.cells("1", session=session)), ["1"])
 
 
 @check("calls from threads run at once", "full_python")
 async def check_concurrent_calls(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     code = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(16) as pool:
@@ -198,7 +198,7 @@ got == [1] * 16, big
 
 @check("a call outside its cell fails clearly", "full_python")
 async def check_calls_outside_cell(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     code = """
 import threading, time
 caught = []
@@ -214,7 +214,7 @@ time.sleep(.2)
     await asyncio.sleep(2.5)  # the first call is made meanwhile, even on a busy machine
     wait = "for _ in range(300):\n    if len(caught) < 2: time.sleep(.05)"
     ran = await probe.cells(wait, "len(caught), caught", session=session)
-    value = values(ran)[-1] or ""
+    value = cell_values(ran)[-1] or ""
     true(
         value.startswith("(2, ")
         and "after its cell had ended" in value
@@ -225,7 +225,7 @@ time.sleep(.2)
 
 @check("a forked process is not the session", "full_python", "kill", "starts_processes")
 async def check_forked_process(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     code = """
 import os
 pid = os.fork()

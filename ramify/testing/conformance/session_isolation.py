@@ -14,13 +14,13 @@ from ramify.sandbox.base import SharedContext
 from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    cell_values,
     check,
     clean,
     echo,
+    open_with_host,
     same,
     true,
-    values,
-    with_host,
 )
 
 
@@ -37,7 +37,7 @@ async def check_context_binding(probe: SandboxUnderTest) -> None:
         same(await session.get("context"), value)
         ran = await probe.cells("context = None", "type(context).__name__", session=session)
         same((ran[0].restored, ran[1].value), (("context",), repr(type(value).__name__)))
-        same(SharedContext.decode(context.buffer()).digest, context.digest)
+        same(SharedContext.from_encoded(context.buffer()).digest, context.digest)
 
 
 @check("sessions over a context share its memory", "shares_context")
@@ -59,21 +59,21 @@ context.count('text'), private()
 
 
 @check("a branch and its origin are independent", "fork")
-async def branches(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+async def check_branching(probe: SandboxUnderTest) -> None:
+    session = await open_with_host(probe)
     await probe.cells("x = [1]\nprint('before')", session=session)
     branch = await session.fork()
     try:
         ran = await probe.cells("x.append(2)\nprint('branch')", "host('echo', x)", session=branch)
         same((ran[0].stdout, ran[1].value), ("branch\n", "[1, 2]"))
-        same(values(await probe.cells("x", session=session)), ["[1]"])
+        same(cell_values(await probe.cells("x", session=session)), ["[1]"])
         draw = "import random\nrandom.random()"
         same(
-            values(await probe.cells(draw, session=branch)),
-            values(await probe.cells(draw, session=session)),
+            cell_values(await probe.cells(draw, session=branch)),
+            cell_values(await probe.cells(draw, session=session)),
         )
         await session.close()
-        same(values(await probe.cells("x", session=branch)), ["[1, 2]"])
+        same(cell_values(await probe.cells("x", session=branch)), ["[1, 2]"])
         ran2 = await branch.run("while True: pass", answer=echo, timeout_s=0.2)
         same(ran2.interrupted, "time")
     finally:
@@ -82,7 +82,7 @@ async def branches(probe: SandboxUnderTest) -> None:
 
 @check("a waiting cell continues in every branch", "fork")
 async def check_branching_within_cell(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     has_called, first = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def later(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -110,7 +110,7 @@ async def check_branching_within_cell(probe: SandboxUnderTest) -> None:
             ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"],
         )
         same([result.cell.stdout for result in ran], ["once\n"] * 3)
-        same(values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
+        same(cell_values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
     finally:
         await session.close_tree()
 
@@ -133,7 +133,7 @@ async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
             true(sign in str(error), str(error))
         else:
             raise ConformanceError(f"forked after {code!r}")
-        same(values(await probe.cells("1", session=session)), ["1"])
+        same(cell_values(await probe.cells("1", session=session)), ["1"])
     session = await probe.open()
     task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=echo))
     await asyncio.sleep(0.05)
@@ -213,7 +213,7 @@ def reach(path):
         return False
 [reach(path) for path in {paths!r}]
 """
-        same(values(await probe.cells(code)), [str([False] * len(paths))])
+        same(cell_values(await probe.cells(code)), [str([False] * len(paths))])
 
 
 @check("the network is out of reach", "full_python", "isolates_network")
@@ -229,7 +229,7 @@ except OSError:
     r = None
 r is None
 """
-        same(values(await probe.cells(code)), ["True"])
+        same(cell_values(await probe.cells(code)), ["True"])
 
 
 @check("other processes are out of reach", "full_python", "isolates_processes")
@@ -245,11 +245,11 @@ def fails(f, *a):
         return True
 fails(os.kill, {os.getpid()}, 0), {probe.sandbox.caps.starts_processes} or fails(os.fork)
 """
-    same(values(await probe.cells(code)), ["(True, True)"])
+    same(cell_values(await probe.cells(code)), ["(True, True)"])
 
 
 @check("a closed session has ended")
-async def check_session_close(probe: SandboxUnderTest) -> None:
+async def check_use_after_close(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     await session.close()
     await session.close()

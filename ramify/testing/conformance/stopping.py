@@ -11,13 +11,13 @@ from ramify.sandbox.base import CellResult
 from ramify.testing.conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    cell_values,
     check,
     clean,
     echo,
+    open_with_host,
     same,
     true,
-    values,
-    with_host,
 )
 
 SOON_S = 20.0
@@ -36,12 +36,12 @@ async def check_endless_loop_interrupt(probe: SandboxUnderTest) -> None:
         ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error,
         f"{ran.cell.error}",
     )
-    same(values(await probe.cells("x + 1", session=session)), ["42"])
+    same(cell_values(await probe.cells("x + 1", session=session)), ["42"])
 
 
 @check("time waiting for the host does not count")
 async def check_host_wait_excluded_from_timeout(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     ran = await session.run(
         "for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0
     )
@@ -51,7 +51,7 @@ async def check_host_wait_excluded_from_timeout(probe: SandboxUnderTest) -> None
 
 @check("interrupt stops a waiting cell", "interrupt")
 async def check_cell_interrupt(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
     ran = await session.run("x = 1\nhost('sleep', 30)", answer=echo)
@@ -59,12 +59,12 @@ async def check_cell_interrupt(probe: SandboxUnderTest) -> None:
     same(ran.interrupted, "deadline")
     true(ran.cell.error, "no error")
     session.interrupt("idle")  # harmless
-    same(values(await probe.cells("x", session=session)), ["1"])
+    same(cell_values(await probe.cells("x", session=session)), ["1"])
 
 
 @check("interrupt stops a pool of waiting threads", "interrupt")
 async def check_thread_pool_interrupt(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     code = """
 from concurrent.futures import ThreadPoolExecutor
@@ -75,12 +75,12 @@ with ThreadPoolExecutor(4) as t:
     ran = await session.run(code, answer=echo)
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same(ran.interrupted, "deadline")
-    same(values(await probe.cells("1", session=session)), ["1"])
+    same(cell_values(await probe.cells("1", session=session)), ["1"])
 
 
 @check("a cancelled run leaves a usable session", "interrupt")
-async def cancelled(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+async def check_cell_cancellation(probe: SandboxUnderTest) -> None:
+    session = await open_with_host(probe)
     before = asyncio.all_tasks()
     for code in ("x = 1\nwhile True: pass", "host('sleep', 30)"):
         task = asyncio.ensure_future(session.run(code, answer=echo))
@@ -88,7 +88,7 @@ async def cancelled(probe: SandboxUnderTest) -> None:
         task.cancel()
         await asyncio.wait((task,))
         true(task.cancelled(), "run did not raise the cancellation")
-    same(values(await probe.cells("x", session=session)), ["1"])
+    same(cell_values(await probe.cells("x", session=session)), ["1"])
     left = asyncio.all_tasks() - before
     if left:  # perhaps a moment's work of the provider
         await asyncio.wait(left, timeout=1.0)
@@ -97,7 +97,7 @@ async def cancelled(probe: SandboxUnderTest) -> None:
 
 @check("one request at a time")
 async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=echo))
     await asyncio.sleep(0.05)
     try:
@@ -131,7 +131,7 @@ async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
         pass
     else:
         raise ConformanceError("a dead session answered")
-    same(values(await probe.cells("1", session=other)), ["1"])
+    same(cell_values(await probe.cells("1", session=other)), ["1"])
 
 
 @check("a crash is reported, with the output so far", "full_python", "kill")
@@ -162,7 +162,7 @@ async def check_memory_limit(probe: SandboxUnderTest) -> None:
 
 @check("a misbehaving cell does not break the next", "full_python", "kill")
 async def check_misbehaving_cells(probe: SandboxUnderTest) -> None:
-    session = await with_host(probe)
+    session = await open_with_host(probe)
     for code in (
         "import sys, io\nsys.stdout = sys.stderr = io.StringIO()",
         "import os\nos.close(1); os.close(2); os.close(0)",

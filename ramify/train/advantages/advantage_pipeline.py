@@ -1,7 +1,7 @@
 """Compute advantages in the way that nearly all RL estimators share: compare the rollouts of one
 task item, give each call in them an advantage, and give each token a loss weight.
 
-    RlStage.learned_from                                     (../stages.py)
+    RlStage.assign_credit                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
         ├── StepAdvantageBuilder  group, task weights ── length ──> a tree of rewards per rollout
         ├── credit                which calls are compared, as per_role         (credit.py)
@@ -38,17 +38,17 @@ from ramify.train.advantages.base import (
 from ramify.train.advantages.credit import (
     CREDITS,
     CreditNode,
-    LengthLimits,
+    LengthPenaltyScale,
     Numbers,
     Overlong,
     RolloutLength,
     compared_call_ids,
     ends_in_cut_reply,
-    length_of,
     length_penalty,
     num_sampled,
-    sampled,
+    sampled_turns,
     soft_overlong,
+    token_and_turn_counts,
     tree_of,
     why_unscored,
 )
@@ -57,10 +57,10 @@ from ramify.train.advantages.token_loss_weights import (
     RunningMeanRolloutTokens,
     Share,
     Weights,
-    shares_of,
+    weight_ratios,
 )
 from ramify.train.advantages.token_loss_weights import weights as token_weights
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
@@ -140,8 +140,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(f"{mine.__name__} has no formula: define compare()")
         lengths = {"overlong_buffer": self.overlong_buffer}
         lengths |= {"max_rollout_tokens": self.max_rollout_tokens}
-        check_optional("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
-        check_optional("algorithm", "no punishment", **lengths)
+        check_none_or_positive("algorithm", "a running mean", rollout_tokens=self.rollout_tokens)
+        check_none_or_positive("algorithm", "no punishment", **lengths)
         distances = (self.gamma_tree, self.length_weight, self.kl_reward)
         if min(*distances, self.normalise_epsilon or 0.0) < 0:
             raise ConfigError(
@@ -281,7 +281,7 @@ class StepAdvantageBuilder:
         ):
             if other is not None:
                 of_other = token_weights(counts, other, options.share, divisor)
-                shares[stream] = shares_of(of_other, (weights, denominator))
+                shares[stream] = weight_ratios(of_other, (weights, denominator))
         by_token = [
             [
                 _per_token(rollout, count, gamma)
@@ -391,7 +391,7 @@ def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptio
     group = _usable(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
-    lengths = [length_of(trajectory) for trajectory in trajectories]
+    lengths = [token_and_turn_counts(trajectory) for trajectory in trajectories]
     roots = [next(iter(tree)) for tree in trees]
     rewards = _for_length(
         [tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options
@@ -410,7 +410,7 @@ def _for_length(
     """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options set
     them."""
     if options.length_weight and lengths:
-        longest = LengthLimits(
+        longest = LengthPenaltyScale(
             *(max(1, *(length[index] for length in lengths)) for index in range(3))
         )
         rewards = length_penalty(rewards, lengths, longest, options.length_weight)
@@ -439,7 +439,7 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
         return {
             call.id: sum(
                 turns[call.id, index].share * num
-                for index, _, num in sampled(call)
+                for index, _, num in sampled_turns(call)
                 if (call.id, index) in turns
             )
             if _is_trained(call, options)
@@ -468,7 +468,7 @@ def _per_token(
         return {
             call.id: [
                 turns.get((call.id, index), _UNTRAINED).advantage
-                for index, _, num in sampled(call)
+                for index, _, num in sampled_turns(call)
                 for _ in range(num)
             ]
             for call in rollout.trajectory.calls
@@ -497,7 +497,7 @@ def _assigned(
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
-        for index, _, num in sampled(call) if weight else ():
+        for index, _, num in sampled_turns(call) if weight else ():
             advantages = values[call.id][start : start + num]
             start += num
             share = 1.0

@@ -145,7 +145,7 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
     return needs
 
 
-def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
+def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
     """Complete the advantages of a step, once the trainer has added the numbers that the algorithm
     needs to ``rows``, the token sequences of the step. Returns metrics.
 
@@ -156,24 +156,24 @@ def finish(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
     metrics: dict[str, float] = (
         own(rows)
         if own is not None
-        else _of_inner(algorithm, lambda inner: finish(inner, rows), {})
+        else _of_inner(algorithm, lambda inner: finish_advantages(inner, rows), {})
     )
     return metrics
 
 
-def remembering(algorithm: T, memory: Mapping[str, float]) -> T:
+def with_memory(algorithm: T, memory: Mapping[str, float]) -> T:
     """Return a copy of ``algorithm`` with its state restored from ``memory``. An algorithm without
     state is returned unchanged."""
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
         return _replaced(algorithm, "memory", dict(memory))
     if "outcome" in fields and memory:
-        inner = remembering(algorithm.outcome, memory)  # type: ignore[attr-defined]
+        inner = with_memory(algorithm.outcome, memory)  # type: ignore[attr-defined]
         return _replaced(algorithm, "outcome", inner)
     return algorithm
 
 
-def reduced(algorithm: T, reduction: str | None) -> T:
+def with_reduction(algorithm: T, reduction: str | None) -> T:
     """Return a copy of an algorithm that weights tokens by another reduction, which a policy loss
     may prescribe (``LossSpec.reduction``). Nested algorithms are changed in the same way. The
     algorithm is returned unchanged if ``reduction`` is None, or if the algorithm imitates
@@ -184,10 +184,12 @@ def reduced(algorithm: T, reduction: str | None) -> T:
     if "reduction" in fields:
         algorithm = _replaced(algorithm, "reduction", reduction)
     for field in {"outcome", "other"} & set(fields):
-        algorithm = _replaced(algorithm, field, reduced(getattr(algorithm, field), reduction))
+        algorithm = _replaced(
+            algorithm, field, with_reduction(getattr(algorithm, field), reduction)
+        )
     if "tasks" in fields:
         tasks: Mapping[str, Any] = algorithm.tasks  # type: ignore[attr-defined]
-        own = {name: reduced(each, reduction) for name, each in tasks.items()}
+        own = {name: with_reduction(each, reduction) for name, each in tasks.items()}
         algorithm = _replaced(algorithm, "tasks", own)
     return algorithm
 

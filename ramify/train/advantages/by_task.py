@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.tasks.mixture import part_of
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
@@ -33,9 +33,9 @@ from ramify.train.advantages.base import (
     StepAdvantages,
     TokenCredit,
     fill_missing_streams,
-    finish,
+    finish_advantages,
     needs_of,
-    remembering,
+    with_memory,
 )
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.types.sequence import TokenSequence
@@ -91,7 +91,7 @@ class PerTaskAlgorithm(
         for name in self.tasks:
             if name not in parts:
                 raise ConfigError(
-                    f"by_task: the mixture has no part '{name}': {nearest(name, parts)}"
+                    f"by_task: the mixture has no part '{name}': {did_you_mean(name, parts)}"
                 )
             if name not in trained:
                 raise ConfigError(
@@ -126,7 +126,7 @@ class PerTaskAlgorithm(
             if name.startswith(prefix)
         }
         initial = getattr(algorithm, "memory", {})
-        restored: Algorithm = remembering(algorithm, {**initial, **own} if own else {})
+        restored: Algorithm = with_memory(algorithm, {**initial, **own} if own else {})
         return restored
 
     @property
@@ -190,7 +190,7 @@ class PerTaskAlgorithm(
         by_part: dict[str, list[TokenSequence]] = defaultdict(list)
         for row in rows:
             by_part[part_of(row.item)].append(row)
-        found = {part: finish(self.of(part), own) for part, own in by_part.items()}
+        found = {part: finish_advantages(self.of(part), own) for part, own in by_part.items()}
         means = _means(found, {part: len(own) for part, own in by_part.items()})
         return means | _by_name(found)
 

@@ -53,7 +53,7 @@ class CreditNode(NamedTuple):
     """Whether the call is one of several agents of its rollout, each with its own reward."""
 
 
-class Baseline(Protocol):
+class AdvantageFunction(Protocol):
     """A function from the returns of several attempts at the same thing to their advantages."""
 
     def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
@@ -66,11 +66,11 @@ Tree = Mapping[str, CreditNode]
 """Call id -> node, with each parent before its children. The first is the root."""
 Numbers = dict[str, float]
 """Call id -> advantage."""
-Credit = Callable[[Sequence[Tree], Baseline, float], list[Numbers]]
+Credit = Callable[[Sequence[Tree], AdvantageFunction, float], list[Numbers]]
 """(trees of one group, baseline, γ of the tree) -> a number per call, for each tree."""
 
 
-def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0) -> list[Numbers]:
     """Give every call the advantage of the root call of its tree, as trainers without call trees
     do. The rewards of other calls, and γ, are ignored.
 
@@ -86,7 +86,7 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
     return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
 
 
-def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
+def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Numbers]:
     """Compare all agents (calls that the task rewards separately) of all trees with each other. A
     fork of an agent's call gets the advantage of that agent. Any other call gets the advantage of
     the first agent in its tree."""
@@ -105,7 +105,9 @@ def _by_agent(trees: Sequence[Tree], baseline: Baseline) -> list[Numbers]:
     return numbers
 
 
-def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+def per_role(
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
+) -> list[Numbers]:
     """Compare each call's own reward with the rewards of calls of the same role and depth in the
     *other* trees, and add the difference to the parent's advantage. If no other tree has such a
     call, the call's own reward is added in full.
@@ -117,7 +119,9 @@ def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> l
     return _advantages(trees, baseline, gamma, by_role.across)
 
 
-def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+def hierarchical(
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
+) -> list[Numbers]:
     """Compare each call's own reward with those of attempts at the same sub-task (the same question
     over the same context) in other trees of the group, and add the difference to the parent's
     advantage. This has less variance than ``per_role`` if parents split their work alike.
@@ -139,7 +143,7 @@ def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) 
 
 
 def leave_one_child_out(
-    trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
 ) -> list[Numbers]:
     """Compare each call's own reward with those of its siblings, the other children of its parent,
     and add the difference to the parent's advantage.
@@ -217,7 +221,7 @@ in the place of that call, which has its own there; None if nothing is comparabl
 
 
 def _advantages(
-    trees: Sequence[Tree], baseline: Baseline, gamma: float, own_rewards: OwnRewards
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
     """Compute the advantage of each call by comparing its return with one return from every other
     tree of the group. A call's return is its own reward plus γ times its parent's return. In the
@@ -378,7 +382,7 @@ class RolloutLength(NamedTuple):
     turns: int
 
 
-class LengthLimits(NamedTuple):
+class LengthPenaltyScale(NamedTuple):
     """The maximum lengths that the length penalty divides by."""
 
     output: int
@@ -398,7 +402,10 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 def length_penalty(
-    rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
+    rewards: Sequence[float],
+    lengths: Sequence[RolloutLength],
+    most: LengthPenaltyScale,
+    weight: float,
 ) -> list[float]:
     """Return the rewards of one group's rollouts after subtracting a penalty for length:
     R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns).
@@ -458,7 +465,7 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
         subtask = (call.question, call.context.digest if call.context else None)
         own, num = total(rewards, weights), num_sampled(call)
         tree[call.id] = CreditNode(
-            parent_of(trajectory, call), call.depth, own, call.kind, subtask, num, is_agent
+            parent_id_of(trajectory, call), call.depth, own, call.kind, subtask, num, is_agent
         )
     return tree
 
@@ -483,7 +490,7 @@ def in_order(trajectory: Trajectory) -> list[Call]:
     return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
-def parent_of(trajectory: Trajectory, call: Call) -> str | None:
+def parent_id_of(trajectory: Trajectory, call: Call) -> str | None:
     """Return the id of the parent of ``call``, or None for a root. A fork of a root call counts as
     a child of that root, since the two have no common parent."""
     is_fork = False
@@ -494,7 +501,7 @@ def parent_of(trajectory: Trajectory, call: Call) -> str | None:
     return call.parent.call
 
 
-def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
+def sampled_turns(call: Call) -> Iterator[tuple[int, Turn, int]]:
     """Yield the index, the turn and the number of sampled tokens for each turn of ``call`` whose
     exact token ids and log-probabilities are known."""
     for index, turn in enumerate(call.turns):
@@ -504,7 +511,7 @@ def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
 
 def num_sampled(call: Call) -> int:
     """Return the number of tokens of ``call`` that can carry a policy-gradient loss."""
-    return sum(num for _, _, num in sampled(call))
+    return sum(num for _, _, num in sampled_turns(call))
 
 
 def was_cut_off(call: Call) -> bool:
@@ -520,7 +527,7 @@ def ends_in_cut_reply(call: Call) -> bool:
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 
 
-def length_of(trajectory: Trajectory) -> RolloutLength:
+def token_and_turn_counts(trajectory: Trajectory) -> RolloutLength:
     """Count the sampled tokens, the prompt tokens and the turns of the whole call tree."""
     turns = [turn for call in trajectory.calls for turn in call.turns]
     num_input = sum(len(turn.reply.prompt_ids or ()) for turn in turns)

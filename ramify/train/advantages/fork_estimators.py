@@ -40,7 +40,7 @@ from ramify.train.advantages.credit import (
     own_advantages,
 )
 from ramify.train.advantages.group_estimators import RLOO
-from ramify.types.fork_segment import ForkSegment, root_segments
+from ramify.types.fork_segment import ForkSegment, root_segment
 from ramify.types.trajectory import Call, Group, Trajectory
 
 Trees = Sequence[Mapping[str, CreditNode]]
@@ -143,7 +143,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        trees = [root_segments(trajectory) for trajectory in group.trajectories]
+        trees = [root_segment(trajectory) for trajectory in group.trajectories]
         values = [
             _Values(self._rewards(trajectory, tree, rewards))
             for trajectory, tree in zip(group.trajectories, trees, strict=True)
@@ -164,7 +164,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
             return {tree.call.id: total(trajectory.rewards, rewards)}
         return {
             end.id: total(trajectory.call_rewards.get(end.id, {}), rewards)
-            for end, _ in tree.ends()
+            for end, _ in tree.path_ends()
         }
 
     def _credits(

@@ -108,7 +108,7 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
             return super().finish(rows)
         # The comparison is linear, so the charges are compared by themselves.
         charges: dict[str, dict[str, float]] = {}
-        calls = list(row_math.lines(rows))
+        calls = list(row_math.tokens_by_call(rows))
         for line in calls:
             row = line.parts[0][0]
             group = charges.setdefault(row.item, {})

@@ -90,7 +90,7 @@ class PPO(
         return assigned
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        calls = list(row_math.lines(rows))
+        calls = list(row_math.tokens_by_call(rows))
         returns, residuals, kls = [], [], []
         for line in calls:
             rewards, values = line.read("rewards"), line.read("values")

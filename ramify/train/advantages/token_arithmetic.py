@@ -66,7 +66,7 @@ class CallTokens(NamedTuple):
             start += len(tokens)
 
 
-def lines(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
+def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
     """Group the sampled tokens of ``rows``, the token sequences of a step, by call. The calls come
     in the order in which they first appear."""
     by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
@@ -139,7 +139,7 @@ def add_kl(
     the tokens before it in its call. Then normalise over the step if asked to. Returns the metric
     ``reward_kl``, the mean of o - ref."""
     charges: list[Doubles] = []
-    calls = list(lines(rows))
+    calls = list(tokens_by_call(rows))
     for line in calls:
         charges.append(line.read("old_logprobs") - line.read("ref_logprobs"))
         line.write("advantages", line.read("advantages") + to_go(-beta * charges[-1], gamma))
@@ -203,7 +203,7 @@ def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
     return [{step: value - centre for step, value in row.items()} for row in rows]
 
 
-def normalised(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
+def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
     """Normalise per-turn numbers, given as one mapping for each trajectory, by the method named
     ``norm``."""
     if norm == "step_index":

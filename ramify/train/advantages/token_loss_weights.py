@@ -105,7 +105,7 @@ StepWeights = tuple[list[list[Weights]], float]
 """The result of ``weights``."""
 
 
-def shares_of(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
+def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
     """Return for each call how many times as much one of its tokens counts in the step's loss under
     the weighting ``other`` as under ``base``. The result is 1 if both weightings count the token
     the same."""

@@ -31,7 +31,7 @@ def activation_room(memory: int) -> int:
     return 2 * memory // 5 if memory else 4 << 30
 
 
-def logits_at_once(is_cuda: bool) -> int:
+def max_logits(is_cuda: bool) -> int:
     return 1 << 26 if is_cuda else 1 << 22
 
 
@@ -96,7 +96,7 @@ class _RecomputedLayer:
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
 
 
-def keep_freed_memory() -> bool:
+def keep_malloc_memory() -> bool:
     """Configure glibc's malloc to keep freed memory in the process, for training on a CPU. Returns
     False if that is not possible, as on a system without glibc.
 
@@ -107,7 +107,7 @@ def keep_freed_memory() -> bool:
     return _configured(_LARGE, _LARGE, 1 << 26)
 
 
-def return_freed_memory() -> bool:
+def return_malloc_memory() -> bool:
     """Configure glibc's malloc to return large freed blocks to the system. Returns False if that is
     not possible, as on a system without glibc.
 
@@ -151,7 +151,7 @@ class _Speed(NamedTuple):
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
-def compute_cost(model: nn.Module, config: Any, device: str) -> PackingCostModel:
+def packing_cost_model(model: nn.Module, config: Any, device: str) -> PackingCostModel:
     """Estimate the compute costs by which batches are packed for a model and a device. The unit is
     one token's work forward and backward, which is 6 FLOP per weight of the layers. A pair of
     tokens in attention costs 14 FLOP per layer and element of the heads: two products forward, five

@@ -23,7 +23,7 @@ from ramify.errors import ConfigError, OldNameWarning
 from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
 from ramify.train.backends.mesh import MeshSizes
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, Floats
@@ -74,8 +74,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if not self.peak_lr >= 0 or not math.isfinite(self.peak_lr):
             raise ConfigError(f"optim.lr={self.lr} must be a finite number, at least 0")
-        check_optional("optim", "never", max_grad_norm=self.max_grad_norm)
-        check_optional("optim", "the length of the stage", num_steps=self.num_steps)
+        check_none_or_positive("optim", "never", max_grad_norm=self.max_grad_norm)
+        check_none_or_positive("optim", "the length of the stage", num_steps=self.num_steps)
         num_steps = self.num_steps
         if self.schedule != "constant" and num_steps is not None and num_steps <= self.num_warmup:
             raise ConfigError(
@@ -152,8 +152,8 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Port of the ranks' rendezvous on this machine; None: any free port."""
 
     def __post_init__(self) -> None:
-        check_optional("compute.shard", "one per GPU", ranks=self.ranks)
-        check_optional("compute.shard", "any free port", port=self.port)
+        check_none_or_positive("compute.shard", "one per GPU", ranks=self.ranks)
+        check_none_or_positive("compute.shard", "any free port", port=self.port)
         for name in ("replicas", "tensor", "experts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"compute.shard.{name}={getattr(self, name)} must be at least 1")
@@ -202,7 +202,7 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def __post_init__(self) -> None:
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
-        check_optional("compute", "the size that fits the device", **sizes)
+        check_none_or_positive("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
             _log.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
@@ -349,7 +349,7 @@ class Backend(Protocol):
         ...
 
 
-def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
+def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
     """Replace ``precision="auto"`` by a definite precision. It is bf16 if the policy was loaded in
     a 16-bit ``dtype`` and the device supports bf16, and otherwise fp32."""
     if compute.precision != "auto":

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from ramify.actors.launcher import Launcher
 from ramify.actors.rank_group import RankGroup
-from ramify.models.load import Policy, stored_dtype
+from ramify.models.load import Policy, default_dtype
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch
-from ramify.train.backends.adapters import AdapterSpec
-from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, resolve_precision
 from ramify.train.backends.fsdp_model import (
     FsdpBackend,
     FsdpModel,
@@ -36,6 +35,7 @@ from ramify.train.backends.fsdp_model import (
     check_optimizer,
 )
 from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.tensor_parallel import TensorParallelPlan
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 
@@ -57,7 +57,7 @@ class FsdpRanks:
         self.compute = compute
         self.device = device
         self.dumps = dumps or Path()
-        self._joined = launch.join(compute.shard, device, self.dumps, hosts)
+        self._joined = launch.start_ranks(compute.shard, device, self.dumps, hosts)
         self._num_models = 0
         self._end = weakref.finalize(self, _leave, self._joined)
 
@@ -67,11 +67,11 @@ class FsdpRanks:
         return rank_group
 
     @property
-    def own(self) -> Any:
+    def rank_models(self) -> Any:
         """The ``RankModels`` of this process, with its shard of each model."""
         return self._joined.rank
 
-    def spread(
+    def shard_model(
         self,
         config: Any,
         source: Source,
@@ -88,9 +88,9 @@ class FsdpRanks:
         tensor that does not fit."""
         compute = compute or self.compute
         TensorParallelPlan.check(config, compute.shard, self.rank_group.size, lora)
-        check_source(config, source)
+        check_source_tensors(config, source)
         self._num_models += 1
-        compute = decided(compute, stored_dtype(config, self.device), self.device)
+        compute = resolve_precision(compute, default_dtype(config, self.device), self.device)
         parts = FsdpModelSpec(config, source, lora, compute, critic, holds_base)
         return FsdpModel(self._joined, self.dumps, f"model {self._num_models}", parts)
 
@@ -121,11 +121,11 @@ class FsdpTrainedModel:
         ``policy`` may change later. ``critic``: add a value head, for ``with_critic``. ``device``:
         kind of the ranks' devices; None: the policy's."""
         device = device or policy.device.type
-        compute = decided(compute, policy.dtype, device)
+        compute = resolve_precision(compute, policy.dtype, device)
         self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
         try:
             has_all = policy.device.type != "meta"  # the engine of this process has them anyway
-            self._model = self._ranks.spread(
+            self._model = self._ranks.shard_model(
                 policy.config, source, lora, critic=critic, holds_base=has_all
             )
         except BaseException:
@@ -164,13 +164,13 @@ class FsdpTrainedModel:
             return self._backend
         # Adapters are summed up first; without them each rank copies its own part.
         source = self._model if self._model.lora is None else dict(self.weights())
-        model = self._ranks.spread(self._model.config, source, self._model.lora, critic=True)
+        model = self._ranks.shard_model(self._model.config, source, self._model.lora, critic=True)
         return PolicyWithSeparateCritic(self.backend(optim), model.backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
         if is_base and self._model.lora is not None and self._backend is not None:
-            return self._backend.base()
-        return self._ranks.spread(self._model.config, folder).backend()
+            return self._backend.base_reference()
+        return self._ranks.shard_model(self._model.config, folder).backend()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._model.weights()
@@ -191,7 +191,7 @@ class FsdpTrainedModel:
         self._ranks.close()
 
 
-def check_source(config: Any, source: Source) -> None:
+def check_source_tensors(config: Any, source: Source) -> None:
     """Raise ConfigError if the tensors of a source of weights do not fit the model of a
     configuration. The error names the first such tensor."""
     model = on_meta(config)
@@ -202,4 +202,4 @@ def check_source(config: Any, source: Source) -> None:
 
 
 def _leave(joined: launch.JoinedRanks) -> None:
-    launch.leave(joined)
+    launch.stop_ranks(joined)

@@ -31,13 +31,13 @@ from ramify.inference.weight_sync.base import AdaptedMatrix, LazyFrozenWeight
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
-from ramify.train.backends import adapters, launch, sharded_checkpoint
-from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends import launch, sharded_checkpoint, sharded_lora
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.mesh import MeshSizes
 from ramify.train.backends.meta_model import on_meta
 from ramify.train.backends.rank import ModelConfigText, RankModelSpec, dealt, idle, is_of_critic
 from ramify.train.backends.safetensors_export import export_model
+from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.single import check_window
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import total_loss as losses
@@ -110,9 +110,9 @@ class FsdpBackend:
         self._call("clear_gradient")
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self.of(batches, base=False)
+        return self.entry_logprobs(batches, base=False)
 
-    def base(self) -> ShardedReference:
+    def base_reference(self) -> ShardedReference:
         """Return the model without its adapters, for use as a reference model."""
         return ShardedReference(self)
 
@@ -140,7 +140,7 @@ class FsdpBackend:
         }
         torch.save(state, folder / _STATE)
         if is_async:
-            wait: Callable[[], None] = self._model.own.saving.wait
+            wait: Callable[[], None] = self._model.own.pending_write.wait
             return wait
         self._model.rank_group.call("wait")
         return None
@@ -155,7 +155,7 @@ class FsdpBackend:
             raise ConfigError(f"{folder} holds no state of ranks: {_STATE} is missing") from None
         there, here = msgspec.json.decode(state["optim"]), self._optim.kind
         packed = self._model.own.model(self._model.key).sharded.packed
-        weights, optimizers = self._own.trained
+        weights, optimizers = self._own.trained_parameters_and_optimizer
         sharded_checkpoint.check(
             folder, sharded_checkpoint.ShardedState(weights, optimizers, packed)
         )
@@ -168,7 +168,7 @@ class FsdpBackend:
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
-    def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
+    def entry_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
         """Return the log-probabilities of the entries of each batch. With ``base``, they are
         computed without the model's adapters."""
         return self._collect("logprobs", batches, base)
@@ -203,7 +203,7 @@ class FsdpBackend:
 
     @property
     def _own(self) -> Any:
-        return self._model.own.of(self._model.key)
+        return self._model.own.backend_of(self._model.key)
 
     @property
     def _mesh(self) -> MeshSizes:
@@ -227,7 +227,7 @@ class ShardedReference:
         return self._trained.packing
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        return self._trained.of(batches, base=True)
+        return self._trained.entry_logprobs(batches, base=True)
 
 
 class FsdpModelSpec(NamedTuple):
@@ -281,7 +281,9 @@ class FsdpModel:
         elif not isinstance(source, Path):
             self._put(source)
         self._own_names = {
-            adapters.plain(name): name for name in self._shapes if not adapters.is_adapter(name)
+            sharded_lora.plain(name): name
+            for name in self._shapes
+            if not sharded_lora.is_adapter(name)
         }
         self._frozen: dict[str, nn.Parameter] = {}
         """Name -> weight that adapters are added to, if this process keeps them."""
@@ -300,7 +302,9 @@ class FsdpModel:
         """The shape of every parameter of the policy, by its name in the model without adapters."""
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
-            adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)
+            sharded_lora.plain(n): tuple(s)
+            for n, s in policy.items()
+            if not sharded_lora.is_adapter(n)
         }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
@@ -339,12 +343,12 @@ class FsdpModel:
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full tensor of each adapter matrix (A and B), the only weights
         that are trained if the model has adapters."""
-        yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
+        yield from self._gathered([name for name in self._shapes if sharded_lora.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of every trained parameter with its full accumulated gradient. This is
         meant for debugging."""
-        trained = self.own.of(self.key).trained[0]
+        trained = self.own.backend_of(self.key).trained_parameters_and_optimizer[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -368,7 +372,7 @@ class FsdpModel:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if self.lora is not None:
-            adapters.save(folder / "adapter", self.lora, self._adapted, self.adapters())
+            sharded_lora.save(folder / "adapter", self.lora, self._adapted, self.adapters())
 
     def drop(self) -> None:
         """Free the model on all ranks."""
@@ -389,7 +393,7 @@ class FsdpModel:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
-            (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
+            (_, a), (_, b) = self._gathered(list(sharded_lora.matrix_names(name)))
             return a, b
 
         scale = self.lora.alpha / self.lora.rank

@@ -39,7 +39,7 @@ from ramify.actors.group_proof import AuthenticatedGroupFactory
 from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.logging import ComponentLogger, join_run
+from ramify.logging import ComponentLogger, join_parent_run_log
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 
@@ -86,7 +86,7 @@ def is_restarted() -> bool:
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
-    return TorchrunMeeting(world).began()
+    return TorchrunMeeting(world).has_earlier_attempt()
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
@@ -175,7 +175,9 @@ def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
         raise
 
 
-def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
+def start_ranks(
+    shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None
+) -> JoinedRanks:
     """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
     Raises ConfigError if the configured ranks cannot be started, and TrainError if a rank does not
     start."""
@@ -235,7 +237,7 @@ def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = N
     return JoinedRanks(group, own, close)
 
 
-def leave(joined: JoinedRanks) -> None:
+def stop_ranks(joined: JoinedRanks) -> None:
     """Shut down all ranks."""
     import torch.distributed as dist
 
@@ -285,7 +287,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
 
     settings: RankSettings = channels["talk"].receive(RankSettings)
     local_rank = settings.local_rank if local_rank is None else local_rank
-    join_run(f"rank {rank}")
+    join_parent_run_log(f"rank {rank}")
     members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
     store = ChannelStore(channels["store"])  # torch does not keep it alive
     _enter(store, rank, settings, members, local_rank)
@@ -400,13 +402,13 @@ def _enter(
     import torch
     import torch.distributed as dist
 
-    from ramify.train.backends.activation_memory import return_freed_memory
+    from ramify.train.backends.activation_memory import return_malloc_memory
 
     is_cuda = settings.device == "cuda"
     if is_cuda:
         torch.cuda.set_device(local_rank)
     else:  # before gloo's threads run: glibc allows mallopt only while no other thread allocates
-        return_freed_memory()
+        return_malloc_memory()
 
     def group() -> Any:
         dist.init_process_group(

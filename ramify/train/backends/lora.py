@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix, added
+from ramify.inference.weight_sync.base import AdaptedMatrix, add_adapter
 
 _ORIGINAL = "parametrizations.weight.original"
 
@@ -42,7 +42,7 @@ class LoraParametrization(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self.is_off:
             return weight
-        return added(weight, self.A, self.B, self.scale)
+        return add_adapter(weight, self.A, self.B, self.scale)
 
 
 def attach(

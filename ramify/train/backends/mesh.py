@@ -104,7 +104,7 @@ def check_model(
     if it has no plan. ``tensor_plan`` and ``expert_plan`` are additional rules from the recipe."""
     if not sizes.splits_layers:
         return
-    need_plans()
+    check_transformers_version()
     config = config.get_text_config()
     if sizes.tensor > 1:
         is_split = sizes.experts == 1
@@ -146,7 +146,7 @@ def _check_plan(axis: str, size: int, config: Any, field: str, given: Mapping[st
     )
 
 
-def need_plans() -> None:
+def check_transformers_version() -> None:
     """Raise ConfigError if the installed version of ``transformers`` cannot split layers."""
     if find_spec("transformers.distributed.expert_parallel") is None:
         import transformers

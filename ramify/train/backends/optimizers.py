@@ -179,7 +179,7 @@ class WeightSharding(Protocol):
         """The device on which this rank computes."""
         ...
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run_with_weights(self, work: Callable[[], T]) -> T:
         """Call a function that uses the weights, and return its result. All ranks must make this
         call together, since the weights may have to be gathered."""
         ...
@@ -210,7 +210,7 @@ class SingleProcessWeightSharding:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run_with_weights(self, work: Callable[[], T]) -> T:
         return work()
 
     def agree(self, is_well: bool) -> bool:

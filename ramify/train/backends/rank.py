@@ -33,11 +33,11 @@ from ramify.actors.rank_watch import RankProgress
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
-from ramify.train.backends import adapters, sharded_checkpoint
+from ramify.train.backends import sharded_checkpoint, sharded_lora
 from ramify.train.backends.activation_memory import most_tokens
-from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.sharding import FsdpWeightSharding
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
@@ -151,12 +151,12 @@ class RankModels:
         return self._models[key]
 
     @property
-    def saving(self) -> sharded_checkpoint.CheckpointWrite:
+    def pending_write(self) -> sharded_checkpoint.CheckpointWrite:
         """The latest checkpoint write, which may still be running."""
         assert self._pending is not None
         return self._pending
 
-    def of(self, key: str) -> SingleBackend:
+    def backend_of(self, key: str) -> SingleBackend:
         """Return the backend with which this rank trains a model."""
         return self._models[key].backend
 
@@ -172,10 +172,10 @@ class RankModels:
         plan = TensorParallelPlan.of(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:
-            names = adapters.chosen(model, making.lora)
+            names = sharded_lora.chosen(model, making.lora)
             plan = plan.with_adapters(names)
             sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
-            adapters.inject(model, making.lora, names)
+            sharded_lora.inject(model, making.lora, names)
         if making.critic:
             with torch.device("meta"):
                 model.add_module(VALUE_HEAD, value_head(config.hidden_size))
@@ -186,11 +186,11 @@ class RankModels:
         made = self._models[key] = _Model(making, config, model, names, sharded)
         values: dict[str, Any] = {}
         if making.folder:
-            base = {name: adapters.plain(name) for name in self._base(made)}
+            base = {name: sharded_lora.plain(name) for name in self._base(made)}
             stored = stored_tensors(Path(making.folder), model, list(base.values()))
             values = {name: stored[own] for name, own in base.items()}
         if making.lora is not None:
-            values |= dict(adapters.begin(making.lora, names, sizes))
+            values |= dict(sharded_lora.initial_weights(making.lora, names, sizes))
         values |= {
             name: torch.zeros(each.shape)
             for name, each in sharded.parameters.items()
@@ -203,9 +203,9 @@ class RankModels:
         the model without adapters."""
         made = self._models[key]
         made.sharded.reshard()
-        here = {adapters.plain(name): name for name in self._base(made)}
+        here = {sharded_lora.plain(name): name for name in self._base(made)}
         for name, tensor in named:
-            made.sharded.put(here[name], tensor)
+            made.sharded.scatter_weight(here[name], tensor)
 
     def copy(self, key: str, source: str) -> None:
         """Copy the weights of another model, which has the same mesh and no adapters, to the model
@@ -265,7 +265,9 @@ class RankModels:
         in the list stands for a batch that only other ranks have; the rank then computes the batch
         ``idle``, to stay in step. ``formula``: the loss, in the form of ``LossSpec.stored``."""
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
-        made.backend.prepare([idle if batch is None else batch for batch in batches], loss)
+        made.backend.prepare_expert_loads(
+            [idle if batch is None else batch for batch in batches], loss
+        )
         for index, batch in enumerate(batches):
             made.sharded.expect(index + 1 == len(batches))
             measured = made.backend.add(idle if batch is None else batch, loss)
@@ -275,13 +277,13 @@ class RankModels:
         return tally.plain()
 
     def optim_step(self, key: str) -> dict[str, float]:
-        return self.of(key).optim_step()
+        return self.backend_of(key).optim_step()
 
     def check_gradient(self, key: str) -> None:
-        self.of(key).check_gradient()
+        self.backend_of(key).check_gradient()
 
     def clear_gradient(self, key: str) -> None:
-        self.of(key).clear_gradient()
+        self.backend_of(key).clear_gradient()
 
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
@@ -290,7 +292,7 @@ class RankModels:
         computes the batch ``idle`` to stay in step with the others, and returns nothing for it.
         With ``base``, the model's adapters are left out."""
         made = self._models[key]
-        with adapters.without(made.model) if base else nullcontext():
+        with sharded_lora.without(made.model) if base else nullcontext():
             found = [
                 made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches
             ]
@@ -298,7 +300,7 @@ class RankModels:
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
         """Return the critic's values [E] for each batch that is not None."""
-        backend = self.of(key)
+        backend = self.backend_of(key)
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
@@ -308,13 +310,13 @@ class RankModels:
         """Write this rank's shard of a checkpoint, and return the rank's random state. If writing
         continues in the background, ``wait`` waits for it."""
         self.wait()
-        single = self.of(key)
-        weights, optimizers = single.trained
+        single = self.backend_of(key)
+        weights, optimizers = single.trained_parameters_and_optimizer
         trained = sharded_checkpoint.ShardedState(
             weights, optimizers, self._models[key].sharded.packed
         )
         self._pending = sharded_checkpoint.save(Path(folder), trained, self._saving, asynchronous)
-        return sharded_checkpoint.random_state(self.device)
+        return sharded_checkpoint.torch_random_state(self.device)
 
     def wait(self) -> None:
         """Wait until the last ``save`` is complete on all ranks. Raises StoreError if it failed on
@@ -329,9 +331,11 @@ class RankModels:
         self.wait()
         made = self._models[key]
         made.sharded.reshard()
-        trained = sharded_checkpoint.ShardedState(*made.backend.trained, made.sharded.packed)
+        trained = sharded_checkpoint.ShardedState(
+            *made.backend.trained_parameters_and_optimizer, made.sharded.packed
+        )
         sharded_checkpoint.load(Path(folder), trained, self._saving)
-        made.backend.go_on_from(num_steps)
+        made.backend.set_num_steps(num_steps)
         if self.index < len(random):
             sharded_checkpoint.set_random_state(self.device, random[self.index])
 
@@ -340,7 +344,9 @@ class RankModels:
         head."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
-            name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)
+            name
+            for name in everything
+            if not sharded_lora.is_adapter(name) and not is_of_critic(name)
         ]
 
 

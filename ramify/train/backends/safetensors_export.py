@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ramify.models.stored_weights import disk_tensors, raw_tensors
+from ramify.models.stored_weights import lazy_disk_tensors, to_disk_tensors
 
 _MAX_BYTES = 5_000_000_000
 """Maximum size of a file."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class WeightsToExport(NamedTuple):
+class ExportManifest(NamedTuple):
     """The names, shapes and precision of the weights to write, which must be known before their
     values."""
 
@@ -39,7 +39,7 @@ class WeightsToExport(NamedTuple):
 def export(
     folder: Path,
     config: Any,
-    weights: WeightsToExport,
+    weights: ExportManifest,
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
@@ -86,18 +86,18 @@ def export_model(
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:
-            yield from disk_tensors(model, name, tensor)
+            yield from to_disk_tensors(model, name, tensor)
 
     empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
     written = {name: tuple(each.shape) for name, each in on_disk(empty)}
-    export(folder, config, WeightsToExport(written, dtype), on_disk(tensors))
+    export(folder, config, ExportManifest(written, dtype), on_disk(tensors))
 
 
-def copy_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
+def convert_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Copy a checkpoint from the folder ``source`` to ``folder``, one tensor at a time, and convert
     its weights to the precision ``dtype``."""
-    stored = raw_tensors(source)
-    weights = WeightsToExport({name: each.shape for name, each in stored.items()}, dtype)
+    stored = lazy_disk_tensors(source)
+    weights = ExportManifest({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))
 
 

@@ -167,7 +167,7 @@ def check(folder: Path, trained: ShardedState) -> None:
             )
 
 
-def random_state(device: torch.device) -> RandomState:
+def torch_random_state(device: torch.device) -> RandomState:
     return RandomState(
         torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     )

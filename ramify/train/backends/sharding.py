@@ -94,8 +94,8 @@ class FsdpWeightSharding:
         tick: Callable[[], None],
     ) -> None:
         """Shard ``model``, which is on the meta device, and allocate memory for this rank's part.
-        The values are undefined until ``put`` or ``fill`` sets them. ``tick`` is called whenever a
-        layer is entered, which shows other ranks that this one makes progress."""
+        The values are undefined until ``scatter_weight`` or ``fill`` sets them. ``tick`` is called
+        whenever a layer is entered, which shows other ranks that this one makes progress."""
         self.device = device
         self.packed = plan.packed
         """As in ``TensorParallelPlan``."""
@@ -139,7 +139,7 @@ class FsdpWeightSharding:
 
     # --- WeightSharding
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run_with_weights(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))
         if not torch.is_grad_enabled():  # no backward pass will free the gathered weights
             self.reshard()
@@ -196,7 +196,7 @@ class FsdpWeightSharding:
                     parameter = self.parameters[name]
                     _local(parameter).copy_(part_of(parameter, tensor))
 
-    def put(self, name: str, tensor: Tensor | None) -> None:
+    def scatter_weight(self, name: str, tensor: Tensor | None) -> None:
         """Send a full tensor from rank 0 to all ranks, which store their parts of it. The other
         ranks pass None."""
         mine = self.parameters[name] if name in self.parameters else self.buffers[name]

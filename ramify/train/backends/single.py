@@ -40,13 +40,13 @@ from ramify.models.trunk import (
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
-    compute_cost,
-    keep_freed_memory,
-    logits_at_once,
+    keep_malloc_memory,
+    max_logits,
     most_tokens,
+    packing_cost_model,
     recompute_layers,
 )
-from ramify.train.backends.base import ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, resolve_precision
 from ramify.train.backends.optimizers import (
     CombinedOptimizer,
     SingleProcessWeightSharding,
@@ -89,16 +89,16 @@ class SingleBackend:
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessWeightSharding(policy.device)
         self._device = self._spread.device
-        self.compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
+        self.compute = resolve_precision(compute or ComputeSpec(), policy.dtype, self._device.type)
         """Precision, sharing and other settings, with the choices of this device."""
         self._dumps = dumps or Path()
         self.model: nn.Module = policy.model.float()
         """The policy's network, whose gradients the backend computes."""
         if self._device.type == "cpu" and spread is None:  # a rank does the opposite
-            keep_freed_memory()
+            keep_malloc_memory()
         with torch.no_grad():
             trunk = trunk_of if not self.compute.deterministic else fixed_shape_trunk
-            self.trunk = self._spread.run(lambda: trunk(self.model))
+            self.trunk = self._spread.run_with_weights(lambda: trunk(self.model))
             """The network in two halves: hidden states, and their logits."""
         self._router_weight = configured_weight(policy.config)
         routers = MixtureRouters.of(self.model)
@@ -123,7 +123,7 @@ class SingleBackend:
         self._optimizers = CombinedOptimizer(self.trained_modules, self._optim, self._spread.muon)
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
-        self._max_logits = self.compute.max_logits or logits_at_once(is_cuda)
+        self._max_logits = self.compute.max_logits or max_logits(is_cuda)
         self._window = policy.window
         self.packing = PackingSpec(
             self.compute.max_tokens
@@ -131,7 +131,7 @@ class SingleBackend:
                 policy.config, self._device, self.compute.recompute, self.compute.precision
             ),
             self.compute.share and self.trunk.shares,
-            compute_cost(self.model, policy.config, self._device.type),
+            packing_cost_model(self.model, policy.config, self._device.type),
             _FILL_TOKENS if self._device.type == "cpu" else None,
         )
 
@@ -144,13 +144,13 @@ class SingleBackend:
             losses.check_whole(batches, loss.sequence)
         if losses.chooses(loss):
             batches = losses.choose(batches, loss, self.logprobs(batches))
-        self.prepare(batches, loss)
+        self.prepare_expert_loads(batches, loss)
         tally = LossTally()
         for batch in batches:
             tally.merge(self.add(batch, loss))
         return tally.metrics()
 
-    def prepare(self, batches: Many[Batch], loss: LossSpec) -> None:
+    def prepare_expert_loads(self, batches: Many[Batch], loss: LossSpec) -> None:
         """Compute what depends on all batches of the step: the load of the experts, if the model is
         a mixture of experts. Call this before ``add``, which processes the batches one by one."""
         given = loss.router_aux_loss_coef
@@ -168,7 +168,7 @@ class SingleBackend:
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """Compute the loss of one batch, add its gradient to those of the step, and return its
-        metrics. ``prepare`` must have been called with all batches of the step."""
+        metrics. ``prepare_expert_loads`` must have been called with all batches of the step."""
         with self.trunk.forward_context(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
@@ -176,7 +176,7 @@ class SingleBackend:
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
             if self._balance is not None:
-                measured.add_experts(self._balance.load())
+                measured.add_experts(self._balance.finish_forward())
             value.backward()  # type: ignore[no-untyped-call]
         heartbeat()
         return measured
@@ -220,7 +220,7 @@ class SingleBackend:
                     found.append(self._entries(batch, "no").logprobs.cpu().numpy())
         return found
 
-    def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
+    def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
         """Return log-probabilities for each batch, as arrays by name: ``logprobs`` [E] of the
         targets; ``candidates`` [E, k] of the tokens in the stream ``teacher_ids``, if the batch has
         one; and, if ``top`` is above 0, ``top_ids`` and ``top`` [E, top], the likeliest tokens of
@@ -288,13 +288,13 @@ class SingleBackend:
             torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
 
     @property
-    def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
+    def trained_parameters_and_optimizer(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
         """The trained parameters by name, and the optimizer that updates them."""
         return {
             name: each for name, each in self.model.named_parameters() if each.requires_grad
         }, self._optimizers
 
-    def go_on_from(self, num_steps: int) -> None:
+    def set_num_steps(self, num_steps: int) -> None:
         """Set the number of completed steps, after the weights and the optimizer state were
         restored from a checkpoint."""
         self._num_steps = num_steps
@@ -314,7 +314,7 @@ class SingleBackend:
         check_window(batch, self._window)
         heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
-        logprobs, entropies, values = self._spread.run(
+        logprobs, entropies, values = self._spread.run_with_weights(
             lambda: self._run_model(batch, streams, entropy)
         )
         places, num_sequences = losses.sequence_index_of_entries(batch, unit)
@@ -414,7 +414,7 @@ class SingleBackend:
             raise PeerRankFailedError(
                 f"the loss of step {self._num_steps + 1} is not finite on another rank"
             )
-        bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
+        bad = ~torch.isfinite(losses.loss_per_entry(loss, entries).detach())
         index, token = (
             batch.owners[int(bad.int().argmax())].tolist()
             if bool(bad.any())

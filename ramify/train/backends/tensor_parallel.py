@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ramify.actors.group_proof import AuthenticatedGroupFactory
 from ramify.errors import ConfigError
-from ramify.train.backends.adapters import AdapterSpec, chosen
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.mesh import MeshSizes, check_model
+from ramify.train.backends.sharded_lora import AdapterSpec, chosen
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _ADAPTED = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}

@@ -112,7 +112,7 @@ class TorchrunMeeting:
         address = self._published() if _is_agents() else f"{world.address}:{world.port}"
         return ConnectBackTicket(address, self._key, "") if address else None
 
-    def began(self) -> bool:
+    def has_earlier_attempt(self) -> bool:
         """Return True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
         torchrun's restart count does not show this, because it differs between machines."""
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")

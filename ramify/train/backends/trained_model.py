@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
-from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, decided
+from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, resolve_precision
 from ramify.train.backends.lora import base_tensors_and_adapters, has_adapters, merged, without
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.torchrun_rendezvous import RankInfo
@@ -37,11 +37,11 @@ class LocalTrainedModel:
         self._policy = policy
         self._dumps = dumps
         # Decided once: the first backend converts the policy's weights to fp32.
-        self._compute = decided(compute, policy.dtype, policy.device.type)
+        self._compute = resolve_precision(compute, policy.dtype, policy.device.type)
         self._backend: SingleBackend | None = None
 
     @staticmethod
-    def check(compute: ComputeSpec, device: str) -> None:
+    def check_single_rank(compute: ComputeSpec, device: str) -> None:
         """Raise ConfigError if several ranks were configured or started, since all except one would
         wait forever."""
         started = RankInfo.of_environment()

@@ -32,12 +32,12 @@ from ramify.train.data.prefix_forest import (
     BatchBuilder,
     Forest,
     ForestNode,
-    ForestNodeRepeatCounts,
+    NodeComputeCounts,
     PackableTree,
-    entries,
     forest,
+    loss_token_indices,
 )
-from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, path_group
+from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, sequence_group_key
 
 Unit = str | int
 """Key of sequences that must be in one batch."""
@@ -54,7 +54,7 @@ class PackingCostModel(msgspec.Struct, frozen=True):
     join: float = 0.08
     """Cost of one token below a shared stretch: joining its attention there with the rest."""
 
-    def of(self, begin: int, end: int) -> float:
+    def cost(self, begin: int, end: int) -> float:
         """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
         sequence, including their attention to the tokens before them."""
         num = end - begin
@@ -97,25 +97,25 @@ def pack(
         batches = train.pack(sequences, backend.packing, assigned.denominators)
     """
     packing = packing or PackingSpec()
-    learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
+    learning = [
+        index for index, sequence in enumerate(sequences) if len(loss_token_indices(sequence))
+    ]
     if not learning:
         return []
     writer = BatchBuilder(sequences, learning, denominators)
     found = forest([sequences[index] for index in learning])
     trees = _shared(found, packing)
     units = [
-        index if whole is None else path_group(sequences[index].name, index, whole)
+        index if whole is None else sequence_group_key(sequences[index].name, index, whole)
         for index in learning
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    copies = ForestNodeRepeatCounts(
-        found, [stretch for piece in pieces for stretch in piece.stretches]
-    )
+    copies = NodeComputeCounts(found, [stretch for piece in pieces for stretch in piece.stretches])
     return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
-def attach(
+def copy_to_sequences(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
     """Copy the values computed for packed batches back to the sequences, as a per-token stream
@@ -181,7 +181,7 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
         node, num = nodes[index], children[index]
         tokens = node.end - node.begin
         if num:
-            saved = (num - 1) * packing.cost.of(node.begin, node.end) if packing.share else 0.0
+            saved = (num - 1) * packing.cost.cost(node.begin, node.end) if packing.share else 0.0
             keeps[index] = saved > packing.cost.share + packing.cost.join * below[index]
         if node.parent >= 0:
             children[node.parent] += 1 if keeps[index] else num
@@ -335,7 +335,7 @@ def _piece(
         if index in absorbed:
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
-    total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
+    total = sum(cost.cost(stretch.begin, stretch.end) for stretch in stretches)
     return PackableTree(
         stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
     )

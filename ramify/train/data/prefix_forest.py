@@ -79,7 +79,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
     return Forest(*growing.grown(ends), order)
 
 
-class ForestNodeRepeatCounts:
+class NodeComputeCounts:
     """Counts how often each node of a step's prefix forest is computed. A shared prefix is computed
     again in each batch that needs it."""
 
@@ -92,7 +92,7 @@ class ForestNodeRepeatCounts:
             for node in self._within(stretch):
                 self._num[node] += 1
 
-    def weights(self, stretch: ForestNode) -> Floats:
+    def token_weights(self, stretch: ForestNode) -> Floats:
         """Return a weight for each of the n tokens in ``stretch``: 1 divided by the number of times
         that the token is computed in the step."""
         within = self._within(stretch)[::-1]
@@ -198,7 +198,7 @@ class PackableTree(NamedTuple):
     cost: float
 
 
-def entries(sequence: TokenSequence) -> Ints:
+def loss_token_indices(sequence: TokenSequence) -> Ints:
     """Return the indices of the tokens of ``sequence`` that carry loss, [n]. Raises ValueError if
     the first token has a weight, since nothing predicts it."""
     weighs = sequence.rl != 0
@@ -233,7 +233,7 @@ class BatchBuilder:
         routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
         self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[PackableTree], copies: ForestNodeRepeatCounts) -> Batch:
+    def batch(self, pieces: Iterable[PackableTree], copies: NodeComputeCounts) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}
@@ -247,7 +247,7 @@ class BatchBuilder:
                 columns.add(
                     token_ids=ids,
                     positions=np.arange(stretch.begin, stretch.end),
-                    token_weights=copies.weights(stretch),
+                    token_weights=copies.token_weights(stretch),
                 )
                 segments.append(
                     Segment(
@@ -266,7 +266,7 @@ class BatchBuilder:
         stretch of the sequence, where the stretch begins, and what to add to a position in it to
         get the index of the token in the batch."""
         sequence = self._sequences[index]
-        tokens = entries(sequence)
+        tokens = loss_token_indices(sequence)
         plain = np.zeros(len(tokens), np.bool_)
         if sequence.ce is not None and (sequence.temperature != 1 or sequence.kept is not None):
             imitated = tokens[sequence.ce[tokens] != 0]

@@ -28,7 +28,7 @@ import numpy as np
 
 from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.evaluate.run import read_evaluation
 from ramify.plugins import Registry
 from ramify.store.durable_files import EVALUATIONS
@@ -213,7 +213,7 @@ class TrajectoryTokenizer:
 _QUESTION = Message("user", "?")
 
 
-def form_of(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
+def rendering_key(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
     """Return everything that determines how ``renderer`` converts messages to ids: the rendering of
     an example, the stop ids and the native tools. It is part of the key under which token ids are
     cached."""
@@ -279,14 +279,14 @@ def _stored(root: Path) -> Iterator[Trajectory]:
             yield trajectory
 
 
-def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
+def append_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Append ``trajectories`` to the JSONL file at ``path``, one line each."""
     encoder = msgspec.json.Encoder()
     with path.open("ab") as file:
         file.writelines(encoder.encode(trajectory) + b"\n" for trajectory in trajectories)
 
 
-def order(
+def rows_by_step(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
     """Return which rows each training step uses, as indices. Every row is used once per epoch, in
@@ -308,12 +308,14 @@ def order(
     return [step for step in steps if step]
 
 
-DEMOS = Registry("demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data:ledger_demos"})
+DEMOS = Registry(
+    "demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data:ledger_task_demos"}
+)
 """Name -> function (task, num, seed, scaffold, **options) that returns demonstrations, one per item
 of the training split."""
 
 
-def texts_of(scaffold: Scaffold) -> DemonstrationPromptFormat:
+def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
     """Return the texts that a scaffold adds around the replies in a demonstration: the first
     message, the reports of results, the system prompt and the native tools."""
     return DemonstrationPromptFormat(
@@ -321,7 +323,7 @@ def texts_of(scaffold: Scaffold) -> DemonstrationPromptFormat:
     )
 
 
-def ledger_demos(
+def ledger_task_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
 ) -> Iterator[Sequence[DemonstrationConversation]]:
     """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
@@ -330,9 +332,9 @@ def ledger_demos(
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
     if habits not in kinds:
-        raise ConfigError(f"unknown habits '{habits}': {nearest(habits, kinds)}")
+        raise ConfigError(f"unknown habits '{habits}': {did_you_mean(habits, kinds)}")
     items = islice(task.splits["train"], num)  # lazy: some contexts are long
-    return demonstrations(items, kinds[habits], seed, texts_of(scaffold))
+    return demonstrations(items, kinds[habits], seed, prompt_format(scaffold))
 
 
 SHORTEST, LONGEST = 6, 40

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, nowhere
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Maximum change of V within a step; None: not clipped."""
 
     def __post_init__(self) -> None:
-        check_optional("loss.value", "no bound", clip=self.clip)
+        check_none_or_positive("loss.value", "no bound", clip=self.clip)
         if self.weight <= 0:
             raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
-from ramify.plugins import check_methods, name_places
+from ramify.plugins import check_methods, use_import_locations
 from ramify.train.losses import (
     POLICY_LOSSES,
     DppoTv,
@@ -60,7 +60,7 @@ from ramify.train.losses.base import (
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticLossInputs, ValueLoss
 from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
-from ramify.types.sequence import Batch, Floats, Ints, SequenceUnit, path_group
+from ramify.types.sequence import Batch, Floats, Ints, SequenceUnit, sequence_group_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.sequence if getattr(self.policy, "sequence_mean", False) else None
 
     @property
-    def wants_every_token(self) -> bool:
+    def needs_zero_advantage(self) -> bool:
         """True if tokens with advantage 0 matter too, because the loss has a term that acts on each
         token, or a mean over tokens."""
         return bool(
@@ -171,8 +171,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"rl.loss: {error}: make the formula a BaseLossFormula, so that other processes "
                 "can have it"
             ) from None
-        name_places(self.policy, data["policy"])
-        name_places(self.corrections, data["corrections"])
+        use_import_locations(self.policy, data["policy"])
+        use_import_locations(self.corrections, data["corrections"])
         return data
 
     @classmethod
@@ -223,7 +223,7 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
     return sum(shares[1:], shares[0]), tally
 
 
-def per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
+def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
     """Return the contribution of each entry to the loss, as a tensor of shape [E]. This is only
     used for diagnosis."""
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
@@ -268,12 +268,12 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
             f"{type(policy).__name__}.per_token() has no gradient: it must depend on tokens.now "
             "without detach()"
         )
-    tally.policy(tokens, clipped, has_weight)
+    tally.add_policy_metrics(tokens, clipped, has_weight)
     for correction in loss.corrections:
         factor = correction.factor(tokens)
         check_per_token(correction, "factor", factor, tokens)
-        tally.mean("corrected_away", (factor == 0).to(now.dtype), has_weight)
-        tally.mean("correction", factor, has_weight)
+        tally.add_mean("corrected_away", (factor == 0).to(now.dtype), has_weight)
+        tally.add_mean("correction", factor, has_weight)
         value = value * factor
     if loss.kl_beta:
         if "ref_logprobs" not in streams:
@@ -282,10 +282,10 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
                 "'ref_logprobs'"
             )
         kl = kl_estimate(loss.kl, now, streams["ref_logprobs"])
-        tally.mean("ref_kl", kl.detach(), has_weight)
+        tally.add_mean("ref_kl", kl.detach(), has_weight)
         value = value + loss.kl_beta * kl * streams.get("kl_share", 1.0)
     if entries.entropy is not None:
-        tally.mean("entropy", entries.entropy.detach(), has_weight)
+        tally.add_mean("entropy", entries.entropy.detach(), has_weight)
         if loss.entropy:
             value = value - loss.entropy * entries.entropy
     if entries.values is not None:
@@ -297,7 +297,7 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
         value_loss = loss.value.per_token(
             CriticLossInputs(entries.values, streams["values"], streams["returns"])
         )
-        tally.mean("value_loss", value_loss.detach(), has_weight)
+        tally.add_mean("value_loss", value_loss.detach(), has_weight)
         value = value + loss.value.weight * value_loss * streams.get("value_share", 1.0)
     return value
 
@@ -358,7 +358,7 @@ def _distil(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tenso
         )
     now, sampler = entries.logprobs, entries.streams["sampler_logprobs"]
     gap = (teacher - now).detach()
-    tally.mean("teacher_gap", gap, entries.streams["kd"] != 0)
+    tally.add_mean("teacher_gap", gap, entries.streams["kd"] != 0)
     return -gap * importance_ratio(now, sampler) + loss.kd_pull * (now - sampler).square()
 
 
@@ -392,10 +392,12 @@ class LossTally:
         before = self.sums.get(name, (0.0, 0.0))
         self.sums[name] = (before[0] + total, before[1] + count)
 
-    def mean(self, name: str, values: Tensor, has_weight: Tensor) -> None:
+    def add_mean(self, name: str, values: Tensor, has_weight: Tensor) -> None:
         self.add(name, values.masked_fill(~has_weight, 0.0).sum(), has_weight.sum())
 
-    def policy(self, tokens: PolicyLossInputs, clipped: Tensor, has_weight: Tensor) -> None:
+    def add_policy_metrics(
+        self, tokens: PolicyLossInputs, clipped: Tensor, has_weight: Tensor
+    ) -> None:
         """Add metrics that show how far off-policy the tokens with weight are, such as the clip
         fraction."""
         now = tokens.now.detach()
@@ -408,10 +410,14 @@ class LossTally:
         self.add("mismatch", mismatch.sum(), has_weight.sum())
         self._raise("mismatch_max", mismatch.max())
         r = importance_ratio(now, tokens.old)
-        self.mean("clip_fraction", clipped.to(now.dtype), has_weight)
-        self.mean("clip_low", (clipped.bool() & (tokens.advantages < 0)).to(now.dtype), has_weight)
-        self.mean("clip_high", (clipped.bool() & (tokens.advantages > 0)).to(now.dtype), has_weight)
-        self.mean("approx_kl", r - 1 - (now - tokens.old), has_weight)
+        self.add_mean("clip_fraction", clipped.to(now.dtype), has_weight)
+        self.add_mean(
+            "clip_low", (clipped.bool() & (tokens.advantages < 0)).to(now.dtype), has_weight
+        )
+        self.add_mean(
+            "clip_high", (clipped.bool() & (tokens.advantages > 0)).to(now.dtype), has_weight
+        )
+        self.add_mean("approx_kl", r - 1 - (now - tokens.old), has_weight)
         rho = importance_ratio(now, tokens.sampler).masked_fill(~has_weight, 0.0)
         self.add("rho", rho.sum(), has_weight.sum())
         self.add("rho_squared", rho.square().sum(), has_weight.sum())
@@ -444,7 +450,7 @@ class LossTally:
         return SerializableLossTally(
             {name: (float(total), float(count)) for name, (total, count) in self.sums.items()},
             {name: float(value) for name, value in self.maxima.items()},
-            None if self.experts is None else self.experts.plain(),
+            None if self.experts is None else self.experts.to_cpu(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -518,7 +524,7 @@ def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tupl
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [
-        numbers.setdefault(path_group(batch.sequences[owner], owner, unit), len(numbers))
+        numbers.setdefault(sequence_group_key(batch.sequences[owner], owner, unit), len(numbers))
         for owner in owners.tolist()
     ]
     return np.array(found, np.int64)[places], len(numbers)
@@ -530,7 +536,7 @@ def check_whole(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
     places = Counter[str | int]()
     for batch in batches:
         learnt = np.unique(batch.owners[batch.streams["rl"] != 0, 0]).tolist()
-        places.update({path_group(batch.sequences[index], index, unit) for index in learnt})
+        places.update({sequence_group_key(batch.sequences[index], index, unit) for index in learnt})
     for name, num in places.items():
         if num > 1:
             raise TrainError(

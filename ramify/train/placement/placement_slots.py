@@ -170,7 +170,7 @@ def _placed(
         inside, key=lambda pair: (tuple(-value for value in pair[1].needs), pair[0])
     ):
         needs = slot.needs
-        fitting = [node for node, resources in enumerate(free) if needs.fits(resources)]
+        fitting = [node for node, resources in enumerate(free) if needs.fits_in(resources)]
         if not fitting:
             members = " and ".join(f"{role} {number}" for role, number in slot.members)
             raise ConfigError(

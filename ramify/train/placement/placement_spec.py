@@ -20,8 +20,8 @@ from typing import Literal
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.train.config_redaction import check_optional
+from ramify.errors import ConfigError, did_you_mean
+from ramify.train.config_redaction import check_none_or_positive
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -40,7 +40,7 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """pack: use as few nodes as possible. spread: place each slot on the node with most free."""
 
     def __post_init__(self) -> None:
-        check_optional("placement.pools", "not counted", memory_gb=self.memory_gb)
+        check_none_or_positive("placement.pools", "not counted", memory_gb=self.memory_gb)
         if self.nodes < 1 or min(self.gpus, self.cpus) < 0:
             raise ConfigError(
                 f"placement.pools: nodes={self.nodes} must be at least 1; gpus={self.gpus:g}, "
@@ -63,7 +63,7 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     memory_gb: float = 0
 
     def __post_init__(self) -> None:
-        check_optional("placement role", "as many as the run needs", count=self.count)
+        check_none_or_positive("placement role", "as many as the run needs", count=self.count)
         if min(self.gpus, self.cpus, self.memory_gb) < 0:
             raise ConfigError(
                 f"placement: gpus={self.gpus:g}, cpus={self.cpus:g} and "
@@ -131,7 +131,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for role in (role for group in self.colocate for role in group):
             if role not in self.roles:
                 raise ConfigError(
-                    f"placement.colocate: unknown role '{role}': {nearest(role, self.roles)}"
+                    f"placement.colocate: unknown role '{role}': {did_you_mean(role, self.roles)}"
                 )
         grouped = [role for group in self.colocate for role in group]
         twice = next((role for role in grouped if grouped.count(role) > 1), None)
@@ -142,7 +142,7 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in self.roles:
             pool = self.role(name).pool
             if pool and pool not in self.pools:
-                hint = nearest(pool, self.pools) if self.pools else "placement.pools is empty"
+                hint = did_you_mean(pool, self.pools) if self.pools else "placement.pools is empty"
                 raise ConfigError(f"placement.{name}.pool: unknown pool '{pool}': {hint}")
         if not self.start_s > 0 or self.restarts < 0:
             raise ConfigError(

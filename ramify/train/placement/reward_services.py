@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ramify.actors.child_process import Process
 from ramify.actors.launcher import Launcher, RoleInstanceId
-from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
+from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.train.placement.placement_spec import RewardServiceSpec
@@ -89,7 +89,7 @@ class RewardServices:
         restarts = ProcessRestartLimiter(self._restarts, _log, "service")
 
         def failed(why: object) -> bool:
-            return restarts.failed(service.name, str(why))
+            return restarts.record_loss(service.name, str(why))
 
         async def restarted() -> bool:
             await service.start()
@@ -100,7 +100,7 @@ class RewardServices:
             why = await service.ended()
             if time.monotonic() - started >= service.spec.start_s:
                 restarts.succeeded(service.name)
-            if not failed(why) or not await until_started(restarted, failed):
+            if not failed(why) or not await retry_until_started(restarted, failed):
                 return
             restarts.back(service.name, f"{service.description} is back")
 

@@ -36,7 +36,7 @@ from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
 from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, forking
+from ramify.train.branch_sampler import BranchOptions, fork_arguments
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
 from ramify.types.message import Message
 
@@ -240,7 +240,7 @@ class _RolloutWorker:
                 case RolloutRequest():
                     self._rollouts[request.id] = asyncio.create_task(self._roll(request))
                 case AvailableEngines():
-                    self._engines.listed(request.urls)
+                    self._engines.set_listed(request.urls)
                 case CancelRollout():
                     if task := self._rollouts.get(request.id):
                         task.cancel()
@@ -261,11 +261,11 @@ class _RolloutWorker:
                 grace_s=self._spec.grace_s,
                 direct=self._spec.direct,
                 is_scored=not is_scored_by_step(self._task, item),
-                **forking(request.branch, self._rlm.limits),
+                **fork_arguments(request.branch, self._rlm.limits),
             )
             self._send(
                 WorkerMessage(
-                    "done", request.id, msgspec.json.encode(trajectory), self._client.take()
+                    "done", request.id, msgspec.json.encode(trajectory), self._client.take_hashes()
                 )
             )
         except Exception as error:  # noqa: BLE001 -- the run raises it

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.actors.child_process import Process, end_when_done, import_path
+from ramify.actors.child_process import Process, import_path, wait_then_kill
 from ramify.actors.connect_back import ConnectBackListener, MissedHeartbeatDetector
 from ramify.actors.launcher import Launcher, RoleInstanceId
-from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, until_started
+from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
@@ -182,7 +182,7 @@ class RolloutWorkers:
         for worker in workers:
             worker.send(EndWorker())
         processes, self._processes = list(self._processes.values()), {}
-        await asyncio.to_thread(end_when_done, processes, _END_S)
+        await asyncio.to_thread(wait_then_kill, processes, _END_S)
         for worker in workers:
             worker.channel.close()
 
@@ -192,14 +192,14 @@ class RolloutWorkers:
         """Start a worker, and return it once it can sample rollouts. Raises ConfigError if the
         worker cannot start, or if no engine answers."""
         until = time.monotonic() + self._start_s
-        while not self._engines.answering:
+        while not self._engines.current_urls:
             if time.monotonic() > until:
                 raise ConfigError(
                     f"rollout worker {number} found no engine to call within {self._start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
         worker = await asyncio.to_thread(self._start_process, number)
-        urls = worker.urls = self._engines.answering
+        urls = worker.urls = self._engines.current_urls
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
         worker.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
@@ -265,7 +265,7 @@ class RolloutWorkers:
         """Restart a worker that has ended. If several attempts fail, it is given up; either outcome
         is logged."""
         try:
-            worker = await until_started(
+            worker = await retry_until_started(
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
             )
             if worker is not None:
@@ -278,7 +278,7 @@ class RolloutWorkers:
 
     def _failed(self, number: int, error: Exception) -> bool:
         self._reasons.append(f"rollout worker {number} did not restart: {error}")
-        return self._restarts.failed(number, self._reasons[-1])
+        return self._restarts.record_loss(number, self._reasons[-1])
 
     # --- supervision
 
@@ -291,7 +291,7 @@ class RolloutWorkers:
         """Send workers the current list of available engines, and detect workers that ended without
         a message, for example because their machine failed."""
         while True:
-            urls = self._engines.answering
+            urls = self._engines.current_urls
             for worker in list(self._alive):
                 if urls and worker.urls != urls:
                     worker.urls = urls
@@ -308,7 +308,7 @@ class RolloutWorkers:
             await asyncio.sleep(_LOOK_S)
 
     async def _check_engine(self, worker: _Worker, url: str) -> None:
-        await self._engines.look_after(url, f"rollout worker {worker.number}")
+        await self._engines.handle_reported_loss(url, f"rollout worker {worker.number}")
         worker.urls = ()
 
     # --- messages from workers
@@ -361,7 +361,7 @@ class RolloutWorkers:
         worker.send(EndWorker())
         worker.channel.close()
         self._reasons.append(why)
-        is_restarted = self._restarts.failed(
+        is_restarted = self._restarts.record_loss(
             worker.number,
             f"{self._reasons[-1]}; {len(worker.requests)} rollouts are sampled again, "
             f"{len(self._alive)} other workers remain",

@@ -45,8 +45,8 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.progress import ProgressTask, report_progress
 from ramify.tasks.base import Item
-from ramify.train.config_redaction import check_optional
-from ramify.train.metrics import GroupRecord, account
+from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.metrics import GroupRecord, group_record
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rollouter, close
 from ramify.types.trajectory import Group, GroupFate
@@ -98,8 +98,8 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def __post_init__(self) -> None:
         if self.grace_steps < 0:
             raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
-        check_optional("rl.sample", "no dynamic sampling", max_items=self.max_items)
-        check_optional("rl.sample", "never", straggler_factor=self.straggler_factor)
+        check_none_or_positive("rl.sample", "no dynamic sampling", max_items=self.max_items)
+        check_none_or_positive("rl.sample", "never", straggler_factor=self.straggler_factor)
         if self.straggler_factor is not None and self.straggler_factor < 1:
             raise ConfigError(
                 f"rl.sample: straggler_factor={self.straggler_factor:g} is a multiple of the "
@@ -128,7 +128,7 @@ Numbered = tuple[int, Group]
 """(number of an item, its group)"""
 
 
-class OpenGroup(msgspec.Struct, eq=False):
+class QueuedGroup(msgspec.Struct, eq=False):
     """A rollout group that has begun and that no training step has taken yet."""
 
     number: int
@@ -150,11 +150,13 @@ class OpenGroup(msgspec.Struct, eq=False):
     def is_whole(self) -> bool:
         return self.group is not None
 
-    def account(self, *, spare: bool = False) -> GroupRecord:
+    def unlearned_record(self, *, spare: bool = False) -> GroupRecord:
         """Return the record of a group from which nothing is learned. ``spare`` is True if the step
         already had enough groups."""
         assert self.group is not None
-        return account(self.number, self.group, None if spare else (), self.rolling.given_up)
+        return group_record(
+            self.number, self.group, None if spare else (), self.rolling.given_up_names
+        )
 
 
 class StepGroups(msgspec.Struct):
@@ -208,7 +210,7 @@ class GroupQueue:
         """Records of items that were passed over, until they are written."""
         self.by_id: dict[str, Item] = {}
         """Items of the open groups, by id."""
-        self.open_groups: list[OpenGroup] = []
+        self.open_groups: list[QueuedGroup] = []
         """In the order in which they began."""
         self._step = 0
         self._begun_in_step = 0
@@ -257,7 +259,7 @@ class GroupQueue:
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
 
-    def take_skipped(self) -> list[GroupRecord]:
+    def take_skipped_records(self) -> list[GroupRecord]:
         """Return the records of the items that were skipped since the last call or step."""
         records, self._skipped = self._skipped, []
         return records
@@ -295,7 +297,7 @@ class GroupQueue:
 
     def _note_begun(self) -> None:
         for entry in self.open_groups:
-            if entry.step is None and entry.rolling.began:
+            if entry.step is None and entry.rolling.has_begun:
                 entry.step = self._step
 
     def _begin(self) -> None:
@@ -310,7 +312,7 @@ class GroupQueue:
             self.by_id[item.id] = item
             rolling = self._rollouts.begin(item, name, self._over)
             self.open_groups.append(
-                OpenGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
+                QueuedGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
             )
 
     def _next(self) -> tuple[int, Item]:
@@ -359,7 +361,7 @@ class GroupQueue:
 
     # --- waiting for groups
 
-    def _whole(self) -> list[OpenGroup]:
+    def _whole(self) -> list[QueuedGroup]:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
@@ -371,14 +373,14 @@ class GroupQueue:
                 if not self._rollouts.is_scored_by_step(entry.rolling.item):
                     self._note_scored(entry)
 
-    def _note_scored(self, entry: OpenGroup) -> None:
+    def _note_scored(self, entry: QueuedGroup) -> None:
         """Record that the rollouts of a complete group have rewards, and whether the group has a
         training signal."""
         assert entry.group is not None
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
-    def _unscored(self) -> list[OpenGroup]:
+    def _unscored(self) -> list[QueuedGroup]:
         """Return the complete groups that still have to be scored. If rollouts run ahead of the
         steps, these are only the groups that the next step will take, and otherwise all complete
         groups."""
@@ -387,7 +389,7 @@ class GroupQueue:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
         return [entry for entry in ready if not entry.is_scored]
 
-    async def _score(self, entries: Sequence[OpenGroup]) -> None:
+    async def _score(self, entries: Sequence[QueuedGroup]) -> None:
         """Score the rollouts of complete groups together, with one call of the task."""
         await self._rollouts.score([entry.rolling for entry in entries])
         if self._read is not None:
@@ -409,7 +411,7 @@ class GroupQueue:
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
         left_s = [_time_left(each, bound) for each in self.open_groups]
-        slow, wait_s = too_slow(self._sample, self.open_groups, left_s, self._step)
+        slow, wait_s = groups_to_give_up(self._sample, self.open_groups, left_s, self._step)
         for each in slow:
             for attempt in _unfinished(each):
                 self._give_up(attempt, bound)
@@ -435,10 +437,12 @@ class GroupQueue:
         taken = with_signal[: sample.items]
         missing = sample.items - len(taken)
         taken += zero_variance[:missing]
-        given_up = [entry.account() for entry in zero_variance[missing:]]
+        given_up = [entry.unlearned_record() for entry in zero_variance[missing:]]
         closed = taken + zero_variance[missing:]
         if not sample.max_staleness:  # groups in excess would be too old for the next step
-            given_up += [entry.account(spare=True) for entry in with_signal[sample.items :]]
+            given_up += [
+                entry.unlearned_record(spare=True) for entry in with_signal[sample.items :]
+            ]
             closed = whole
         closed_ids = {id(entry) for entry in closed}
         self.open_groups = [entry for entry in self.open_groups if id(entry) not in closed_ids]
@@ -448,25 +452,27 @@ class GroupQueue:
         metrics = {"items": float(len(closed))}
         if sample.settled_share is not None:
             metrics["skipped_items"] = float(len(self._skipped))
-        given_up += self.take_skipped()
+        given_up += self.take_skipped_records()
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self.open_groups))
         if sample.straggler_factor:
             metrics["stragglers"] = float(len(self._notes))
         if self._rollouts.room.follows:
             metrics["concurrency"] = float(self._rollouts.room.limit)
-        self._given_up = [entry for entry in self._given_up if not entry.is_over]
+        self._given_up = [entry for entry in self._given_up if not entry.has_stopped]
         notes, self._notes = self._notes, []
         groups = [(entry.number, entry.group) for entry in taken if entry.group is not None]
-        stragglers = {entry.number: names for entry in taken if (names := entry.rolling.given_up)}
+        stragglers = {
+            entry.number: names for entry in taken if (names := entry.rolling.given_up_names)
+        }
         return StepGroups(groups, given_up, metrics, notes, stragglers)
 
 
-def _unfinished(group: OpenGroup) -> list[RolloutAttempt]:
+def _unfinished(group: QueuedGroup) -> list[RolloutAttempt]:
     return [attempt for attempt in group.rolling.attempts if not attempt.result.done()]
 
 
-def _time_left(group: OpenGroup, bound: float) -> float | None:
+def _time_left(group: QueuedGroup, bound: float) -> float | None:
     """Return the seconds until all running rollouts of the group have taken more than ``bound``
     seconds. Returns None if no rollout is running, or if one has not begun yet."""
     began = [attempt.began_at for attempt in _unfinished(group)]
@@ -558,7 +564,7 @@ def suffice(
     return True
 
 
-def too_slow(
+def groups_to_give_up(
     rules: RolloutAdmissionOptions, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
     """Find the groups whose slow rollouts should be given up, because the step waits for nothing

@@ -51,11 +51,11 @@ from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, forking
-from ramify.train.config_redaction import check_optional
+from ramify.train.branch_sampler import BranchOptions, fork_arguments
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.traffic import TrafficTask, is_recorded
-from ramify.types.event import scores_of
+from ramify.types.event import score_events
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 Gauge = Callable[[], Awaitable[CachePressure | None]]
@@ -182,7 +182,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
                 f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
-        check_optional("rl.rollout", "always concurrency", min_concurrency=self.min_concurrency)
+        check_none_or_positive(
+            "rl.rollout", "always concurrency", min_concurrency=self.min_concurrency
+        )
         if self.branch is not None and self.direct:
             raise ConfigError(
                 "rl.rollout.branch forks sessions, and with rl.rollout.direct=true a rollout may "
@@ -231,7 +233,7 @@ class RolloutAttempt:
         self._task.add_done_callback(self._ended)
 
     @property
-    def is_over(self) -> bool:
+    def has_stopped(self) -> bool:
         """True once the rollout has fully stopped."""
         return self._task.done()
 
@@ -324,7 +326,7 @@ class GroupInProgress:
         ]
 
     @property
-    def given_up(self) -> list[str]:
+    def given_up_names(self) -> list[str]:
         """The names of the rollouts that were given up, while the group continued without them."""
         return [
             attempt.name
@@ -338,7 +340,7 @@ class GroupInProgress:
         return sum(attempt.result.done() for attempt in self.attempts)
 
     @property
-    def began(self) -> bool:
+    def has_begun(self) -> bool:
         """True if any rollout of the group has begun."""
         return any(attempt.began_at is not None for attempt in self.attempts)
 
@@ -385,7 +387,7 @@ class Rollouter:
         def one(number: int | str) -> RolloutAttempt:
             rollout_name, task = f"{name}/rollout={number}", self._task
             if isinstance(task, TrafficTask) and is_recorded(item) and isinstance(number, int):
-                run = functools.partial(task.recorded, item, rollout_name, number)
+                run = functools.partial(task.recorded_rollout, item, rollout_name, number)
             else:
                 run = functools.partial(self._rollout, item, rollout_name, number == "greedy")
             return RolloutAttempt(rollout_name, item, self.room, run, over)
@@ -411,10 +413,10 @@ class Rollouter:
             run = self._stored.pop(each.trajectory.id, "")
             if run and self._rlm.store is not None and each.trajectory.rewards:
                 took_s = time.time() - each.trajectory.started_at
-                events = scores_of(each.trajectory, took_s)
+                events = score_events(each.trajectory, took_s)
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
-    async def count_root_modes(self, items: Sequence[Item]) -> RootModeCounts:
+    async def count_planned_modes(self, items: Sequence[Item]) -> RootModeCounts:
         """Count how the root calls of ``items`` will begin: as plain calls, or with a session. No
         model is called."""
         options = self._options
@@ -489,7 +491,7 @@ class Rollouter:
             direct=self._options.direct,
             on_start=functools.partial(self._stored.__setitem__, name) if is_late else None,
             is_scored=not is_late,
-            **forking(branch, self._rlm.limits),
+            **fork_arguments(branch, self._rlm.limits),
         )
         rollout = self._unless_cut(rollout)
         if not rollout.awaits_score:
@@ -537,13 +539,13 @@ class RootModeCounts(msgspec.Struct, frozen=True):
     """True if the items are recorded traffic."""
 
     @property
-    def recursive(self) -> int:
+    def num_recursive(self) -> int:
         """The number of items whose root call has a session and may call children."""
         is_other = self.is_conducted or self.is_recorded
         return self.items - self.direct if self.depth and not is_other else 0
 
     def metrics(self) -> dict[str, float]:
-        return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
+        return {"recursive_roots": float(self.num_recursive), "direct_roots": float(self.direct)}
 
     def sentence(self) -> str:
         """Return the counts as a sentence for the user."""
@@ -551,8 +553,8 @@ class RootModeCounts(msgspec.Struct, frozen=True):
             return "the rollouts are replies that were recorded from live traffic"
         if self.is_conducted:
             return "the task itself holds the conversations of its items, without sessions"
-        head = f"{self.recursive} of the first {self.items} items begin with a recursive root"
-        if self.recursive:
+        head = f"{self.num_recursive} of the first {self.items} items begin with a recursive root"
+        if self.num_recursive:
             head += f" (a session, with children down to depth {self.depth})"
         reasons = []
         if self.direct:
@@ -568,7 +570,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
         return head + (": " + "; ".join(reasons) if reasons else "")
 
 
-def first_items(items: Sequence[Item], first: int) -> list[Item]:
+def items_from(items: Sequence[Item], first: int) -> list[Item]:
     """Return the items that a run rolls out first, beginning with number ``first``. After the last
     item, a run starts over with item 0."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

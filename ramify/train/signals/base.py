@@ -120,7 +120,7 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
     """For judges that are models; None if no client pool is available."""
 
     @property
-    def step(self) -> JudgeTurnView:
+    def judged_turn(self) -> JudgeTurnView:
         """The turn to judge."""
         return next(step for step in self.steps if step.place == self.place)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.train.advantages.base import (
     Algorithm,
     RolloutAdvantages,
@@ -98,10 +98,10 @@ class Hybrid(
         does not exist."""
         for term in self.terms:
             if term.signal not in signals:
-                known = nearest(term.signal, signals) if signals else "rl.signals is empty"
+                known = did_you_mean(term.signal, signals) if signals else "rl.signals is empty"
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
-    def wants(self, signal: str, step: int) -> bool:
+    def needs_signal(self, signal: str, step: int) -> bool:
         """Return True if a signal must be computed at the given step. It need not be if it has
         terms and all of them have weight 0 at that step. A signal without a term is always
         computed, since it supplies metrics or the outcome."""
@@ -149,7 +149,7 @@ class HybridStepAlgorithm:
         ]
         metrics = dict(base.metrics)
         for part in parts:
-            metrics |= part.fill(
+            metrics |= part.compute(
                 judged, self._readings.get(part.term.signal, {}), weights, hybrid.passed
             )
         # The wrapped algorithm must not drop a group in which only a term has a signal.
@@ -193,7 +193,11 @@ class HybridStepAlgorithm:
     def _teaches(
         self, group: Group, weights: Mapping[str, float], parts: Sequence[HybridTermValues]
     ) -> bool:
-        if any(part.acts_on(trajectory.id) for part in parts for trajectory in group.trajectories):
+        if any(
+            part.acts_on_trajectory(trajectory.id)
+            for part in parts
+            for trajectory in group.trajectories
+        ):
             return True
         if not self._w_rl:
             return False

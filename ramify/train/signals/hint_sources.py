@@ -45,7 +45,7 @@ HINTS = Registry("source of hints", "ramify.hints", {})
 """Name -> the class that implements ``HintSource``."""
 
 
-def hints_of(spec: Any) -> HintSource | None:
+def build_hint_source(spec: Any) -> HintSource | None:
     """Build the hint source that a configuration describes. Returns None if ``spec`` is None.
     Raises ConfigError if there is no such source."""
     if spec is None:

@@ -253,7 +253,7 @@ def judge_of(spec: Any) -> Judge:
     return judge
 
 
-def known_judge(spec: Any) -> Any:
+def checked_judge_spec(spec: Any) -> Any:
     """Check the configuration of a judge, and return it. A mapping (from a checkpoint) is replaced
     by the judge that it describes. For a name, the judge is built once as a check, so that an
     unknown name fails at the start of the run."""
@@ -294,7 +294,7 @@ class ProcessRewardSignal(
     """Also judge the turns of calls below the root."""
 
     def __post_init__(self) -> None:
-        msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
+        msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         judge = judge_of(self.judge)
@@ -317,7 +317,7 @@ class ProcessRewardSignal(
             (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
         ]
         views = [view_of(trajectory, call, index, item, ask) for call, index in turns]
-        verdicts = await asyncio.gather(*(judged(judge, view) for view in views))
+        verdicts = await asyncio.gather(*(verdict_or_invalid(judge, view) for view in views))
         for (call, index), verdict in zip(turns, verdicts, strict=True):
             value = merged(verdict.votes, self.merge)
             if value is not None:
@@ -339,7 +339,7 @@ class ProcessRewardSignal(
         )
 
 
-async def judged(judge: Judge, view: JudgeView) -> JudgeVerdict:
+async def verdict_or_invalid(judge: Judge, view: JudgeView) -> JudgeVerdict:
     """Return the verdict of ``judge``. If the judge's model fails, the verdict counts one invalid
     vote and names the error."""
     try:

@@ -20,7 +20,7 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetLedger, Limits, Reservation
-from ramify.engine.model_requests import prompt_hash
+from ramify.engine.model_requests import request_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.store.call_cache import CallCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
@@ -35,7 +35,7 @@ DECIMALS = 4
 """Decimals of stored per-token numbers, of which there are many."""
 
 
-class JudgeCallers:
+class JudgeModelAccess:
     """Gives the judges of a run access to models, with a common budget and cache. It belongs to one
     event loop."""
 
@@ -55,7 +55,9 @@ class JudgeCallers:
         self.ledger = BudgetLedger(limits, priced=True)
         self.ledger.cost = None  # until a judge with a known price has replied
 
-    def caller_of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
+    def trajectory_caller(
+        self, trajectory: Trajectory, signal: str, reading: SignalScore
+    ) -> ModelCaller:
         """Return a function with which judges ask models about one trajectory for one signal. Its
         calls are recorded in the signal's score."""
         return _TrajectoryCaller(self, trajectory, signal, reading)
@@ -64,13 +66,15 @@ class JudgeCallers:
         """Ask a model, and return the client's name and the reply. If the reply is cached, it costs
         nothing."""
         client = self._own.get(model) or self.pool.client(model)
-        digest = prompt_hash(client.name, request)
+        digest = request_hash(client.name, request)
         cached = self._cache.get(digest) if self._cache is not None else None
         if cached is not None:
             return client.name, msgspec.structs.replace(
                 cached, usage=Usage(), cost=None if cached.cost is None else 0.0
             )
-        reply = await self.pool.ask(client, request, LedgerBudget(client, request, self.ledger))
+        reply = await self.pool.ask(
+            client, request, RequestBudgetReservation(client, request, self.ledger)
+        )
         if self._cache is not None:
             self._cache.put(digest, reply)
         return client.name, reply
@@ -81,7 +85,7 @@ class _TrajectoryCaller:
     ``ModelCaller``."""
 
     def __init__(
-        self, judges: JudgeCallers, trajectory: Trajectory, signal: str, reading: SignalScore
+        self, judges: JudgeModelAccess, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> None:
         self._judges = judges
         self._trajectory = trajectory
@@ -117,7 +121,7 @@ class _TrajectoryCaller:
         return reply
 
 
-class LedgerBudget:
+class RequestBudgetReservation:
     """The budget of one request. It is reserved in every given ledger before the request is sent,
     and settled when the reply has arrived."""
 
@@ -136,16 +140,16 @@ class LedgerBudget:
                 await reservation.reserve()
             except BaseException:
                 for earlier in self._reservations[:index]:
-                    earlier.release_unspent()
+                    earlier.release()
                 raise
 
-    def is_enough(self) -> bool:
-        enough = [each.is_enough() for each in self._reservations]
+    def is_still_valid(self) -> bool:
+        enough = [each.is_still_valid() for each in self._reservations]
         if all(enough):
             return True
         for reservation, is_reserved in zip(self._reservations, enough, strict=True):
             if is_reserved:
-                reservation.release_unspent()
+                reservation.release()
         return False
 
     def settle(self, usage: Usage, cost: float | None) -> None:
@@ -158,7 +162,7 @@ class LedgerBudget:
 
     def release(self, error: str) -> None:
         for reservation in self._reservations:
-            reservation.release_unspent()
+            reservation.release()
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:

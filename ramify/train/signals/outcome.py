@@ -100,7 +100,7 @@ RIGHT = 1.0
 WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
-def shaped(right: bool, num_calls: int) -> float:
+def tool_shaped_outcome(right: bool, num_calls: int) -> float:
     """Return the outcome of a rollout, given the number of its tool observations (``num_calls``). A
     right answer gets 1. A wrong one gets a negative number that rises with the number of
     observations, up to -0.6.
@@ -164,7 +164,7 @@ class OutcomeSignal(
             return reading
         right = score >= self.passed
         num_calls = num_observations(trajectory.root) if self.tools else FREE
-        reading.outcome = score if self.raw else shaped(right, num_calls)
+        reading.outcome = score if self.raw else tool_shaped_outcome(right, num_calls)
         reading.counts["accuracy"] = float(right)
         return reading
 

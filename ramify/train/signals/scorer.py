@@ -132,7 +132,7 @@ class PolicyScorer:
         self._count(rows, sequences, describe(batches, sequences)["packed_tokens"])
         logprobs = [np.zeros(len(sequence), np.float64) for sequence in sequences]
         columns: list[dict[str, Any]] = [{} for _ in sequences]
-        for batch, scores in zip(batches, self._backend.scores(batches, top), strict=True):
+        for batch, scores in zip(batches, self._backend.top_logprobs(batches, top), strict=True):
             for index in batch.sequences:
                 is_own = batch.owners[:, 0] == index
                 places = batch.owners[is_own, 1]

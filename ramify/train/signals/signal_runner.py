@@ -40,7 +40,7 @@ from ramify.train.signals.base import (
     SignalScore,
 )
 from ramify.train.signals.compose import Hybrid, abstentions
-from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeCallers, put_on_tree
+from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeModelAccess, put_on_tree
 from ramify.train.signals.scorer import RunTeachers
 from ramify.types.trajectory import Group
 
@@ -81,7 +81,7 @@ class TrainingSignalSet:
         self._weights = dict(weights or {})
         self._temperature = temperature
         self._wants_reference = wants_reference
-        self._judges: JudgeCallers | None = None
+        self._judges: JudgeModelAccess | None = None
 
     @property
     def kept(self) -> Mapping[str, RunTeachers]:
@@ -102,7 +102,7 @@ class TrainingSignalSet:
             if self._pool is not None:
                 pool = await stack.enter_async_context(self._pool())
                 if self._judges is None or self._judges.pool is not pool:
-                    self._judges = JudgeCallers(
+                    self._judges = JudgeModelAccess(
                         pool, self._budget, own=self._own, cache=self._cache
                     )
                 judges = self._judges
@@ -110,7 +110,7 @@ class TrainingSignalSet:
                 step=0,
                 items={},
                 weights=self._weights,
-                asking=None if judges is None else judges.caller_of,
+                asking=None if judges is None else judges.trajectory_caller,
                 writing=self._writing,
                 temperature=self._temperature,
                 wants_reference=self._wants_reference,
@@ -128,7 +128,7 @@ class SignalRunner:
         hybrid: Hybrid,
         context: SignalContext,
         teachers: RunTeachers | None,
-        judges: JudgeCallers | None,
+        judges: JudgeModelAccess | None,
     ) -> None:
         self.context = context
         self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
@@ -156,7 +156,9 @@ class SignalRunner:
             self.context, step=step, items=items, scorers=scorers
         )
         self._active = {
-            name: signal for name, signal in self._signals.items() if self._hybrid.wants(name, step)
+            name: signal
+            for name, signal in self._signals.items()
+            if self._hybrid.needs_signal(name, step)
         }
         self._reported = set()
         self._before = self._totals()

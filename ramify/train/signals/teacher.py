@@ -28,7 +28,7 @@ import msgspec
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.logging import ComponentLogger
 from ramify.train.advantages.credit import is_scored, was_cut_off
-from ramify.train.config_redaction import check_optional
+from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.signals.base import (
     ConversationTokenizer,
     SignalContext,
@@ -39,7 +39,7 @@ from ramify.train.signals.base import (
     TopKCandidates,
     TurnId,
 )
-from ramify.train.signals.hint_sources import HintsForTrajectory, hints_of
+from ramify.train.signals.hint_sources import HintsForTrajectory, build_hint_source
 from ramify.types.message import Message
 from ramify.types.token_path import ReplyTokenSpan, TokenPath
 from ramify.types.trajectory import Call, Group, Trajectory
@@ -100,10 +100,10 @@ class TeacherSignal(
 
     def __post_init__(self) -> None:
         if isinstance(self.hints, str | Mapping):
-            msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
+            msgspec.structs.force_setattr(self, "hints", build_hint_source(self.hints))
         if "{hint}" not in self.template:
             raise ConfigError(f"teacher.template={self.template!r} does not contain {{hint}}")
-        check_optional("teacher", "all tokens", evidence=self.evidence)
+        check_none_or_positive("teacher", "all tokens", evidence=self.evidence)
         is_number = self.top is None or self.top == ALL or self.top > 0
         if not is_number or self.overlap < 1 or not 0 < self.ema_decay <= 1:
             raise ConfigError(
@@ -118,7 +118,7 @@ class TeacherSignal(
             )
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def scorer_names(self) -> tuple[str, ...]:
         """The names of the scorers that this signal needs, such as the teacher model."""
         needs_student = (
             self.student == "recomputed"
@@ -128,7 +128,7 @@ class TeacherSignal(
         return tuple(dict.fromkeys((self.source, *(["live"] if needs_student else []))))
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        source = hints_of(self.hints)
+        source = build_hint_source(self.hints)
         if source is None:
             hints = [self._without_hints(trajectory) for trajectory in group.trajectories]
         else:
@@ -497,11 +497,11 @@ def _abstain(reading: SignalScore, reason: str) -> None:
     reading.counts[name] = reading.counts.get(name, 0.0) + 1
 
 
-def needed(signals: Mapping[str, Any]) -> dict[str, float]:
+def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
     """Return the scorers that ``signals`` need: a mapping from a scorer's name to the decay of its
     moving average. Only the scorer ``ema``, an average of the policy's weights, uses the decay."""
     decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):
-            decays |= dict.fromkeys(signal.sources, signal.ema_decay)
+            decays |= dict.fromkeys(signal.scorer_names, signal.ema_decay)
     return decays

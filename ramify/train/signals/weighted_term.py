@@ -17,8 +17,8 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import total
-from ramify.train.advantages.credit import is_scored, sampled
-from ramify.train.advantages.token_arithmetic import Norm, early_first, normalised
+from ramify.train.advantages.credit import is_scored, sampled_turns
+from ramify.train.advantages.token_arithmetic import Norm, early_first, normalise_turns
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
@@ -115,7 +115,7 @@ class HybridTermValues:
         self.losses: dict[str, dict[TurnId, dict[str, Any]]] = {}
         """Inputs of the distillation loss ``kd``, by id of the trajectory and turn."""
 
-    def acts_on(self, id: str) -> bool:
+    def acts_on_trajectory(self, id: str) -> bool:
         """Return True if the term affects the trajectory with this id, either because it adds a
         non-zero number to an advantage or because it adds a loss."""
         numbers = self.numbers.get(id, {})
@@ -123,7 +123,7 @@ class HybridTermValues:
             value != 0 for values in numbers.values() for value in values
         )
 
-    def fill(
+    def compute(
         self,
         groups: Sequence[Group],
         readings: Mapping[str, SignalScore],
@@ -142,7 +142,7 @@ class HybridTermValues:
                 if reading is None or not is_scored(trajectory):
                     continue
                 num_hinted += bool(reading.notes)
-                if bad := not_finite(reading):
+                if bad := first_non_finite(reading):
                     trajectory.errors.append(
                         f"signal '{name}' gave {bad}: the rollout is used without it"
                     )
@@ -230,14 +230,14 @@ def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[di
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
     ]
-    return normalised(rows, term.norm)
+    return normalise_turns(rows, term.norm)
 
 
 def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
     """Return the number of each turn, repeated for every token sampled in that turn."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
-        for index, _, num in sampled(call):
+        for index, _, num in sampled_turns(call):
             if (call.id, index) in numbers:
                 by_turn[call.id, index] = [numbers[call.id, index]] * num
     return by_turn
@@ -255,7 +255,7 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
         )
 
 
-def not_finite(reading: SignalScore) -> str:
+def first_non_finite(reading: SignalScore) -> str:
     """Return a description of the first number in ``reading`` that is not finite, with its turn.
     The text is empty if all numbers are finite."""
     for place, value in reading.turns.items():

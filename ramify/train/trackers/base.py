@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, did_you_mean
 from ramify.install_command import install_command
 from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
@@ -269,7 +269,7 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
     for option in options:
         if not takes_all and option not in names:
             raise ConfigError(
-                f"tracker '{name}' has no option '{option}': {nearest(option, names)}"
+                f"tracker '{name}' has no option '{option}': {did_you_mean(option, names)}"
             )
     return kind
 

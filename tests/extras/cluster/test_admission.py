@@ -68,7 +68,7 @@ def simulated(
             taken = yield from queue.take(step)
             events.append(("taken", [each.number for each in taken]))
             yield env.timeout(2.5)
-            queue.newer(step + 1)
+            queue.on_new_weights(step + 1)
             events.append(("newer", step + 1))
 
     env.run(until=env.process(train()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.extras.cluster.engine_rate import EngineRate, RecordedCpu, recorded_cpu
+from ramify.extras.cluster.engine_rate import EngineRate, RecordedCpu, recorded_cpu_times
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.step_timings import EngineStepTimingRecorder, EngineStepTotals
@@ -108,7 +108,7 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     for sequences, read, cpu_s in ((1, 0, 0.5), (12, 0, 0.25), (3, 40, 2.0), (3, 2, 1.0)):
         paces.note(sequences, read, cpu_s)
     sum(range(200_000))
-    spent = meter.spent()
+    spent = meter.measure_and_restart()
     assert (spent["cpu/engine_s"], spent["cpu/loop_s"] > 0, spent["cpu/cores"] >= 1) == (
         3.75,
         True,
@@ -123,8 +123,8 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
         EngineStepTotals(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
     expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
-    assert list(recorded_cpu(tmp_path, list(read_metrics(tmp_path)))) == [expected]
+    assert list(recorded_cpu_times(tmp_path, list(read_metrics(tmp_path)))) == [expected]
     # The format of an earlier version, with a last line that was cut off by a kill.
     earlier = msgspec.structs.replace(expected, step=6)
     (tmp_path / "processors.jsonl").write_bytes(msgspec.json.encode(earlier) + b'\n{"step": 7,')
-    assert list(recorded_cpu(tmp_path, [])) == [earlier]
+    assert list(recorded_cpu_times(tmp_path, [])) == [earlier]

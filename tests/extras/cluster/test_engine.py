@@ -84,7 +84,7 @@ def test_new_weights_repeat_the_prefill_and_start_a_new_span(env: Environment) -
     """By 4 s, the prompt of 10 tokens (1 s) and 3 sampled tokens are done; then these 13 tokens are
     prefilled again in 1.3 s."""
     engine = SimulatedEngine(env, SLOWER, 2)
-    at(env, 4, lambda: engine.take(7))
+    at(env, 4, lambda: engine.load_weights(7))
     assert ends(engine, env, [(0, 10, 5)]) == [(4 + 1.3 + 2, [(0, 3), (7, 2)])]
 
 
@@ -100,7 +100,7 @@ def test_cancelled_request_frees_its_slot(env: Environment) -> None:
     engine = SimulatedEngine(env, STEADY, 1)
     first = engine.sample(0, 0, 100, "first")
     second = engine.sample(0, 0, 5, "first")
-    at(env, 4, lambda: engine.cancel("first"))
+    at(env, 4, lambda: engine.cancel_requests_of("first"))
     assert ends(engine, env, [(1, 0, 2)]) == [(6, [(0, 2)])]
     assert (first.value, second.value, engine.sampled) == ([(0, 4)], [], 6)
 

@@ -80,7 +80,7 @@ def test_nodes_are_those_that_the_plan_uses_and_the_head_is_first() -> None:
     """The pool of the run's own process comes first, however the recipe orders its pools."""
     made = job()
     assert made.groups == (NodeGroup(2, 4, 32, None), NodeGroup(1, 0, 64, 100))
-    assert (made.by, made.nodes, made.needs_key) == ("ray", 3, True)
+    assert (made.by, made.nodes, made.needs_cluster_secret) == ("ray", 3, True)
     more = job(placed(gpus=NodePool(nodes=5, gpus=4, cpus=32), cpus=CPUS))
     assert more.groups[0].nodes == 2  # eight processes need two of the five nodes
 

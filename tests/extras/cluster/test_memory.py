@@ -62,7 +62,7 @@ def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     single = stepped(optim)
     weights = sum(tensor.nbytes for _, tensor in single.weights())
     state = 0
-    for each in single.trained[1].each:
+    for each in single.trained_parameters_and_optimizer[1].each:
         for of_one in each.state.values():
             state += sum(
                 value.nbytes

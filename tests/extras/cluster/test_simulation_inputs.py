@@ -16,7 +16,7 @@ from ramify.extras.cluster.simulate import SimulationSetting, simulate
 from ramify.extras.cluster.simulation_inputs import measured
 from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
-from ramify.train.data.sft_data import write
+from ramify.train.data.sft_data import append_trajectories
 from ramify.train.execute import train
 from ramify.train.metrics import GROUPS, GroupRecord, MetricsFile
 from ramify.types.message import Message, Reply, Usage
@@ -64,7 +64,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
             )
             for index, tokens in enumerate(lengths)
         ]
-        write(out / f"rollouts/step-{step:06d}.jsonl", trees)
+        append_trajectories(out / f"rollouts/step-{step:06d}.jsonl", trees)
         work_s = TOKEN_S * 100 + 0.1 + READY_S
         at_s += work_s + LEARN_S + PUBLISH_S
         metrics.write(step, "rl", at_s, {"work_s": work_s, "learn_s": LEARN_S, "items": items * 2})
@@ -118,9 +118,9 @@ def test_measured_inputs_match_the_run_folder(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
     assert found.publish_s == pytest.approx([0.5] * 3)
     assert found.prepare_s == pytest.approx([READY_S] * 4)
-    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[
-        0
-    ] == pytest.approx(3, rel=0.5)
+    assert found.learn(
+        random.Random(0), sum(each.trainer_tokens for each in found.groups[0]) * 3, 1
+    )[0] == pytest.approx(3, rel=0.5)
     assert found.zero_variance == pytest.approx(1 / 3)
     assert len(measured(tmp_path / "run", last=1).groups) == 3
 

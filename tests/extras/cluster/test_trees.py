@@ -65,7 +65,7 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
         (5, 35, 6),
     ]
     assert round(root.host_s, 9) == 3.4
-    assert (shape.sampled, shape.learnt) == (40, 41 + 17 + 11 + 17)
+    assert (shape.sampled, shape.trainer_tokens) == (40, 41 + 17 + 11 + 17)
 
 
 def test_rollout_shape_iterates_over_its_calls() -> None:

@@ -16,9 +16,9 @@ from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.programs.scripted_demonstrator import (
     HintedRule,
     ProgramDemonstratorHabits,
+    broken_rules,
     demonstrate,
     from_errors,
-    from_facts,
     hint_text,
 )
 from ramify.extras.studies.programs.task import programs
@@ -40,11 +40,11 @@ from ramify.models.tokenizer_training import UNKNOWN, word_tokenizer
 from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of
 from ramify.tasks.validation import validate
-from ramify.train.data.sft_data import texts_of
+from ramify.train.data.sft_data import prompt_format
 from ramify.types.message import Message
 
 KNOWN = library()
-BARE = texts_of(SCAFFOLDS["bare"])
+BARE = prompt_format(SCAFFOLDS["bare"])
 EVALUATOR = SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter")
 RIGHT = dict(enumerate(KNOWN.right))
 
@@ -58,7 +58,7 @@ def some_program(rng: random.Random) -> ToyProgram:
     problem = ToyProgramExercise(
         rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words)
     )
-    return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
+    return problem.build_program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
 
 
 def test_programs_and_problems_are_parsed_and_run() -> None:
@@ -79,7 +79,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     assert wrong is not None
     broken = KNOWN.run(wrong)
     assert broken == FirstBrokenRule(word, right)
-    assert KNOWN.message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
+    assert KNOWN.error_message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     problem = ToyProgramExercise.read(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
-    right = problem.program(RIGHT, needed).text
+    right = problem.build_program(RIGHT, needed).text
     replies = [right + "@", right, f"FINAL({item.gold})"]
 
     async def run(sandbox: SandboxSpec) -> tuple[object, ...]:
@@ -288,9 +288,9 @@ def test_hints_from_errors_and_from_the_library() -> None:
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
     problem = ToyProgramExercise(5, ((silent, 1),))
-    wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
+    wrong = problem.build_program({silent: (RIGHT[silent] + 1) % 10})
     assert from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
-    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [
+    assert broken_rules(problem, ["no program", wrong.text], KNOWN) == [
         HintedRule(silent, RIGHT[silent])
     ]
-    assert from_facts(problem, [problem.program(RIGHT).text], KNOWN) == []
+    assert broken_rules(problem, [problem.build_program(RIGHT).text], KNOWN) == []

@@ -17,10 +17,10 @@ from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.extras.studies.toolmath.retool_sft_conversion import conversation, demonstrations
-from ramify.extras.studies.toolmath.task import auto, item_of, toolmath
-from ramify.tasks.base import Item, scored, task_of
+from ramify.extras.studies.toolmath.task import item_of, score_auto, toolmath
+from ramify.tasks.base import Item, score_trajectory, task_of
 from ramify.tasks.validation import answered, validate
-from ramify.train.data.sft_data import texts_of, trajectory_of
+from ramify.train.data.sft_data import prompt_format, trajectory_of
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message
 from tests.shown import heard
@@ -149,7 +149,7 @@ def test_missing_data_and_unknown_verifiers_are_rejected(tmp_path: Path) -> None
     ],
 )
 def test_auto_verifier_compares_answers(answer: Any, gold: str, worth: float) -> None:
-    assert auto(answer, Item("?", gold=gold)) == worth
+    assert score_auto(answer, Item("?", gold=gold)) == worth
 
 
 def test_nested_boxes_are_whole() -> None:
@@ -182,7 +182,7 @@ def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
 
 
 def test_demonstration_is_split_into_turns() -> None:
-    system, *messages = conversation(row(SOLVED), texts_of(SCAFFOLDS["retool"]))
+    system, *messages = conversation(row(SOLVED), prompt_format(SCAFFOLDS["retool"]))
     assert system.content == SCAFFOLDS["retool"].system_prompt()
     assert messages == [
         Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
@@ -197,7 +197,7 @@ def test_demonstration_is_split_into_turns() -> None:
 
 
 def test_demonstration_with_native_tool_calls() -> None:
-    messages = conversation(row(SOLVED), texts_of(SCAFFOLDS["retool_native"]))[2:]
+    messages = conversation(row(SOLVED), prompt_format(SCAFFOLDS["retool_native"]))[2:]
     assert [message.role for message in messages] == [
         "assistant",
         "tool",
@@ -219,7 +219,7 @@ def test_demonstrations_match_the_engine() -> None:
     """Replies and observations of a demonstration have the form that the engine parses and
     writes."""
     scaffold = SCAFFOLDS["retool"]
-    messages = conversation(row(SOLVED), texts_of(scaffold))
+    messages = conversation(row(SOLVED), prompt_format(scaffold))
     replies = [message for message in messages if message.role == "assistant"]
     model = ScriptedClient([reply.content for reply in replies], name="scripted:retool")
     with RLM(model, scaffold=scaffold) as rlm:
@@ -240,14 +240,14 @@ def test_malformed_demonstrations_are_left_out_with_a_warning(tmp_path: Path) ->
     warned: list[str] = []
     source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
     with heard(warned.append):
-        found = list(demonstrations(source, texts_of(SCAFFOLDS["retool"])))
+        found = list(demonstrations(source, prompt_format(SCAFFOLDS["retool"])))
     assert len(found) == 1
     assert warned == [
         "6 of 7 demonstrations are left out because they have another form; the first is row 1: it "
         "ends without a boxed answer"
     ]
     with pytest.raises(ConfigError, match="none of 6 rows is a demonstration"):
-        list(demonstrations(broken, texts_of(SCAFFOLDS["retool"])))
+        list(demonstrations(broken, prompt_format(SCAFFOLDS["retool"])))
     trajectory = trajectory_of(found[0])
     assert [len(turn.prompt) for turn in trajectory.root.turns] == [2, 1, 1]
     assert trajectory.rewards == {"correct": 1.0}
@@ -309,4 +309,4 @@ def test_evaluation_reports_accuracy_and_tool_use() -> None:
 def test_plain_answer_is_scored_without_a_run() -> None:
     task = toolmath(test=[{"problem": "?", "answer": "7"}])
     item = task.splits["test"][0]
-    assert scored(task, item, answered(item, "7")).rewards == {"correct": 1.0}
+    assert score_trajectory(task, item, answered(item, "7")).rewards == {"correct": 1.0}

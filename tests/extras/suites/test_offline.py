@@ -217,7 +217,7 @@ def test_a_leaf_of_a_plan_errs_as_often_as_the_curve_says() -> None:
     for item in items_of(task, "test")[:60]:
         plan = plans.aggregate(part_tokens=700)
         part = plan.steps[0].parts(item.context)[0]  # type: ignore[union-attr]
-        prompt = next(plan.leaves()).sent(item.question, part)
+        prompt = next(plan.leaves()).request_text(item.question, part)
         replies = [m.reply([Message("user", prompt)]) for m in (PERFECT, HALF)]
         assert len(json.loads(replies[1])) == len(part.records)
         right, wrong = right + (replies[0] == replies[1]), wrong + (replies[0] != replies[1])

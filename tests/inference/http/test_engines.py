@@ -19,12 +19,12 @@ from ramify.errors import Refused, ServerFailed, TrainError
 from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_client import (
     combine_kv_cache_pressure,
-    format_kv_cache_pressure,
+    format_kv_cache_metrics,
     parse_kv_cache_pressure,
 )
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import WeightPiece, source
-from ramify.models.weights import fingerprint, fingerprint_of
+from ramify.models.weights import fingerprint, tensors_fingerprint
 from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
@@ -101,7 +101,7 @@ def test_engines_merge_adapters_bit_exactly_even_after_a_restart() -> None:
                 await made.engines.update(
                     [source(*each[:2], torch.float32, each[2]) for each in named], version
                 )
-                expected = fingerprint_of(merged(made.trained.model))
+                expected = tensors_fingerprint(merged(made.trained.model))
                 assert {fingerprint(local.policy.model) for local in made.locals} == {expected}
 
             await update(1)
@@ -136,7 +136,7 @@ vllm:num_preemptions_total{engine="1"} 12.0
     ) == CachePressure(0.5, 4, 0)
     assert parse_kv_cache_pressure("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
     assert parse_kv_cache_pressure(
-        format_kv_cache_pressure(CachePressure(0.5, 4, 7))
+        format_kv_cache_metrics(CachePressure(0.5, 4, 7))
     ) == CachePressure(0.5, 4, 7)
     assert combine_kv_cache_pressure(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]
@@ -297,7 +297,7 @@ def test_engines_compute_with_the_shared_weights_of_the_trainer() -> None:
                 name: tensor + 1
                 for name, tensor in made.locals[0].policy.model.state_dict().items()
             }
-            await made.locals[0].take(
+            await made.locals[0].receive_weights(
                 lambda: (WeightPiece(name, tensor) for name, tensor in whole.items())
             )
             assert fingerprint(made.locals[0].policy.model) != first

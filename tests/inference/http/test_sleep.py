@@ -289,7 +289,9 @@ def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
                 f"{made.url}/v1/completions",
                 {"prompt": [5, 6], "max_tokens": 2, "temperature": 0},
             )
-            assert made.engines.fleet.spec.level == 1  # so that it has weights in any case
+            assert (
+                made.engines.fleet.spec.effective_sleep_level == 1
+            )  # so that it has weights in any case
             before = await fetch_json(*asked)
             await made.engines.sleep()
             await made.engines.close()  # as after an error in the middle of learning
@@ -422,11 +424,17 @@ def test_started_engines_get_sleep_options(
 
 
 def test_sleep_level_follows_from_the_spec() -> None:
-    assert InferenceSpec(sleep="learn").level == 2  # it ends with the run
-    assert InferenceSpec(sleep="learn", urls=("http://n1:1",)).level == 1
-    assert InferenceSpec(sleep="learn", weight_sync="delta").level == 1
-    assert InferenceSpec(sleep="learn", weight_sync="delta", sleep_level=2).level == 2
-    assert InferenceSpec(sleep_level=2).level == InferenceSpec(sleep="never").level == 0
+    assert InferenceSpec(sleep="learn").effective_sleep_level == 2  # it ends with the run
+    assert InferenceSpec(sleep="learn", urls=("http://n1:1",)).effective_sleep_level == 1
+    assert InferenceSpec(sleep="learn", weight_sync="delta").effective_sleep_level == 1
+    assert (
+        InferenceSpec(sleep="learn", weight_sync="delta", sleep_level=2).effective_sleep_level == 2
+    )
+    assert (
+        InferenceSpec(sleep_level=2).effective_sleep_level
+        == InferenceSpec(sleep="never").effective_sleep_level
+        == 0
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read in /proc")

@@ -23,10 +23,10 @@ from ramify.inference.weight_sync.base import (
     FullWeightsRequiredError,
     WeightReceiver,
     WeightSync,
-    as_checkpoint,
-    reserve,
+    reserve_file_space,
     source,
     sources,
+    to_checkpoint_names,
 )
 from ramify.models.weights import read_weights
 
@@ -421,10 +421,10 @@ def test_file_space_is_reserved_with_and_without_the_system_call(
 ) -> None:
     with (tmp_path / "buffer").open("w+b") as file:
         for length, expected in ((100, 100), (40, 100), (5000, 5000)):
-            reserve(file.fileno(), length, **options)
+            reserve_file_space(file.fileno(), length, **options)
             assert os.fstat(file.fileno()).st_size == expected
         with pytest.raises(OSError, match=r"File too large|No space left"):
-            reserve(file.fileno(), 1 << 60, **options)
+            reserve_file_space(file.fileno(), 1 << 60, **options)
 
 
 def test_checkpoint_format_has_one_tensor_per_expert(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_checkpoint_format_has_one_tensor_per_expert(tmp_path: Path) -> None:
         source(name, tensor, torch.float32, partial(counted, name, tensor))
         for name, tensor in model.named_parameters()
     ]
-    found = list(as_checkpoint(model, given))
+    found = list(to_checkpoint_names(model, given))
     weights = read_weights(tmp_path)
     assert {each.name for each in found} == weights.keys()
     assert "model.layers.1.mlp.experts.2.gate_proj.weight" in weights

@@ -18,7 +18,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import StepAdvantages, finish, needs_of, remembering
+from ramify.train.advantages.base import StepAdvantages, finish_advantages, needs_of, with_memory
 from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.ppo import PPO
@@ -155,7 +155,7 @@ def test_finish_computes_advantages_separately_per_task() -> None:
             numbers = np.arange(len(row), dtype=np.float32)
             row.streams |= {"values": numbers / 8, "old_logprobs": -numbers}
             row.streams["ref_logprobs"] = -numbers / 2
-        metrics = finish(algorithm, rows)
+        metrics = finish_advantages(algorithm, rows)
         assert len(parts) == 1 or set(metrics) >= {
             f"task.{part}/{name}" for part, name in metric_names
         }
@@ -196,7 +196,7 @@ def test_each_task_has_its_own_memory() -> None:
         "texts/rollout_tokens": 2.5,
         "texts/rollout_tokens_steps": 1.0,
     }
-    again = remembering(algorithm, first.memory).assign_advantages(groups("texts"), {})
+    again = with_memory(algorithm, first.memory).assign_advantages(groups("texts"), {})
     [t0] = [each for each in again.rollouts if each.trajectory.id == "t0"]
     assert t0.credits["0", 0].advantages == [1.5] * 5
     assert again.memory["sums/rlm@0"] == first.memory["sums/rlm@0"]

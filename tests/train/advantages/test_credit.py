@@ -15,7 +15,7 @@ import pytest
 
 from ramify.train.advantages.credit import (
     CREDITS,
-    Baseline,
+    AdvantageFunction,
     CreditNode,
     hierarchical,
     leave_one_child_out,
@@ -71,7 +71,7 @@ def test_per_role_compares_calls_at_the_same_depth_across_trees() -> None:
     ("baseline", "number"), [(RLOO().compare, 1), (mean, 0.5), (GRPO().compare, 1 / 2**0.5)]
 )
 def test_per_role_counts_a_tree_once_however_many_children_it_has(
-    baseline: Baseline, number: float
+    baseline: AdvantageFunction, number: float
 ) -> None:
     """Reward 1 with nine children against reward 0 with one child: the roots' advantages."""
     nine = {"0": CreditNode(None, 0, 1), **{f"0.{i}": CreditNode("0", 1) for i in range(9)}}
@@ -106,7 +106,9 @@ def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
     "baseline", [mean, RLOO().compare, GRPO().compare, MaxRL().compare, PassAtK().compare]
 )
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8])
-def test_scale_does_not_depend_on_how_many_trees_recursed(baseline: Baseline, num: int) -> None:
+def test_scale_does_not_depend_on_how_many_trees_recursed(
+    baseline: AdvantageFunction, num: int
+) -> None:
     """Eight trees, of which ``num`` have a child without its own reward: what the tree's
     reward says about the root, it says about the child."""
     rewards = (1, 0, 0, 1, 1, 0, 1, 0)
@@ -142,7 +144,7 @@ OUTCOMES = [
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("name", CREDITS)
 def test_expected_update_of_three_trees_is_the_gradient_of_the_expected_reward(
-    name: str, num: int, own: float, baseline: Baseline, scale: float
+    name: str, num: int, own: float, baseline: AdvantageFunction, scale: float
 ) -> None:
     """Over all groups of three trees: root and child both decide the tree's reward, and a right
     child also has the reward ``own``. A recursing tree has ``num`` children, all alike except

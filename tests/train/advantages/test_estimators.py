@@ -18,7 +18,7 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import StepAdvantages, finish, needs_of, remembering
+from ramify.train.advantages.base import StepAdvantages, finish_advantages, needs_of, with_memory
 from ramify.train.advantages.gdpo import GDPO
 from ramify.train.advantages.group_estimators import (
     GRPO,
@@ -239,7 +239,7 @@ def test_rae_keeps_moving_average_of_returns_per_role() -> None:
     first = RAE(decay=0.9).assign_advantages(batch(), {})
     tokens = {"rollout_tokens": 5.0, "rollout_tokens_steps": 1.0}
     assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1, **tokens})
-    again = remembering(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
+    again = with_memory(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
     assert advantages(again)["a0/0"] == pytest.approx([0.925] * 3)
     assert advantages(again)["a1/0"] == pytest.approx([-0.075] * 4)
     assert again.memory == pytest.approx(
@@ -286,7 +286,7 @@ def test_gae_skips_observation_tokens() -> None:
     assert trained_values(row, "rewards") == [0, 0, 1]
     row.streams["values"] = np.zeros(len(row), np.float32)
     row.streams["values"][row.rl != 0] = [0.2, 0.5, 0.6]
-    measured = finish(algorithm, [row])
+    measured = finish_advantages(algorithm, [row])
     third, second = 0.4, 0.04 + 0.45 * 0.4
     first = 0.25 + 0.45 * second
     assert trained_values(row, "advantages") == pytest.approx([first, second, third], abs=1e-6)
@@ -307,7 +307,7 @@ def test_ppo_over_turns_gives_all_tokens_of_a_turn_the_same_advantage() -> None:
     (row,) = rows_of(algorithm, [group(tree(call("0", 2, 1), reward=1))])
     row.streams["values"] = np.zeros(len(row), np.float32)
     row.streams["values"][row.rl != 0] = [0.2, 0.9, 0.6]
-    finish(algorithm, [row])
+    finish_advantages(algorithm, [row])
     assert trained_values(row, "advantages") == pytest.approx([0.6, 0.6, 0.4], abs=1e-6)
     assert trained_values(row, "returns") == pytest.approx([0.8, 0.8, 1.0], abs=1e-6)
 
@@ -322,7 +322,7 @@ def test_ppo_normalises_over_the_step_and_gives_children_their_own_returns() -> 
         "b0/call=0": 1,
         "b1/call=0": 1,
     }
-    finish(algorithm, rows)
+    finish_advantages(algorithm, rows)
     found = [value for row in rows for value in trained_values(row, "advantages")]
     assert found == pytest.approx(whitened(*WHOLE), abs=1e-6)
     assert [value for row in rows for value in trained_values(row, "returns")] == pytest.approx(
@@ -351,8 +351,8 @@ def test_call_split_into_two_rows_gets_the_same_advantages() -> None:
                     "streams": streams,
                 }
                 parts.append(msgspec.structs.replace(row, **copy))
-        finish(algorithm, whole)
-        finish(algorithm, parts)
+        finish_advantages(algorithm, whole)
+        finish_advantages(algorithm, parts)
         assert [
             value for row in parts for value in trained_values(row, "advantages")
         ] == pytest.approx(
@@ -367,7 +367,7 @@ def test_reward_kl_is_charged_to_each_token_and_the_tokens_before_it() -> None:
     assert needs_of(algorithm).streams == {"old_logprobs", "ref_logprobs"}
     groups = [group(*(with_id(f"{r}", tree(call("0", 2, 1), reward=r)) for r in (1, 0)))]
     rows = rows_of(algorithm, groups, old_logprobs=-1.0, ref_logprobs=-1.5)
-    measured = finish(algorithm, rows)
+    measured = finish_advantages(algorithm, rows)
     assert trained_values(rows[0], "advantages") == pytest.approx(
         [0.5 - 0.15, 0.5 - 0.1, 0.5 - 0.05]
     )
@@ -375,13 +375,13 @@ def test_reward_kl_is_charged_to_each_token_and_the_tokens_before_it() -> None:
     assert measured == {"reward_kl": pytest.approx(0.5)}
     discounted = ReinforcePP(gamma=0.5, kl_reward=0.1, normalise=False)
     (row,) = rows_of(discounted, groups[:1], old_logprobs=-1.0, ref_logprobs=-1.5)[:1]
-    finish(discounted, [row])
+    finish_advantages(discounted, [row])
     assert trained_values(row, "advantages") == pytest.approx(
         [0.25 - 0.0875, 0.5 - 0.075, 1 - 0.05]
     )
     del row.streams["ref_logprobs"]
     with pytest.raises(TrainError, match="has no stream 'ref_logprobs', which the algorithm needs"):
-        finish(discounted, [row])
+        finish_advantages(discounted, [row])
 
 
 def test_reward_kl_of_a_rollout_is_compared_in_its_group() -> None:
@@ -390,7 +390,7 @@ def test_reward_kl_of_a_rollout_is_compared_in_its_group() -> None:
     rloo = RLOO(kl_reward=0.1, kl_over="rollout")
     groups = batch()[:1]
     rows = rows_of(rloo, groups, old_logprobs=-1.0, ref_logprobs=-1.5)
-    measured = finish(rloo, rows)
+    measured = finish_advantages(rloo, rows)
     found = {row.name: set(np.round(trained_values(row, "advantages"), 6)) for row in rows}
     assert found == {"a0/call=0": {0.9}, "a0/call=0.0": {0.9}, "a1/call=0": {-0.9}}
     assert measured == {"reward_kl": pytest.approx(0.5)}

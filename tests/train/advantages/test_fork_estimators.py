@@ -23,7 +23,7 @@ from ramify.train.advantages.fork_estimators import (
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.types.fork_segment import line_of, root_segments
+from ramify.types.fork_segment import path_trajectory, root_segment
 from ramify.types.trajectory import Call, Fork, Group, Parent, Trajectory
 from tests.train.trees import call, cut, tree
 
@@ -38,7 +38,7 @@ def continuation(id: str, of: str, turn: int, *sampled: int) -> Call:
 def forked(*calls: Call, rewards: Mapping[str, float], name: str = "a") -> Trajectory:
     """A rollout with the rewards of its lines, by their last calls."""
     lines = {
-        end.id: share for end, share in root_segments(tree(*((c, None) for c in calls))).ends()
+        end.id: share for end, share in root_segment(tree(*((c, None) for c in calls))).path_ends()
     }
     mean = sum(lines[id] * reward for id, reward in rewards.items())
     made = tree(*((each, None) for each in calls), reward=mean)
@@ -252,7 +252,7 @@ def test_a_line_is_a_run_of_its_own() -> None:
     for id, parent in (("0.0", Parent("0", 0, 0)), ("0:1.0", Parent("0:1", 1, 0))):
         made, _ = call(id, 1)
         first.calls.append(msgspec.structs.replace(made, parent=parent))
-    line = line_of(first, first.call("0:1"))
+    line = path_trajectory(first, first.call("0:1"))
     assert [(each.id, len(each.turns), each.parent) for each in line.calls] == [
         ("0", 3, None),
         ("0.0", 1, Parent("0", 0, 0)),

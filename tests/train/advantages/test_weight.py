@@ -6,7 +6,7 @@ import pytest
 
 from ramify.train.advantages.advantage_pipeline import has_signal
 from ramify.train.advantages.credit import (
-    LengthLimits,
+    LengthPenaltyScale,
     RolloutLength,
     length_penalty,
     soft_overlong,
@@ -92,7 +92,7 @@ def test_length_penalty_scales_with_the_mean_reward() -> None:
     # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
     lengths, most = (
         [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
-        LengthLimits(100, 100, 10),
+        LengthPenaltyScale(100, 100, 10),
     )
     assert length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
     assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
@@ -103,7 +103,7 @@ def test_length_penalty_never_rewards_length() -> None:
     they are; with mean 0.25 the longer rollout loses 0.25 · 0.45."""
     lengths, most = (
         [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
-        LengthLimits(100, 100, 10),
+        LengthPenaltyScale(100, 100, 10),
     )
     for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
         assert length_penalty(rewards, lengths, most, 0.5) == rewards

@@ -27,7 +27,7 @@ def shard(**fields: Any) -> ComputeSpec:
 
 
 def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
-    return ranks.spread(CONFIG, policy().model.state_dict(), compute=compute)
+    return ranks.shard_model(CONFIG, policy().model.state_dict(), compute=compute)
 
 
 def check_gradients(model: FsdpModel, single: SingleBackend) -> None:

@@ -24,15 +24,15 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy
-from ramify.train.backends.adapters import AdapterSpec
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged
+from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
-from ramify.train.data.pack import attach as attach_stream
+from ramify.train.data.pack import copy_to_sequences as attach_stream
 from ramify.train.losses import DppoTv, Gmpo, Gspo, KlCov
 from ramify.train.losses.total_loss import LossSpec
 from tests.train.backends.fsdp_checks import FP32, LOSS, check_gradients, check_steps, shard, spread
@@ -91,7 +91,7 @@ def test_training_steps_from_transformers_checkpoint_match_single_process(
     """Each rank reads only its own rows of the file."""
     module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     single = SingleBackend(Policy(module, None, None, GPT2, 0, "gpt2"), OptimizerSpec(), FP32)  # type: ignore[arg-type]
-    model = ranks.spread(GPT2, checkpoint)
+    model = ranks.shard_model(GPT2, checkpoint)
     fsdp = model.backend(OptimizerSpec())
     assert fsdp.packing.share == single.packing.share
     check_steps(model, fsdp, single, pack(tree(), PackingSpec(max_tokens=100)), 4)
@@ -141,7 +141,7 @@ def test_critic_matches_single_process(ranks: FsdpRanks, kind: str, tmp_path: Pa
 
     def over_ranks() -> Any:
         weights = policy().model.state_dict()
-        critic = ranks.spread(CONFIG, weights, critic=True).backend(optim, critic=True)
+        critic = ranks.shard_model(CONFIG, weights, critic=True).backend(optim, critic=True)
         return (
             critic
             if kind == "shared"
@@ -196,7 +196,7 @@ def test_critic_values_in_bf16_are_close_to_fp32(ranks: FsdpRanks):
     single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
         compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
-        fsdp = ranks.spread(
+        fsdp = ranks.shard_model(
             CONFIG, policy().model.state_dict(), compute=compute, critic=True
         ).backend(optim, critic=True)
         backends = (fsdp, single) if single.version == 0 else (fsdp,)
@@ -255,7 +255,9 @@ def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
     assert wait is not None
     went_on = steps(whole, 2)
     wait()
-    again = ranks.spread(CONFIG, policy(seed=1).model.state_dict(), compute=shard(save_async=False))
+    again = ranks.shard_model(
+        CONFIG, policy(seed=1).model.state_dict(), compute=shard(save_async=False)
+    )
     resumed = again.backend(optim)
     resumed.load(tmp_path / "state")
     assert resumed.version == 2
@@ -277,7 +279,7 @@ def test_loading_mismatched_checkpoint_is_rejected(
     fsdp.save(tmp_path)
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
-    other = ranks.spread(wider, policy(wider).model.state_dict())
+    other = ranks.shard_model(wider, policy(wider).model.state_dict())
     with pytest.raises(
         ConfigError,
         match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)",
@@ -290,7 +292,7 @@ def test_loading_mismatched_checkpoint_is_rejected(
     ):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
-        ranks.spread(CONFIG, checkpoint)
+        ranks.shard_model(CONFIG, checkpoint)
 
 
 def test_export_writes_a_plain_transformers_checkpoint(
@@ -298,7 +300,7 @@ def test_export_writes_a_plain_transformers_checkpoint(
 ):
     ids = torch.arange(20)[None] % VOCAB
     for config, source in ((CONFIG, policy().model.state_dict()), (GPT2, checkpoint)):
-        model = ranks.spread(config, source)
+        model = ranks.shard_model(config, source)
         model.export(tmp_path / "out")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
         assert loaded.dtype == torch.float32
@@ -319,7 +321,7 @@ def test_export_writes_a_plain_transformers_checkpoint(
 def test_lora_training_matches_single_process(ranks: FsdpRanks, tmp_path: Path):
     """Same steps as with ``train/backends/lora.py``; the base model is left unchanged."""
     lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
-    model = ranks.spread(CONFIG, policy().model.state_dict(), lora)
+    model = ranks.shard_model(CONFIG, policy().model.state_dict(), lora)
     fsdp = model.backend(OptimizerSpec(lr=0.01))
     adapted = policy()
     assert attach(adapted.model, 2, 6.0, ("q_proj", "down_proj"), 3) == sum(
@@ -337,7 +339,7 @@ def test_lora_training_matches_single_process(ranks: FsdpRanks, tmp_path: Path):
     for name, weight in model.weights():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
     assert float(np.abs(fsdp.logprobs(batches)[0] - base[0]).max()) > 0.01
-    for ours, theirs in zip(fsdp.base().logprobs(batches), base, strict=True):
+    for ours, theirs in zip(fsdp.base_reference().logprobs(batches), base, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     check_peft_loads_export(model, tmp_path)
 
@@ -361,7 +363,9 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     lora = AdapterSpec(rank=2, alpha=4.0)
     batches = pack(tree(), PackingSpec(max_tokens=60))
     first, second = (
-        ranks.spread(CONFIG, policy().model.state_dict(), lora, shard(save_async=False)).backend()
+        ranks.shard_model(
+            CONFIG, policy().model.state_dict(), lora, shard(save_async=False)
+        ).backend()
         for _ in range(2)
     )
     first.forward_backward(batches, LOSS)
@@ -377,7 +381,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
         ConfigError,
         match=r"lora.targets=\('qproj',\): no linear module has such a name; there are down_proj",
     ):
-        ranks.spread(
+        ranks.shard_model(
             CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",))
         )
 
@@ -423,7 +427,7 @@ def test_killed_rank_is_named_and_training_resumes_with_fewer_ranks(
     ranks.close()
     alone = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False)))
     try:
-        resumed = alone.spread(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
+        resumed = alone.shard_model(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
         resumed.load(tmp_path)
         found = [resumed.forward_backward(batches, LOSS)["loss"], resumed.optim_step()["grad_norm"]]
         found.append(resumed.forward_backward(batches, LOSS)["loss"])

@@ -15,17 +15,17 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3MoeConfig
 
 from ramify.errors import ConfigError
-from ramify.models.weights import fingerprint_of, read_weights
-from ramify.train.backends.adapters import AdapterSpec
+from ramify.models.weights import read_weights, tensors_fingerprint
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
 from ramify.train.backends.lora import attach
 from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import DppoTv
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.preflight import check_embedded
+from ramify.train.preflight import check_engine_memory
 from tests.train.backends.small import CONFIG, MIXTURE_SIZES, policy, tree
 
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
@@ -74,7 +74,9 @@ def test_training_steps_match_single_process(
     ranks: FsdpRanks, config: Any, shard: Any, share: bool
 ):
     """Losses, every gradient, gradient norm and clipping, with several batches per step."""
-    model = ranks.spread(config, dict(policy(config).model.state_dict()), compute=compute(**shard))
+    model = ranks.shard_model(
+        config, dict(policy(config).model.state_dict()), compute=compute(**shard)
+    )
     ours = model.backend(OPTIM)
     single = SingleBackend(policy(config), OPTIM, ComputeSpec(precision="fp32"))
     batches = pack(tree(), PackingSpec(max_tokens=60, share=share))
@@ -95,7 +97,7 @@ def test_adapters_are_sharded_like_their_layers(ranks: FsdpRanks):
     """A colwise layer splits B, a rowwise layer splits A; the steps match one process."""
     lora = AdapterSpec(rank=2, alpha=4.0)
     weights = {name: each.clone() for name, each in policy().model.state_dict().items()}
-    model = ranks.spread(CONFIG, weights, lora, compute(tensor=2))
+    model = ranks.shard_model(CONFIG, weights, lora, compute(tensor=2))
     ours = model.backend(OPTIM)
     theirs = policy()
     attach(theirs.model, lora.rank, lora.alpha, lora.targets, lora.seed)
@@ -118,14 +120,14 @@ def test_sharded_mixture_is_loaded_exported_and_copied_bit_identically(
     module.save_pretrained(tmp_path / "whole")
     wanted = {name: each.detach() for name, each in module.named_parameters()}
     for index, shard in enumerate(({}, {"tensor": 2}, {"tensor": 2, "experts": 2})):
-        model = ranks.spread(MIXTRAL, tmp_path / "whole", compute=compute(**shard))
-        assert fingerprint_of(model.weights()) == fingerprint_of(wanted.items())
-        copied = ranks.spread(MIXTRAL, model, compute=compute(**shard), critic=True)
-        assert fingerprint_of(copied.weights()) == fingerprint_of(wanted.items())
+        model = ranks.shard_model(MIXTRAL, tmp_path / "whole", compute=compute(**shard))
+        assert tensors_fingerprint(model.weights()) == tensors_fingerprint(wanted.items())
+        copied = ranks.shard_model(MIXTRAL, model, compute=compute(**shard), critic=True)
+        assert tensors_fingerprint(copied.weights()) == tensors_fingerprint(wanted.items())
         model.export(tmp_path / f"{index}")
-        assert fingerprint_of(read_weights(tmp_path / f"{index}").items()) == fingerprint_of(
-            read_weights(tmp_path / "whole").items()
-        )
+        assert tensors_fingerprint(
+            read_weights(tmp_path / f"{index}").items()
+        ) == tensors_fingerprint(read_weights(tmp_path / "whole").items())
 
 
 def test_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
@@ -133,7 +135,7 @@ def test_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
 
     def backend_on(**shard: Any) -> Any:
         weights = dict(policy(MOE).model.state_dict())
-        return ranks.spread(MOE, weights, compute=compute(**shard)).backend(OPTIM)
+        return ranks.shard_model(MOE, weights, compute=compute(**shard)).backend(OPTIM)
 
     first = backend_on(tensor=2)
     first.forward_backward(batches, LOSS)
@@ -153,7 +155,7 @@ def test_checkpoint_resumes_on_another_mesh(ranks: FsdpRanks, tmp_path: Path):
 def test_embedded_engine_too_large_for_its_device_is_rejected():
     config = MixtralConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
     with pytest.raises(ConfigError) as refused:
-        check_embedded(config, "float32", "cpu")
+        check_engine_memory(config, "float32", "cpu")
     assert re.fullmatch(
         r"the engine of this process holds the whole policy: [\d,]+ parameters x 4 bytes = "
         r"[\d.e+]+ GB, and its device \(cpu\) has [\d.]+ GB. Ranks hold a part each, so use "
@@ -161,7 +163,7 @@ def test_embedded_engine_too_large_for_its_device_is_rejected():
         r"inference.urls=\[…\]",
         str(refused.value),
     )
-    check_embedded(CONFIG, "auto", "cpu")
+    check_engine_memory(CONFIG, "auto", "cpu")
 
 
 # --- configurations rejected before any rank starts

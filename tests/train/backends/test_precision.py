@@ -21,7 +21,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.train.backends.base import ComputeSpec, ShardSpec, decided
+from ramify.train.backends.base import ComputeSpec, ShardSpec, resolve_precision
 from ramify.train.backends.single import SingleBackend
 from ramify.train.build import trained_model
 from ramify.train.config import Run
@@ -52,7 +52,7 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
 def test_auto_precision_follows_the_policy_dtype(
     asked: Any, dtype: torch.dtype, found: str
 ) -> None:
-    assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
+    assert resolve_precision(ComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
 def chosen_precisions(
@@ -256,7 +256,9 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     )
     try:
         asyncio.run(
-            check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once)
+            check.check_engines(
+                SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once
+            )
         )
     finally:
         asyncio.run(client.close())

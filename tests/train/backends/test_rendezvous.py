@@ -52,10 +52,10 @@ def joins(ticket: ConnectBackTicket, listener: ConnectBackListener) -> int:
 def test_several_machines_find_rank_0_of_each_attempt_by_its_signature(agent_store: Any) -> None:
     first, other = (member(rank, agent_store.port, False) for rank in (0, 1))
     assert other.find() is None
-    assert not first.began()
+    assert not first.has_earlier_attempt()
     agent_store.set("ramify/rank 0", "127.0.0.1:9 " + "0" * 64)  # a stranger's
     assert other.find() is None
-    assert not first.began()
+    assert not first.has_earlier_attempt()
     addresses = []
     for _ in range(2):
         with first.listen() as listener:
@@ -64,7 +64,7 @@ def test_several_machines_find_rank_0_of_each_attempt_by_its_signature(agent_sto
             assert (ticket.address, ticket.key) == (listener.address, KEY.encode())
             assert joins(ticket, listener) == 1
             addresses.append(ticket.address)
-        assert first.began()
+        assert first.has_earlier_attempt()
     assert len(set(addresses)) == 2
     signed = agent_store.get("ramify/rank 0").decode()
     assert KEY not in signed
@@ -86,11 +86,11 @@ def test_one_machine_meets_in_a_private_folder(
         ticket = other.find()
         assert ticket is not None
         assert joins(ticket, listener) == 1
-    assert not first.began()
+    assert not first.has_earlier_attempt()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert first.began()
+    assert first.has_earlier_attempt()
     first.forget()
-    assert not first.began()
+    assert not first.has_earlier_attempt()
     assert other.find() is None
 
 

@@ -20,7 +20,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import compile_layers
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.data.pack import PackingCostModel, PackingSpec, attach, pack
+from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, pack
 from ramify.train.losses import DppoTv, PpoClip
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.sequence import Batch, SamplingMask, TokenSequence
@@ -196,7 +196,7 @@ def test_logprobs_match_plain_softmax(config: Any):
     rows = tree()
     backend = SingleBackend(policy(config))
     batches = pack(rows, backend.packing)
-    attach(rows, batches, "old_logprobs", backend.logprobs(batches))
+    copy_to_sequences(rows, batches, "old_logprobs", backend.logprobs(batches))
     for each in rows:
         ids = torch.from_numpy(each.token_ids)
         with torch.no_grad():

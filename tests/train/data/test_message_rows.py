@@ -14,8 +14,8 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.load_run_parts import RunParts
-from ramify.train.policy_defaults import model_config_for, vocabulary_for
-from ramify.train.sft_training_data import message_demonstrations, num_demonstrated
+from ramify.train.policy_dependent_defaults import scratch_model_config, vocabulary_size
+from ramify.train.sft_training_data import message_demonstrations, num_demo_items
 from ramify.types.trajectory import Trajectory
 from tests.train.small import assemble, small
 
@@ -127,7 +127,7 @@ def test_new_policy_is_sized_by_conversations_that_are_filtered_and_packed(
     assert len(batch.token_ids) <= sum(map(len, parts.rows))
     assert parts.fixed[0].num_steps == 1
     # A file demonstrates no item of the task, so that rollouts begin with the first one.
-    assert (num_demonstrated(run.sft), num_demonstrated(SftSpec(demos="ledger", num=7))) == (0, 7)
+    assert (num_demo_items(run.sft), num_demo_items(SftSpec(demos="ledger", num=7))) == (0, 7)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_demonstrations_that_all_fail_the_filter_are_rejected(
 
 
 def test_vocabulary_and_model_size_grow_with_the_demonstrations() -> None:
-    sizes = [vocabulary_for(10**power) for power in (3, 6, 8, 12)]
+    sizes = [vocabulary_size(10**power) for power in (3, 6, 8, 12)]
     assert sizes == [512, 512, 8192, 32_768]
-    shapes = [model_config_for(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
+    shapes = [scratch_model_config(tokens, 1000) for tokens in (10**4, 10**7, 10**8)]
     assert [(each["hidden_size"], each["num_hidden_layers"]) for each in shapes] == [
         (128, 3),
         (256, 4),
         (512, 8),
     ]
     assert [
-        model_config_for(0, longest)["max_position_embeddings"] for longest in (9, 500, 10**6)
+        scratch_model_config(0, longest)["max_position_embeddings"] for longest in (9, 500, 10**6)
     ] == [
         512,
         1024,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.data.pack import PackingCostModel, PackingSpec, attach, describe, pack
+from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, describe, pack
 from ramify.types.sequence import Batch, SamplingMask, Segment, TokenSequence
 
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
@@ -225,7 +225,7 @@ def test_attach_uses_the_entry_at_the_sampling_temperature(share: bool):
     computed = [
         np.where(batch.streams["temperature"] == 1, 9, 7).astype(np.float32) for batch in batches
     ]
-    attach(rows, batches, "old_logprobs", computed)
+    copy_to_sequences(rows, batches, "old_logprobs", computed)
     assert [row.streams["old_logprobs"].tolist() for row in rows] == [[0, 7, 7, 9]] * 2
 
 
@@ -237,7 +237,7 @@ def test_named_streams_round_trip_through_batches():
     ]
     batches = pack(rows, PackingSpec(max_tokens=4))
     assert [batch.streams["teacher"].tolist() for batch in batches] == [[[4, 5], [6, 7]]] * 2
-    attach(rows, batches, "ref_logprobs", [np.float32([-1, -2]), np.float32([-3, -4])])
+    copy_to_sequences(rows, batches, "ref_logprobs", [np.float32([-1, -2]), np.float32([-3, -4])])
     assert [row.streams["ref_logprobs"].tolist() for row in rows] == [
         [0, 0, -1, -2],
         [0, 0, -3, -4],

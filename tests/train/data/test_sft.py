@@ -18,18 +18,18 @@ from ramify.train.advantages.sft import SFT
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import (
     TrajectoryTokenizer,
+    append_trajectories,
     induction,
-    order,
+    prompt_format,
     read,
-    texts_of,
+    rows_by_step,
     trajectory_of,
-    write,
 )
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 
 ITEMS = ledger(multi=0.5, rows=(6, 9), doc_rows=(4, 6)).splits["train"][:40]
-TEXTS = texts_of(SCAFFOLDS["tiny"])
+TEXTS = prompt_format(SCAFFOLDS["tiny"])
 DEMOS = list(demonstrations(ITEMS, NOISY, 0, TEXTS))
 TOKENIZER = train_tokenizer(
     (m.content for demo in DEMOS for call in demo for m in call.messages), 320
@@ -102,8 +102,8 @@ def test_truncated_history_is_tokenised_again_and_branches_are_rejected() -> Non
 def test_trajectories_round_trip_through_a_file(tmp_path: Path) -> None:
     trees = [trajectory_of(demo) for demo in DEMOS[:3]]
     path = tmp_path / "demos.jsonl"
-    write(path, trees[:2])
-    write(path, trees[2:])
+    append_trajectories(path, trees[:2])
+    append_trajectories(path, trees[2:])
     assert list(read(path)) == trees
     with path.open("a") as file:
         file.write('{"id": 4}\n')
@@ -116,7 +116,7 @@ def test_trajectories_round_trip_through_a_file(tmp_path: Path) -> None:
 def test_order_shuffles_each_epoch_and_fills_steps() -> None:
     rows = induction(0, range(8), 400)
     size = len(rows[0])
-    steps = order(rows, 3 * size, epochs=2, seed=1)
+    steps = rows_by_step(rows, 3 * size, epochs=2, seed=1)
     half = len(steps) // 2
     assert all(
         sorted(chain.from_iterable(part)) == list(range(len(rows)))
@@ -125,10 +125,12 @@ def test_order_shuffles_each_epoch_and_fills_steps() -> None:
     assert {len(step) for step in steps} <= {3, len(rows) % 3}
     assert steps[:half] != steps[half:]
     assert (
-        steps == order(rows, 3 * size, epochs=2, seed=1) != order(rows, 3 * size, epochs=2, seed=2)
+        steps
+        == rows_by_step(rows, 3 * size, epochs=2, seed=1)
+        != rows_by_step(rows, 3 * size, epochs=2, seed=2)
     )
-    assert {len(step) for step in order(rows, 1, 1, 0)} == {1}
-    assert order([], 10, 3, 0) == []
+    assert {len(step) for step in rows_by_step(rows, 1, 1, 0)} == {1}
+    assert rows_by_step([], 10, 3, 0) == []
 
 
 def test_sft_reads_evaluated_runs_from_a_store(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from ramify.train.losses.total_loss import (
     LossTally,
     compute,
     kl_estimate,
-    per_entry,
+    loss_per_entry,
 )
 
 P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
@@ -298,7 +298,7 @@ def test_each_loss_component_is_divided_by_its_own_denominator():
     assert (measured["rl_loss"], measured["ce_loss"], measured["loss"]) == pytest.approx(
         (rl, ce, rl + ce)
     )
-    assert per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
+    assert loss_per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
 
 
 def test_kl_and_entropy_use_the_policy_gradient_weights():
@@ -391,7 +391,7 @@ def test_metrics_ignore_entries_without_weight_whatever_their_values() -> None:
     assert found.metrics() == pytest.approx(wanted.metrics())
     tally = LossTally()
     values, has_weight = torch.tensor([1.0, 2.0, math.nan]), torch.tensor([True, True, False])
-    tally.mean("x", values, has_weight)
+    tally.add_mean("x", values, has_weight)
     assert tally.metrics()["x"] == 1.5
 
 
@@ -401,7 +401,7 @@ def test_tallying_metrics_does_not_read_device_tensors():
     for _ in range(2):
         now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
         clipped = torch.zeros(5, dtype=torch.bool, device="meta")
-        found.policy(PolicyLossInputs(now, old, sampler, advantages), clipped, ~clipped)
+        found.add_policy_metrics(PolicyLossInputs(now, old, sampler, advantages), clipped, ~clipped)
 
 
 def test_sampler_is_the_anchor_without_old_logprobs():

@@ -43,8 +43,8 @@ def test_only_formulas_over_sequences_forbid_to_split_them() -> None:
 def test_losses_that_select_tokens_read_every_token_of_the_step() -> None:
     specs = {name: LossSpec(policy=name) for name in POLICY_LOSSES}
     assert {name for name, spec in specs.items() if chooses(spec)} == {"clip_cov", "kl_cov"}
-    assert specs["clip_cov"].wants_every_token
-    assert not specs["ppo_clip"].wants_every_token
+    assert specs["clip_cov"].needs_zero_advantage
+    assert not specs["ppo_clip"].needs_zero_advantage
 
 
 def test_covariance_of_advantage_and_logprob() -> None:

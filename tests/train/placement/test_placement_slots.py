@@ -17,7 +17,7 @@ from ramify.train.config import Run
 from ramify.train.override import override
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.placement_plan import by, counted, settled
+from ramify.train.placement_plan import num_processes_by_role, plan_placement, with_placement
 from tests.train.small import small
 
 GPU = RoleSpec(gpus=1)
@@ -103,7 +103,7 @@ def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
     second = placement_slots(spec, {"trainer": 4, "inference": 2, "rollouts": 2})[1]
     given = ["4", "7"]
     shares = {
-        f"{each.role} {each.number}": second.share(each, spec.role(each.role).gpus, given)
+        f"{each.role} {each.number}": second.gpus_for(each, spec.role(each.role).gpus, given)
         for each in second.members
     }
     assert shares == {
@@ -113,7 +113,7 @@ def test_gpus_of_a_shared_slot_are_divided_among_its_processes() -> None:
         "rollouts 1": ["4", "7"],
     }
     half = placement_slots(PlacementSpec(trainer=RoleSpec(gpus=0.5)), NO | {"trainer": 1})[0]
-    assert half.share(RoleInstanceId("trainer", 0), 0.5, ["3"]) == ["3"]
+    assert half.gpus_for(RoleInstanceId("trainer", 0), 0.5, ["3"]) == ["3"]
 
 
 def test_spread_picks_the_emptiest_node_and_pack_the_first() -> None:
@@ -223,7 +223,7 @@ def test_roles_that_do_not_fit_are_rejected_with_the_arithmetic(
             lambda: override(small(placement=PlacementSpec()), ["placement.trainer.gpu=1"]),
             "did you mean 'gpus'",
         ),
-        (lambda: by(small(), "rai"), "--placement rai: did you mean 'ray'"),
+        (lambda: with_placement(small(), "rai"), "--placement rai: did you mean 'ray'"),
     ],
     ids=["pool", "role", "twice", "nodes", "negative", "field", "kind"],
 )
@@ -234,7 +234,7 @@ def test_invalid_placement_specs_are_rejected(make: Any, message: str) -> None:
 
 
 def test_process_counts_come_from_the_run_or_the_placement() -> None:
-    assert counted(placed(PlacementSpec(), ranks=4, engines=2), PlacementSpec()) == {
+    assert num_processes_by_role(placed(PlacementSpec(), ranks=4, engines=2), PlacementSpec()) == {
         "trainer": 4,
         "inference": 2,
         "rollouts": 0,
@@ -245,16 +245,16 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
             kind="ray", trainer=RoleSpec(count=3), pools={"m": NodePool(cpus=3)}
         ),
     )
-    run, found = settled(unsaid)
+    run, found = plan_placement(unsaid)
     assert (run.compute.shard.ranks, len(found)) == (3, 3)
     with pytest.raises(
         ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute\.shard\.ranks"
     ):
-        settled(placed(PlacementSpec(trainer=RoleSpec(count=3)), ranks=4))
+        plan_placement(placed(PlacementSpec(trainer=RoleSpec(count=3)), ranks=4))
     with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
-        settled(placed(PlacementSpec(inference=RoleSpec(count=1))))
+        plan_placement(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
-        settled(by(small(compute=ComputeSpec(backend="fsdp")), "ray"))
+        plan_placement(with_placement(small(compute=ComputeSpec(backend="fsdp")), "ray"))
 
 
 def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:
@@ -263,14 +263,14 @@ def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> 
     spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
     for kind in ("local", "ray"):
         with pytest.raises(ConfigError, match="trainer 2 x 2 = 4 CPUs, and it has 1 x 3 = 3"):
-            train(by(placed(spec, ranks=2), kind), tmp_path / "out")
+            train(with_placement(placed(spec, ranks=2), kind), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_single_process_run_needs_no_placement() -> None:
     run = small()
-    assert settled(run) == (run, [])
-    assert by(run, "local") is run
+    assert plan_placement(run) == (run, [])
+    assert with_placement(run, "local") is run
 
 
 def test_requested_bundles_are_checked_against_cluster_nodes() -> None:

@@ -28,7 +28,7 @@ from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec, SerializedTaskItem
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.placement_plan import settled
+from ramify.train.placement_plan import plan_placement
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 from tests.shown import heard, logged, train
@@ -167,12 +167,14 @@ def test_rollout_worker_that_cannot_start_reports_the_reason(tmp_path: Path) -> 
 
 def test_rollout_workers_need_engines_over_http() -> None:
     with pytest.raises(ConfigError, match="rollout workers call engines over HTTP: set inference"):
-        settled(tuned(placement=ONE_WORKER))
+        plan_placement(tuned(placement=ONE_WORKER))
     rl = tuned().rl
     assert rl is not None
     stale = msgspec.structs.replace(rl, sample=msgspec.structs.replace(rl.sample, max_staleness=1))
     with pytest.raises(ConfigError, match=r"needs inference\.engine=ramify"):
-        settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=ONE_WORKER))
+        plan_placement(
+            tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=ONE_WORKER)
+        )
 
 
 def test_items_keep_the_types_of_their_values() -> None:

@@ -26,7 +26,7 @@ from ramify.train.placement.placement_spec import (
     RoleSpec,
 )
 from ramify.train.placement.reward_services import RewardServices
-from ramify.train.placement_plan import check_reach, settled
+from ramify.train.placement_plan import check_weight_sync_reach, plan_placement
 from tests.shown import heard
 from tests.train.small import small
 
@@ -48,9 +48,9 @@ def test_engine_listens_on_the_address_of_its_machine(tmp_path: Path) -> None:
         for i in (0, 1)
     ]
     assert [engine.url for engine in engines] == ["http://127.0.0.1:7001", "http://10.0.0.2:7002"]
-    while engines[1].ended is None:
+    while engines[1].exit_status is None:
         time.sleep(0.01)
-    assert engines[1].ended == 3
+    assert engines[1].exit_status == 3
     assert (
         f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer"
         in engines[1].exit_reason()
@@ -94,7 +94,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
         pools={"main": NodePool(gpus=1, cpus=4)},
         services={"judge": RewardServiceSpec(command=("x",), variable="Y", gpus=1)},
     )
-    _, found = settled(small(placement=spec))
+    _, found = plan_placement(small(placement=spec))
     assert [placement_slot.members for placement_slot in found] == [
         (RoleInstanceId("trainer", 0),),
         (RoleInstanceId("judge", 0),),
@@ -102,7 +102,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
     with pytest.raises(
         ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
     ):
-        settled(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
+        plan_placement(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
 
 
 SERVES = """
@@ -205,7 +205,9 @@ def test_service_that_exits_is_restarted_and_keeps_its_address(
 )
 def test_weight_sync_that_cannot_reach_engines_is_rejected(fields: Any, reported: str) -> None:
     with pytest.raises(ConfigError) as error:
-        check_reach(small(inference=InferenceSpec(num=2, **fields)), TwoMachines(), 2)
+        check_weight_sync_reach(small(inference=InferenceSpec(num=2, **fields)), TwoMachines(), 2)
     assert reported in str(error.value)
-    check_reach(small(inference=InferenceSpec(num=2, **fields)), LocalLauncher(), 2)
-    check_reach(small(inference=InferenceSpec(num=2, weight_sync="file")), TwoMachines(), 2)
+    check_weight_sync_reach(small(inference=InferenceSpec(num=2, **fields)), LocalLauncher(), 2)
+    check_weight_sync_reach(
+        small(inference=InferenceSpec(num=2, weight_sync="file")), TwoMachines(), 2
+    )

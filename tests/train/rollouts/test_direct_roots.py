@@ -51,7 +51,7 @@ def kinds(direct: bool | None) -> tuple[list[str], RootModeCounts]:
         async with rlm() as engine:
             given = {} if direct is None else {"direct": direct}
             rollouts = Rollouter(engine, TASK, RolloutOptions(group=1, **given))
-            counted = await rollouts.count_root_modes(ITEMS)
+            counted = await rollouts.count_planned_modes(ITEMS)
             groups = await rollouts.groups(ITEMS, 0)
             return [each.trajectories[0].root.kind for each in groups], counted
 
@@ -108,7 +108,7 @@ def test_first_roots_of_the_hf_grpo_recipe_are_recursive() -> None:
         async with rlm(scaffold=run.scaffold, limits=run.limits) as engine:
             rollouts = Rollouter(engine, task, options)
             groups = await rollouts.groups(items, 0)
-            return await rollouts.count_root_modes(items), [
+            return await rollouts.count_planned_modes(items), [
                 each.trajectories[0].root.kind for each in groups
             ]
 
@@ -169,7 +169,7 @@ def test_roots_of_a_task_that_holds_its_conversations_are_not_called_recursive()
 
     async def counted() -> RootModeCounts:
         async with rlm() as engine:
-            return await Rollouter(engine, task, RolloutOptions(group=1)).count_root_modes(ITEMS)
+            return await Rollouter(engine, task, RolloutOptions(group=1)).count_planned_modes(ITEMS)
 
     count = asyncio.run(counted())
     assert count.metrics() == {"recursive_roots": 0.0, "direct_roots": 0.0}

@@ -15,7 +15,7 @@ from ramify.errors import ConfigError
 from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
 from ramify.testing.scripted import ScriptedByteTokenizer
-from ramify.train.metrics import account
+from ramify.train.metrics import group_record
 from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
@@ -271,7 +271,7 @@ def test_straggler_is_given_up_and_its_group_is_used_without_it(
         assert "times the median, and the step waited for nothing else" in note
         known = [each.id for each in group.trajectories]
         assert lost not in known
-        assert account(1, group, known, [lost]).failed == [lost]
+        assert group_record(1, group, known, [lost]).failed == [lost]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
     run_queue_test(
@@ -361,7 +361,9 @@ def test_group_without_failed_rollouts_is_learnt_and_group_without_any_is_lost()
 
     async def test(queue: GroupQueue) -> None:
         taken = await queue.take(0)
-        found = [account(number, group, {"item=0/rollout=0"}) for number, group in taken.groups]
+        found = [
+            group_record(number, group, {"item=0/rollout=0"}) for number, group in taken.groups
+        ]
         assert [(each.outcome, len(each.rollouts), each.failed) for each in found] == [
             ("learnt", 2, ["item=0/rollout=1"]),
             ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),

@@ -9,7 +9,7 @@ class Steps:
     """Approves turns whose reply has odd length."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        return JudgeVerdict(votes=(1 if len(view.step.reply) % 2 else -1,))
+        return JudgeVerdict(votes=(1 if len(view.judged_turn.reply) % 2 else -1,))
 
 
 class Hints:

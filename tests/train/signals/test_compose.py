@@ -91,8 +91,8 @@ def test_weights_follow_their_schedule_and_signals_with_zero_weight_are_skipped(
         for step in (0, 2, 4)
     ]
     assert found == [1.5, 1.0, 0.5]
-    assert [hybrid.wants("teacher", step) for step in (3, 4)] == [True, False]
-    assert hybrid.wants("format", 9)  # a signal without a term is read for its metrics
+    assert [hybrid.needs_signal("teacher", step) for step in (3, 4)] == [True, False]
+    assert hybrid.needs_signal("format", 9)  # a signal without a term is read for its metrics
 
 
 @pytest.mark.parametrize(

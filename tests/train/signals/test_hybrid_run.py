@@ -34,8 +34,8 @@ from ramify.train.learner import EnginePolicyWeights
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.override import override
-from ramify.train.preflight import check_signals
-from ramify.train.recipe import stored
+from ramify.train.preflight import check_teacher_sampling
+from ramify.train.recipe import load_stored_run
 from ramify.train.rollout_resources import RolloutResources, client_of
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -48,7 +48,7 @@ from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.viewer.run_catalog import RunCatalog
-from ramify.viewer.training import kept, samples
+from ramify.viewer.training import rollout_files, samples
 from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import assemble, small, weights_of
@@ -107,12 +107,12 @@ def test_teacher_is_rejected_with_truncated_sampling(cut: Any, tmp_path: Path) -
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     others = {name: each for name, each in run.rl.signals.items() if name != "teacher"}
-    check_signals(
+    check_teacher_sampling(
         msgspec.structs.replace(
             run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())
         )
     )
-    check_signals(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
+    check_teacher_sampling(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
 def test_judge_without_any_valid_verdict_is_reported(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_run_with_every_signal(tmp_path: Path) -> None:
     check_viewer_shows_scores(out)
     assert (out / "reference/model.safetensors").is_file()
     check_rejection_sampling(out, tmp_path)
-    again = stored(out)
+    again = load_stored_run(out)
     assert again.rl is not None
     assert again.rl.algorithm == run.rl.algorithm
     assert again.rl.signals == run.rl.signals
@@ -176,7 +176,7 @@ def check_viewer_shows_scores(out: Path) -> None:
     """Check what the viewer reads from saved rollouts: votes on the turns, hints, and the teacher's
     score per token."""
     library = RunCatalog([out])
-    step, path = max(kept(out).items())
+    step, path = max(rollout_files(out).items())
     keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
     assert len(keys) == 6
     hints = []

@@ -34,7 +34,7 @@ from ramify.train.signals.judge import (
     read_hint,
     read_vote,
 )
-from ramify.train.signals.judge_calls import BUDGET, JudgeCallers, put_on_tree
+from ramify.train.signals.judge_calls import BUDGET, JudgeModelAccess, put_on_tree
 from ramify.train.signals.outcome import OutcomeSignal
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Trajectory, Turn
@@ -60,15 +60,15 @@ def rollout(
 
 
 def reading(
-    signal: Any, *trajectories: Trajectory, script: Any = (), judges: JudgeCallers | None = None
+    signal: Any, *trajectories: Trajectory, script: Any = (), judges: JudgeModelAccess | None = None
 ) -> list[SignalScore]:
     """Return the scores of ``signal`` with a scripted judge."""
 
     async def read() -> list[SignalScore]:
         pool = RateLimitedClientPool(rng=None, sleep=no_sleep)
-        pool.adopt(ScriptedClient(script, name="scripted:judge"))
+        pool.register(ScriptedClient(script, name="scripted:judge"))
         context = SignalContext(
-            step=0, items={"t/0": ITEM}, asking=(judges or JudgeCallers(pool)).caller_of
+            step=0, items={"t/0": ITEM}, asking=(judges or JudgeModelAccess(pool)).trajectory_caller
         )
         try:
             found: list[SignalScore] = await signal.read(Group("t/0", list(trajectories)), context)
@@ -337,17 +337,17 @@ def test_judge_without_a_key_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 def test_judge_calls_respect_budget_and_cache(tmp_path: Any) -> None:
     async def read() -> None:
         pool = RateLimitedClientPool()
-        client = pool.adopt(ScriptedClient(lambda _: r"\boxed{1}", name="scripted:judge"))
+        client = pool.register(ScriptedClient(lambda _: r"\boxed{1}", name="scripted:judge"))
         signal = ProcessRewardSignal(judge=StepJudge(model="scripted:judge"))
-        narrow = JudgeCallers(pool, Limits(max_calls=1))
-        context = SignalContext(step=0, items={"t/0": ITEM}, asking=narrow.caller_of)
+        narrow = JudgeModelAccess(pool, Limits(max_calls=1))
+        context = SignalContext(step=0, items={"t/0": ITEM}, asking=narrow.trajectory_caller)
         found = (await signal.read(Group("t/0", [rollout()]), context))[0]
         assert len(found.turns) == 1
         assert "limit of 1 calls is reached" in (found.calls[1].error or "")
         cache = CallCache(Store(tmp_path))
         for expected in (3, 3):
-            judges = JudgeCallers(pool, BUDGET, cache=cache)
-            context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges.caller_of)
+            judges = JudgeModelAccess(pool, BUDGET, cache=cache)
+            context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges.trajectory_caller)
             found = (await signal.read(Group("t/0", [rollout()]), context))[0]
             assert len(client.requests) == expected
         assert judges.ledger.spent.calls == 0

@@ -19,11 +19,11 @@ from ramify.train.losses.total_loss import (
     LossSpec,
     compute,
     kl_estimate,
-    per_entry,
+    loss_per_entry,
 )
 from ramify.train.signals.base import SignalScore
 from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.outcome import OutcomeSignal, shaped
+from ramify.train.signals.outcome import OutcomeSignal, tool_shaped_outcome
 from ramify.train.signals.weighted_term import HybridTerm
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Group, Trajectory
@@ -45,9 +45,10 @@ def tool_rollout(id: str, right: bool, num_tools: int) -> Trajectory:
 
 
 def test_e1_outcome_shaping_and_group_baselines() -> None:
-    assert [shaped(True, 9), *(shaped(False, k) for k in (0, 2, 4, 12))] == pytest.approx(
-        [1, -1.1, -1, -0.9, -0.6]
-    )
+    assert [
+        tool_shaped_outcome(True, 9),
+        *(tool_shaped_outcome(False, k) for k in (0, 2, 4, 12)),
+    ] == pytest.approx([1, -1.1, -1, -0.9, -0.6])
     one = Group(
         "t/0", [tool_rollout("a", True, 3), *(tool_rollout(f"{k}", False, k) for k in (0, 4, 12))]
     )
@@ -133,7 +134,9 @@ def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
         {"rl": 3.0},
     )
     loss = LossSpec(policy=PpoClip())
-    assert (per_entry(loss, entries) * 3).tolist() == pytest.approx([0.5, -1.134457, 2.0], abs=1e-6)
+    assert (loss_per_entry(loss, entries) * 3).tolist() == pytest.approx(
+        [0.5, -1.134457, 2.0], abs=1e-6
+    )
     k3 = kl_estimate("k3", entries.logprobs, entries.streams["ref_logprobs"])
     assert k3.tolist() == pytest.approx([0.023144, 0.072132, 0.306853], abs=1e-6)
     assert float(k3.mean()) == pytest.approx(0.134043, abs=1e-6)

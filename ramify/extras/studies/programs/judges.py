@@ -22,8 +22,8 @@ import msgspec
 
 from ramify.extras.studies.programs.scripted_demonstrator import (
     HintedRule,
+    broken_rules,
     from_errors,
-    from_facts,
     hint_text,
 )
 from ramify.extras.studies.programs.toy_program_language import (
@@ -33,7 +33,7 @@ from ramify.extras.studies.programs.toy_program_language import (
 )
 from ramify.tasks.base import Item
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
-from ramify.train.signals.hint_sources import HintsForTrajectory, hints_of
+from ramify.train.signals.hint_sources import HintsForTrajectory, build_hint_source
 from ramify.types.trajectory import Group
 
 NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")
@@ -86,7 +86,7 @@ class OracleJudge(
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
         replies = [step.reply for step in view.steps]
-        rules = from_facts(problem, replies, library(view.item.metadata["secret"]))
+        rules = broken_rules(problem, replies, library(view.item.metadata["secret"]))
         return JudgeVerdict(True, hint_text(rules), (1,)) if rules else NOTHING
 
 
@@ -108,8 +108,8 @@ class StepRules(
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = (
-            view.step
-            if ToyProgram.read(view.step.reply) is not None
+            view.judged_turn
+            if ToyProgram.read(view.judged_turn.reply) is not None
             else (before[-1] if before else None)
         )
         ran = judged is not None and ToyProgram.read(judged.reply) is not None and not judged.error
@@ -134,7 +134,7 @@ class ShuffledHints(
     source: Any
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
-        source = hints_of(self.source)
+        source = build_hint_source(self.source)
         assert source is not None
         hinted = await source.hints(group, context)
         others = [item for id, item in sorted(context.items.items()) if id != group.task]

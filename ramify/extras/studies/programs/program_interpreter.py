@@ -75,7 +75,7 @@ class ProgramInterpreterSession:
             return None, NO_PROGRAM
         outcome = self._library.run(program)
         return (
-            (None, self._library.message(program, outcome))
+            (None, self._library.error_message(program, outcome))
             if isinstance(outcome, FirstBrokenRule)
             else (str(outcome), None)
         )

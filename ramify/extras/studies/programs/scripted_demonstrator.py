@@ -19,7 +19,7 @@ A hint is one to three rules that would have helped. It has one of two sources:
 
     TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
                                                                                            @w9@f4
-    a program that took f7 for w40        from_facts: needs access to the library      ->  use
+    a program that took f7 for w40        broken_rules: needs access to the library      ->  use
                                                                                            @w40@f31
 
 A hint states rules that hold for every problem, never the answer of a single one. Hints from errors
@@ -44,7 +44,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     ToyProgram,
     ToyProgramExercise,
     WordFunctionMap,
-    answer,
+    answer_reply,
     library,
 )
 from ramify.tasks.base import DemonstrationPromptFormat, Item, Task
@@ -98,7 +98,7 @@ def from_errors(observed: Iterable[str]) -> list[HintedRule]:
     return list(rules)[:MAX_RULES]
 
 
-def from_facts(
+def broken_rules(
     problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
 ) -> list[HintedRule]:
     """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``. The
@@ -222,12 +222,12 @@ class _Demonstration:
                 number = outcome
                 break
             self._mend(outcome)
-        return self._ended([*messages, Message("assistant", answer(number or 0))], number)
+        return self._ended([*messages, Message("assistant", answer_reply(number or 0))], number)
 
     def _belief(self, word: int) -> int:
         if self._rng.random() < self._habits.knows:
             return self._library.right[word]
-        return self._rng.choice(self._library.false_friends(word))
+        return self._rng.choice(self._library.decoy_functions(word))
 
     def _hint(self, is_wrong: bool) -> list[HintedRule]:
         words = self._rng.sample(
@@ -254,11 +254,11 @@ class _Demonstration:
             self._believed[broken.word] = broken.function
 
     def _program(self) -> ToyProgram:
-        return self._problem.program(self._believed, tuple(sorted(self._imports)))
+        return self._problem.build_program(self._believed, tuple(sorted(self._imports)))
 
     def _cell(self, program: ToyProgram, outcome: int | FirstBrokenRule) -> Cell:
         if isinstance(outcome, FirstBrokenRule):
-            return Cell(program.text, error=self._library.message(program, outcome))
+            return Cell(program.text, error=self._library.error_message(program, outcome))
         return Cell(program.text, value=str(outcome))
 
     def _ended(self, messages: list[Message], number: int | None) -> ProgramTaskDemonstration:

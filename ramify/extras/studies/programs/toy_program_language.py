@@ -104,7 +104,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
             tuple((int(w), int(n)) for w, n in re.findall(r"@w(\d{1,2})@(\d)", match[2])),
         )
 
-    def program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
+    def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
         """Return the program for this problem that calls the given function for each word."""
         return ToyProgram(
             self.start,
@@ -157,7 +157,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
             value = self.apply(step.function, value, step.operand)
         return value
 
-    def message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
+    def error_message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
         """Return the error message for a broken rule, as in the last line of the traceback that
         Python prints."""
         if broken.word is None:
@@ -165,7 +165,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         used = next(s.function for s in program.steps if s.word == broken.word)
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
-    def false_friends(self, word: int) -> tuple[int, ...]:
+    def decoy_functions(self, word: int) -> tuple[int, ...]:
         """Return the three wrong functions for which a demonstrator may mistake the meaning of a
         word. They are always the same three."""
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
@@ -290,6 +290,6 @@ Example:
 """
 
 
-def answer(number: int) -> str:
+def answer_reply(number: int) -> str:
     """Return the reply with which a policy gives a number as its answer."""
     return f"FINAL({number})"

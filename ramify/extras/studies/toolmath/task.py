@@ -142,7 +142,7 @@ def toolmath(
         )
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
-    score = _ToolMathScorer(auto if verifier == "auto" else SCORERS.of(verifier))
+    score = _ToolMathScorer(score_auto if verifier == "auto" else SCORERS.of(verifier))
     return SimpleTask("toolmath", splits, TrajectoryRewardFunction(score))
 
 
@@ -187,11 +187,11 @@ def _ends(turns: Sequence[Turn]) -> bool:
     return bool(turns) and not turns[-1].cells
 
 
-def auto(answer: Any, item: Item) -> float:
+def score_auto(answer: Any, item: Item) -> float:
     """Return 1 if an answer is right, and 0 otherwise. It is right if it is the same text or
     integer as the expected one, or has the same value according to math-verify, if that is
     installed."""
-    number, gold = whole(answer), whole(item.gold)
+    number, gold = parse_integer(answer), parse_integer(item.gold)
     if exact(answer, item) or (number is not None and number == gold):
         return 1.0
     if number is not None and gold is not None:
@@ -202,7 +202,7 @@ def auto(answer: Any, item: Item) -> float:
     )
 
 
-def whole(value: Any) -> int | None:
+def parse_integer(value: Any) -> int | None:
     """Return the integer that a value denotes, or None if it does not denote one.
 
     >>> whole("$1,024$"), whole("034"), whole("34.0"), whole(r"\\sqrt{34}")
@@ -235,8 +235,8 @@ def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
         return {}
     remaining = [index for index in range(len(train)) if index not in set(held_out)]
     return {
-        "train": train.some("toolmath/train", remaining),
-        "validation": train.some("toolmath/validation", held_out),
+        "train": train.select("toolmath/train", remaining),
+        "validation": train.select("toolmath/validation", held_out),
     }
 
 

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from ramify.errors import SourceError, nearest
-from ramify.maps.frames import table_of
+from ramify.errors import SourceError, did_you_mean
+from ramify.maps.frames import dataframe_row_source
 from ramify.maps.row_source import BATCH, RowSource, UnreadRow
 
 ENDINGS = {
@@ -285,7 +285,7 @@ def _chosen_table(path: Path, names: Sequence[str], table: str | None) -> str:
     if table is None:
         raise SourceError(f"{path} has the tables {', '.join(names)}: choose one with --table")
     if table not in names:
-        raise SourceError(f"{path} has no table '{table}': {nearest(table, names)}")
+        raise SourceError(f"{path} has no table '{table}': {did_you_mean(table, names)}")
     return table
 
 
@@ -319,7 +319,7 @@ def _folder(path: Path) -> RowSource:
 
 
 def _of_object(rows: Any) -> RowSource:
-    table = table_of(rows)
+    table = dataframe_row_source(rows)
     if table is not None:
         return table
     if isinstance(rows, Mapping) and rows and all(hasattr(v, "features") for v in rows.values()):

@@ -21,7 +21,7 @@ from ramify.tasks.base import Item, Task, items_of, total
 from ramify.tasks.mixture import MixtureTask
 from ramify.tasks.text_env import REJECTED
 from ramify.train.config import Run
-from ramify.train.metrics import of_parts, passes
+from ramify.train.metrics import mixture_metrics, passes
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.trajectory import Group, Trajectory
@@ -48,7 +48,7 @@ async def evaluate(
     groups = await rollouter.groups(items, -1, f"evaluating {split}")
     values = report(split, items, groups, task.weights, max_failed=spec.max_failed)
     if isinstance(task, MixtureTask) and f"{split}/reward" in values:
-        by_part = of_parts(groups, task.weights)
+        by_part = mixture_metrics(groups, task.weights)
         named = {part: f"task.{part}/reward" for part in task.tasks}
         values |= {
             f"{split}/{part}": by_part[name] for part, name in named.items() if name in by_part

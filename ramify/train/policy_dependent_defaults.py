@@ -32,7 +32,7 @@ from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, Run
-from ramify.trained_policy_settings import packaged_policy
+from ramify.trained_policy_settings import packaged_policy_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def is_pretrained(policy: PolicySpec) -> bool:
     """Return True if the policy is a checkpoint of a model that was pretrained elsewhere."""
     if not policy.path:
         return False
-    name = policy.path if packaged_policy(policy.path) else f"local:{policy.path}"
+    name = policy.path if packaged_policy_folder(policy.path) else f"local:{policy.path}"
     return not card_of(name).is_from_scratch
 
 
@@ -120,7 +120,7 @@ _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
 _WINDOWS = (512, 32_768)
 
 
-def vocabulary_for(num_chars: int) -> int:
+def vocabulary_size(num_chars: int) -> int:
     """Return a suitable vocabulary size for texts of ``num_chars`` characters. It is the power of
     two below their square root, since the number of distinct words in a text grows as the root of
     its length (Heaps' law).
@@ -130,7 +130,7 @@ def vocabulary_for(num_chars: int) -> int:
     return max(512, min(32_768, 1 << (math.isqrt(max(num_chars, 1)).bit_length() - 1)))
 
 
-def model_config_for(num_tokens: int, longest: int) -> dict[str, Any]:
+def scratch_model_config(num_tokens: int, longest: int) -> dict[str, Any]:
     """Return the configuration of a model to train from scratch. Its size follows from
     ``num_tokens``, the number of tokens in all demonstrations. Its window is the next power of two
     above 5/4 of ``longest``, the number of tokens in the longest conversation, within 512 to 32,768
@@ -164,9 +164,9 @@ def _policy(policy: PolicySpec) -> PolicySpec:
             f"{policy.path or 'a policy from scratch'} has no enable_thinking: remove it"
         )
     if thinking is None and tokenizer is not None and can_think:
-        from ramify.models.template import stored_thinking
+        from ramify.models.template import thinking_default
 
-        thinking = bool(stored_thinking(tokenizer))
+        thinking = bool(thinking_default(tokenizer))
     return _changed(policy, lora=lora, thinking=thinking)
 
 
@@ -176,10 +176,10 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
     if not is_pretrained(policy):
         return None
     from ramify.models.load import load_tokenizer
-    from ramify.models.model_config_files import model_folder
+    from ramify.models.model_config_files import local_model_folder
 
     try:
-        return load_tokenizer(Path(model_folder(policy.path)))
+        return load_tokenizer(Path(local_model_folder(policy.path)))
     except ConfigError:  # reported where the policy is loaded, after what costs nothing to check
         return None
 

@@ -67,7 +67,7 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
     inject_adapter_in_model(_config(lora, names), model, low_cpu_mem_usage=True)
 
 
-def begin(
+def initial_weights(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` and
@@ -88,7 +88,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_A, _B))
 
 
-def pair(name: str) -> tuple[str, str]:
+def matrix_names(name: str) -> tuple[str, str]:
     """Return the names of the adapter matrices A and B for a matrix, given its name in the model
     without adapters."""
     owner = name.removesuffix(".weight")

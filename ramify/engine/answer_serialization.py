@@ -52,7 +52,7 @@ def typed_record(answer: Any) -> dict[str, Any] | None:
     if _is_plain(answer):
         return None
     try:
-        return SharedContext(answer).pack()
+        return SharedContext(answer).to_jsonable()
     except SandboxError:  # of a type of the caller, which gives it again
         return None
 
