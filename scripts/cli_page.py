@@ -39,7 +39,7 @@ def _name(option: CliOptionSpec) -> str:
     names = [*filter(None, [option.short]), option.long]
     if option.kind is bool and option.has_no:
         names.append(f"--no-{option.long[2:]}")
-    value = "" if option.kind is bool else f" {option.shown_as}".replace("|", "\\|")
+    value = "" if option.kind is bool else f" {option.value_placeholder}".replace("|", "\\|")
     return ", ".join(f"`{name}{value}`" if name == option.long else f"`{name}`" for name in names)
 
 
