@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -409,6 +410,21 @@ def is_reference(name: str) -> bool:
     return not {*".:/"}.isdisjoint(name)
 
 
+def _resolved(location: str) -> Any:
+    """Return the object at ``module:name``, or at a dotted path of a module or of an object in
+    one."""
+    module, _, name = location.partition(":")
+    if name:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        parent, _, name = module.rpartition(".")
+        if error.name != module or not parent:
+            raise
+    return getattr(importlib.import_module(parent), name)
+
+
 def load_file(path: Path) -> ModuleType:
     """Load a Python file and return its module. The file is run again only if it has changed. It
     can import modules from its own folder, and errors that it raises are passed on."""
@@ -483,15 +499,13 @@ def _module_name(path: Path) -> str:
 def load_object(location: str, what: str) -> Any:
     """Return the module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError
     if it cannot be loaded; ``what`` is the beginning of the error message."""
-    import pkgutil  # many programs never need it
-
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
     try:
         if place.endswith(".py"):
             return functools.reduce(getattr, name.split("."), load_file(Path(place).expanduser()))
-        return pkgutil.resolve_name(_moved(location))
+        return _resolved(_moved(location))
     except RamifyError as error:
         raise ConfigError(f"{what}: {error}") from error
     except FileNotFoundError as error:

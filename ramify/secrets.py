@@ -15,7 +15,7 @@ characters, and the contexts that a user supplies. Those are stored unchanged.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import functools
 import json
 import os
@@ -165,7 +165,7 @@ def _in_base64(value: bytes) -> Iterator[str]:
     have in common. Three bytes become four characters, so there is one such part for each of the
     three offsets."""
     for before in range(3):
-        encoded = base64.b64encode(bytes(before) + value)
+        encoded = binascii.b2a_base64(bytes(before) + value, newline=False)
         # The first and last characters also depend on the bytes around the value.
         start, end = -(-before * 4 // 3), (before + len(value)) * 8 // 6
         if end - start >= _MIN_BASE64_CHARS:

@@ -22,7 +22,7 @@ most that the request can cost. No report can therefore lower the recorded spend
 
 from __future__ import annotations
 
-import base64
+import binascii
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -218,7 +218,7 @@ def picture_base64(request: Request, picture: Picture) -> str:
     """Return the bytes of a picture in a request as base64 text. Raises Refused if the bytes are
     gone."""
     assert request.read_picture is not None, "a request with pictures has their bytes"
-    return base64.b64encode(request.read_picture(picture.digest)).decode()
+    return binascii.b2a_base64(request.read_picture(picture.digest), newline=False).decode()
 
 
 def _num_bytes(text: str) -> int:

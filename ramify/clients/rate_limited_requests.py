@@ -23,10 +23,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -58,6 +57,10 @@ from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.logging import ComponentLogger
 from ramify.secrets import redact_likely_secrets, remember
 from ramify.types.message import Reply
+
+if TYPE_CHECKING:
+    import random
+
 
 _log = ComponentLogger("clients")
 AnyClient = TypeVar("AnyClient", bound=Client)
@@ -120,7 +123,7 @@ class RateLimitedClientPool:
         for provider, key in self._keys.items():
             remember(f"{provider} key", key)
         self._base_urls = dict(base_urls or {})
-        self._random = rng or random.Random()
+        self._random = rng
         self._sleep = sleep
         self._wire = HttpConnectionPool()
         self.deadlines = TimeoutScheduler()
@@ -327,6 +330,10 @@ class RateLimitedClientPool:
     def backoff_s(self, error: ModelError, failed: int) -> float:
         """Return how many seconds to wait before the next attempt: as long as the server asked, or
         else a random time that grows exponentially with the number of failures."""
+        if self._random is None:
+            import random  # few runs have failures
+
+            self._random = random.Random()
         backoff_s = self._random.uniform(
             0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(failed - 1, 9))
         )

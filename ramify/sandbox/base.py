@@ -19,7 +19,7 @@ is in ``guest/values.py``.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import contextlib
 import inspect
 import itertools
@@ -204,7 +204,8 @@ class SharedContext:
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
-            packed["blobs"] = [base64.b64encode(blob).decode() for blob in encoder.blobs]
+            as_base64 = [binascii.b2a_base64(blob, newline=False) for blob in encoder.blobs]
+            packed["blobs"] = [text.decode() for text in as_base64]
         return packed
 
     @staticmethod
@@ -212,7 +213,7 @@ class SharedContext:
         """Return the value that ``to_jsonable`` converted. Raises SandboxError if the data cannot
         be read."""
         try:
-            blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
+            blobs = [binascii.a2b_base64(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
             raise SandboxError(f"a recorded value cannot be read: {error}") from None

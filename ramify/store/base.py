@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -30,9 +30,11 @@ from ramify.store.journal import NOTHING_KEPT, read_events
 from ramify.store.live_text import LiveReplyFileWriter
 from ramify.store.reviews import HumanRunReview
 from ramify.store.stored_run import StoredRun, is_run_id
-from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.store.summary import RunSummary
 
 
 class RunJournal(Protocol):
@@ -165,6 +167,8 @@ class RunStore(Protocol):
         """Return summaries of the newest ``limit`` runs (default: all), newest first. A summary is
         kept in memory and made again only if its run has grown.
         """
+        from ramify.store.summary import summarise
+
         known = _summaries.setdefault(self, {})
         found = []
         for id in self.ids()[:limit]:

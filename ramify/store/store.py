@@ -8,7 +8,7 @@ finds, reads and deletes runs.
     ROOT/runs/RUN_ID.damaged    the journal from before a repair           (repair.py)
     ROOT/maps/MAP_ID.jsonl      a map: a few lines for each row           (ramify/maps)
     ROOT/blobs/ab/DIGEST        contexts and long outputs, stored once     (durable_files.py)
-    ROOT/index.sqlite           summaries for a listing; may be deleted
+    ROOT/index.sqlite           summaries for a listing; may be deleted  (run_index.py)
     ROOT/cache/replies.sqlite   the optional call cache                    (call_cache.py)
     ROOT/ramify.reserve         space for the last replies, if the disk gets full
 
@@ -21,11 +21,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ramify.errors import StoreError, UnknownRun
 from ramify.secrets import SecretRedactor
@@ -52,127 +50,15 @@ from ramify.store.journal import (
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview, listed_reviews
 from ramify.store.stored_run import is_run_id
-from ramify.store.summary import RunSummary, summarise
 from ramify.types.event import AnyEvent
 from ramify.user_folders import user_folder
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from ramify.store.prune import PruneResult, StorePruner
     from ramify.store.repair import JournalCheckResult, JournalRepairResult
+    from ramify.store.run_index import RunIndex
+    from ramify.store.summary import RunSummary
 
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS runs "
-    "(id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
-)
-PATIENCE_S = 2.0
-"""How long to wait for another process that writes the index before reading the journals
-instead."""
-_VERSION = 4
-"""Version of the summaries; an index with another version is rebuilt."""
-
-
-class RunIndex:
-    """A cache of the summaries of journals. A summary is used as long as its journal is
-    unchanged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def summaries(self, folder: Path, ids: Sequence[str]) -> list[RunSummary]:
-        """Return the summaries of the journals in ``folder``, in the order of ``ids``. Journals
-        that no longer exist are left out.
-        """
-        cached = self._read(ids)
-        summaries: list[RunSummary] = []
-        fresh: list[tuple[str, int, int, bytes]] = []
-        for id in ids:
-            # A Path for each of thousands of journals would take longer than all the rest.
-            name = f"{folder}/{id}.jsonl"
-            try:
-                stat = os.stat(name)
-            except FileNotFoundError:
-                continue
-            size, changed, data = cached.get(id, (-1, -1, b""))
-            if (size, changed) == (stat.st_size, stat.st_mtime_ns):
-                summaries.append(_decoder.decode(data))
-                continue
-            summary = summarise(FileStoredRun(Path(name)))
-            summaries.append(summary)
-            if summary.problem is None:
-                fresh.append((id, stat.st_size, stat.st_mtime_ns, msgspec.json.encode(summary)))
-        self._write(fresh)
-        return summaries
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Delete the cached summaries of these runs."""
-        import sqlite3
-
-        try:
-            database = self._open()
-            with database:
-                database.executemany("DELETE FROM runs WHERE id = ?", [(id,) for id in ids])
-            database.close()
-        except sqlite3.Error:
-            self.path.unlink(missing_ok=True)
-
-    def _read(self, ids: Sequence[str]) -> dict[str, tuple[int, int, bytes]]:
-        import sqlite3
-
-        try:
-            database = self._open()
-            try:
-                rows = database.execute(
-                    "SELECT id, size, changed, summary FROM runs WHERE id >= ?",
-                    (min(ids, default=""),),
-                )
-                return {id: (size, changed, data) for id, size, changed, data in rows}
-            finally:
-                database.close()
-        except (sqlite3.OperationalError, OSError):
-            return {}  # locked, or not writable: slower, but still correct
-        except sqlite3.DatabaseError:
-            self.path.unlink(missing_ok=True)
-            return {}
-
-    def _write(self, rows: list[tuple[str, int, int, bytes]]) -> None:
-        import sqlite3
-
-        if not rows:
-            return
-        try:
-            database = self._open()
-            try:
-                with database:
-                    database.executemany("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?)", rows)
-            finally:
-                database.close()
-        except (sqlite3.Error, OSError):
-            return  # the next listing tries again
-
-    def _open(self) -> sqlite3.Connection:
-        import sqlite3
-
-        from ramify.store.durable_files import FILE_MODE
-
-        if not self.path.exists():
-            self.path.touch(FILE_MODE)
-        database = sqlite3.connect(self.path, timeout=PATIENCE_S)
-        try:
-            if database.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
-                with database:
-                    database.execute("DROP TABLE IF EXISTS runs")
-                    database.execute(_SCHEMA)
-                    database.execute(f"PRAGMA user_version = {_VERSION}")
-        except BaseException:
-            database.close()
-            raise
-        return database
-
-
-_decoder = msgspec.json.Decoder(RunSummary)
 _STAMP = re.compile(r"\d{8}-\d{6}-")
 _WRITER = ".writer"
 SETTLED_NS = 2_000_000_000
@@ -199,7 +85,6 @@ class Store(RunStore):
         self.fsync = fsync
         self._flusher = FsyncFlusher(fsync)
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
-        self._index = RunIndex(self.root / "index.sqlite")
         self._size = StoreSizeMonitor(self.root)
         self._claimed: tuple[int, frozenset[str]] = (-1, frozenset())
         """Time of a change of the folder of runs, and the runs that had a writer then."""
@@ -304,7 +189,7 @@ class Store(RunStore):
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
         entries = list(os.scandir(self._runs))
-        summaries = self._index.summaries(self._runs, _ids_in(entries)[:limit])
+        summaries = self._index().summaries(self._runs, _ids_in(entries)[:limit])
         claimed, reviewed = (_ids_of(entries, end) for end in (_WRITER, ".review.json"))
         for summary in summaries:
             if summary.id in reviewed:
@@ -349,7 +234,7 @@ class Store(RunStore):
         if path.parent.resolve() != self._runs.resolve():
             raise StoreError(f"{path} is outside the store {self.root}: delete the file yourself")
         freed = self._pruner().remove(path)
-        self._index.forget([path.stem])
+        self._index().forget([path.stem])
         return freed
 
     def prune(
@@ -368,8 +253,13 @@ class Store(RunStore):
         are deleted.
         """
         removed = self._pruner().prune(self._journals(), older_than_s, keep_last, max_bytes)
-        self._index.forget(removed.runs)
+        self._index().forget(removed.runs)
         return removed
+
+    def _index(self) -> RunIndex:
+        from ramify.store.run_index import RunIndex
+
+        return RunIndex(self.root / "index.sqlite")
 
     def _pruner(self) -> StorePruner:
         from ramify.store.prune import StorePruner

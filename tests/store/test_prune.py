@@ -101,7 +101,7 @@ def test_locked_index_does_not_block_listing(store: Store, monkeypatch: pytest.M
     write_run(store, IDS[0])
     store.runs()
     write_run(store, IDS[1])
-    monkeypatch.setattr("ramify.store.store.PATIENCE_S", 0.05)
+    monkeypatch.setattr("ramify.store.run_index.PATIENCE_S", 0.05)
     other = sqlite3.connect(store.root / "index.sqlite")
     try:
         other.execute("BEGIN EXCLUSIVE")

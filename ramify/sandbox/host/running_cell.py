@@ -14,7 +14,6 @@ does not end is done by ``session.py``.
 from __future__ import annotations
 
 import asyncio
-import copy
 import enum
 import time
 from collections.abc import Callable
@@ -322,6 +321,8 @@ class RunningCell:
     ) -> RunningCell:
         """Copy a running cell for a branch of its session. ``pending``: the calls that were
         unanswered when the branch was forked."""
+        import copy
+
         twin = RunningCell(
             self.id,
             self.code,

@@ -17,8 +17,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -43,6 +42,10 @@ from ramify.sandbox.guest.values import (
     blobs_as_bytes,
 )
 from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, do_nothing
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
@@ -300,6 +303,8 @@ def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     """Run a function in one of the threads that decode and encode large values, and return its
     future."""
     if not _decoding:
+        from concurrent.futures import ThreadPoolExecutor  # few runs have such values
+
         _decoding.append(ThreadPoolExecutor(2, "ramify-values"))
     return asyncio.get_running_loop().run_in_executor(_decoding[0], call, *arguments)
 

@@ -54,7 +54,6 @@ from ramify.sandbox.providers.probed_tier import (
     kept_tier,
 )
 from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
-from ramify.sandbox.providers.rollback import RollbackSession
 
 _WAIT_S = 30.0
 _USER_NAMESPACES = (
@@ -276,7 +275,11 @@ class JailSandbox(ProcessSandbox):
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:  # type: ignore[override]
         session = await super().open(context=context, seed=seed)
-        return RollbackSession(session) if self.spec.rollback else session
+        if not self.spec.rollback:
+            return session
+        from ramify.sandbox.providers.rollback import RollbackSession
+
+        return RollbackSession(session)
 
     def start(self) -> StartedForkServer:
         with _lock:
