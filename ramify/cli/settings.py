@@ -123,8 +123,9 @@ def open_configured_folder_store(command: str) -> Store:
     """Open the store of runs that the configuration file names, for a command that needs the
     store's files. Raises ConfigError if the store has no files."""
     _apply_tables()
+    from ramify.store.stores import require_folder_store
 
-    return open_configured_folder_store(command)
+    return require_folder_store(command)
 
 
 def _apply_tables() -> None:
