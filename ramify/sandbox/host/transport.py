@@ -135,11 +135,13 @@ class SandboxSharedBuffers:
     """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
     only valid until the next read, and the tasks that wait for killed processes to end."""
 
-    __slots__ = ("busy_wait", "endings", "num_expected", "shared_buffers", "stream")
+    __slots__ = ("busy_wait", "endings", "last_used", "num_expected", "shared_buffers", "stream")
 
     def __init__(self) -> None:
         self.busy_wait = BusyWait()
         self.endings: set[asyncio.Task[None]] = set()
+        self.last_used: SocketStream | None = None
+        """The connection that was written to or read from last."""
         self.num_expected = 0
         """Number of connections that were written to and have not answered yet."""
         self.stream = bytearray(SCRATCH_BYTES)
@@ -211,6 +213,7 @@ class SocketStream:
         "_in_a_row",
         "_is_expected",
         "_is_paused",
+        "_is_quick",
         "_loop",
         "_lost",
         "_received",
@@ -231,6 +234,8 @@ class SocketStream:
         self._view = memoryview(self._scratch)
         self._is_expected = False
         """True from a ``write`` until data arrives."""
+        self._is_quick = False
+        """True if the last ``write`` may be answered without the loop."""
         self._in_a_row = 0
         self._backlog: deque[memoryview] | None = None
         self._unsent = 0
@@ -249,14 +254,15 @@ class SocketStream:
         self._read()
 
     def is_lone(self) -> bool:
-        """Return True if no other stream expects an answer."""
-        return self._shared.num_expected == self._is_expected
+        """Return True if no other stream expects an answer, or has been used since this one."""
+        shared = self._shared
+        return shared.last_used is self and shared.num_expected == self._is_expected
 
     def read_at_once(self) -> None:
         """Read the answer to what was just written, without the event loop, if it comes in about
-        the time that a turn of the loop takes. Do nothing if another stream expects an answer too,
-        because the loop serves both sooner."""
-        if self._shared.num_expected != 1 or not self._is_expected or self._is_paused:
+        the time that a turn of the loop takes. Do nothing if other streams are in use too, because
+        the loop serves all of them sooner."""
+        if not self._is_quick or not self._is_expected or self._is_paused:
             return
         if self._backlog is None and self._in_a_row < _MOST_AT_ONCE:
             self._in_a_row += 1
@@ -270,6 +276,7 @@ class SocketStream:
             return False
         except OSError:
             count = 0
+        self._shared.last_used = self
         if self._is_expected:
             self._is_expected = False
             self._shared.num_expected -= 1
@@ -332,6 +339,8 @@ class SocketStream:
             raise SandboxError("the session does not read what it is sent")
 
     def write(self, data: list[Any]) -> None:
+        self._is_quick = self.is_lone()
+        self._shared.last_used = self
         if not self._is_expected:
             self._is_expected = True
             self._shared.num_expected += 1
@@ -394,6 +403,8 @@ class SocketStream:
         # By number: asyncio describes a socket that it does not find, with four system calls.
         self._shared.num_expected -= self._is_expected
         self._is_expected = False
+        if self._shared.last_used is self:
+            self._shared.last_used = None
         fd = self._sock.fileno()
         if fd >= 0:
             self._loop.remove_reader(fd)
