@@ -330,7 +330,7 @@ async def children_share(b: Bench) -> Figures:
 def _private_mb(session: Session) -> float | None:
     """Return the memory of a session's process in pages that no other process shares."""
     try:
-        info = Path(f"/proc/self/fdinfo/{session.process}")  # type: ignore[attr-defined]
+        info = Path(f"/proc/self/fdinfo/{session.pidfd}")  # type: ignore[attr-defined]
         fields = info.read_text().splitlines()
         pid = next(int(line.split()[1]) for line in fields if line.startswith("Pid:"))
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -111,7 +111,7 @@ class Chaos:
                 self._kill("server", await asyncio.to_thread(_servers))
             elif self.live:
                 session = self.random.choice(sorted(self.live, key=id))
-                pid = pid_of(session.process) if session.process >= 0 else -1
+                pid = pid_of(session.pidfd) if session.pidfd >= 0 else -1
                 self._kill("guest", [pid] if pid > 0 else [])
 
     def _kill(self, kind: str, pids: list[int]) -> None:

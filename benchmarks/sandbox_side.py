@@ -141,7 +141,8 @@ def private_mb(session: Any) -> float | None:
     """Return the memory of a session's process in pages that no other process shares; None if this
     user may not read it."""
     try:
-        fields = Path(f"/proc/self/fdinfo/{session.process}").read_text().splitlines()
+        pidfd = session.pidfd if hasattr(session, "pidfd") else session.process  # earlier
+        fields = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
         pid = next(int(line.split()[1]) for line in fields if line.startswith("Pid:"))
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (OSError, AttributeError, StopIteration):

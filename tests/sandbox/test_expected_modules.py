@@ -125,7 +125,7 @@ def test_server_that_was_killed_gets_the_module_again() -> None:
     async def test(sandbox: JailSandbox) -> None:
         expect_module(sandbox, "m", MODULE)
         session = await opened(sandbox)
-        for pid in descendants(os.getpid()) - {pid_of(session.process)}:
+        for pid in descendants(os.getpid()) - {pid_of(session.pidfd)}:
             os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.3)
         again = await opened(sandbox)

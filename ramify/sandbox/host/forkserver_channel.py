@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SandboxError
+from ramify.module_compiler import compiled_module
 from ramify.sandbox.base import anonymous_file
 from ramify.sandbox.guest.frames import frame, parse_frame_header
 from ramify.sandbox.host.forkserver_process import (
@@ -99,8 +100,9 @@ class ForkServerChannel:
     async def install(self, module: str, source: str) -> None:
         """Install a module in all sessions that are forked from now on. If that fails, nothing is
         different: each session installs it for itself, and reports what is wrong with it."""
+        code = compiled_module(module, source).hex()
         with contextlib.suppress(SandboxError):
-            await self.ask({"op": "install", "module": module, "source": source})
+            await self.ask({"op": "install", "module": module, "source": source, "code": code})
             self.modules = {**self.modules, module: source}
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:

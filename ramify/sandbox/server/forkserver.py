@@ -13,7 +13,7 @@ host's end is ``host/forkserver_channel.py``. Standard library only.
     host:    config, then
              open{id,early} + [wire, spool, buffers]   template{id,files} + [control, context]
              map{id,places} + [file, …]                (to a template, before it is ready)
-             install{id,module,source}                 (for the sessions that are forked later)
+             install{id,module,source,code}            (for the sessions that are forked later)
              signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then
              opened{id,pid} + [pidfd]  mapped{id}  installed{id}  failed{id,message}
@@ -265,7 +265,8 @@ class ForkServer:
         name, source = header["module"], header["source"]
         before = self._modules
         try:
-            code = notebook.compile_or_load_module(source, f"<{name}>")
+            marshalled = bytes.fromhex(header["code"])
+            code = notebook.compile_or_load_module(source, f"<{name}>", marshalled)
             self._modules = {**before, name: (source, code)}
             _rehearse(16, self._modules)
             self._guest = self._make_guest(_USUAL_FDS)
@@ -273,7 +274,6 @@ class ForkServer:
             self._modules = before
             self._refuse(header["id"], [], notebook.error_text(error))
             return
-        gc.collect()
         gc.freeze()
         self.control.send({"op": "installed", "id": header["id"]})
 
