@@ -37,8 +37,9 @@ __version__ = "0.1.0"
 def lazy_namespace(
     package: str, folder: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports each public
-    name only when the name is first used.
+    """Load the public names of a package lazily: import each name only when it is first used.
+    Return the functions ``__getattr__`` and ``__dir__`` and the list ``__all__`` for the package to
+    define.
 
     The public names are the imports in ``folder/__init__.pyi``. That file is the only list of them:
     type checkers and editors read it, and so does this function. The line ``from ramify import
@@ -73,7 +74,7 @@ def lazy_namespace(
 
 
 def _homes(stub: str) -> dict[str, str]:
-    """Read the imports of a stub file, and map each imported name to the module that defines it:
+    """Read the imports in a stub file, and map each imported name to the module that defines it:
     ``{"RLM": "ramify.engine.rlm", …}``."""
     homes = {}
     for statement in stub.split("\nfrom ramify")[1:]:

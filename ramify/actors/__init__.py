@@ -1,4 +1,4 @@
-"""This package starts and watches the processes of a run, and carries the calls between them.
+"""Start and supervise the processes of a run, and carry remote calls between them.
 
 child_process.py      a process of this machine, beside this one or in its place
 process_guard.py      the program that ends a process with everything that it started

@@ -24,11 +24,12 @@ _LENGTH_BYTES = 8
 
 
 _BARE = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
-"""Environment variables of a process that gets no others."""
+"""Environment variables of a helper process that does not inherit this process's environment."""
 
 
 def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls the function ``serve``, given as ``module:name``.
+    """Start a Python process that calls the function ``serve``, given as ``module:name``. The
+    process answers requests over its standard input and output.
 
     If ``is_bare`` is True, the process does not get the environment variables of this process,
     because they may contain API keys."""
@@ -60,8 +61,8 @@ def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: flo
 
 
 def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-    """Answer requests from standard input until it is closed or memory runs out. Each answer comes
-    from the function ``answer``."""
+    """Answer requests from standard input until it is closed or memory runs out. The function
+    ``answer`` computes each response."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):
         while True:

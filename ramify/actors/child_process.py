@@ -1,5 +1,5 @@
-"""Start processes on this machine, each with its own session and log. A process ends when this one
-ends, together with everything that it started.
+"""Start processes on this machine, each with its own session and log. When this process ends, each
+of them is ended too, together with everything that it started.
 
     child = ChildProcess(command, log=…)
     child.poll()           exit status, or None while it runs
@@ -43,26 +43,26 @@ from ramify.secrets import SecretRedactor
 
 _GUARD = Path(__file__).with_name("process_guard.py")
 _START_S = 60.0
-"""Seconds that a guard may take to start the command."""
+"""Seconds that a guard process may take to start its command."""
 _KILLED_S = 15.0
-"""Seconds that killed processes may take to disappear."""
+"""Seconds to wait for killed processes to disappear."""
 _POLL_S = 0.02
 _ENDS_S = 1.0
 _QUOTED = 600
-"""Characters of the log that are quoted in an error."""
+"""Maximum number of characters of a log that an error quotes."""
 _READ = 1 << 14
-"""Bytes that are read from the end of the log. More than is quoted, so that a secret cut by the
-quote is still recognised and redacted."""
+"""Number of bytes read from the end of a log. It exceeds what is quoted, so that a secret that
+is cut off by the quote is still recognised and redacted."""
 
 
 class Process(Protocol):
-    """A running process that this one started, on this machine or on another one. Its methods are
-    thread-safe."""
+    """A running process that this process started, on this machine or on another one. Its
+    methods are thread-safe."""
 
     pid: int
     """Process id; 0 if it runs on another machine."""
     where: str
-    """Description such as ``process 4711 on node-2``."""
+    """Description for messages, such as ``process 4711 on node-2``."""
 
     def poll(self) -> int | None:
         """Return the exit status of the process, or None while it runs. If a signal killed the
@@ -70,7 +70,8 @@ class Process(Protocol):
         ...
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group of the process, unless the process has ended."""
+        """Send a signal to the process and its process group. Does nothing if the process has
+        ended."""
         ...
 
     def end(self, timeout_s: float) -> None:
@@ -79,8 +80,8 @@ class Process(Protocol):
         ...
 
     def exit_reason(self) -> str:
-        """Describe how the process ended, such as "ended with status 1; its log ends: …", for use
-        in an error message."""
+        """Describe how the process ended, for an error message: "ended with status 1; its log
+        ends: …"."""
         ...
 
 
@@ -100,8 +101,8 @@ class ChildProcess:
         inherits: bool = True,
         left_s: float = 0.0,
     ) -> None:
-        """Start ``command`` as a child process, and return once the command runs. Raises OSError,
-        with the name of the program, if it cannot be started.
+        """Start ``command`` as a child process, and return once it runs. Raises OSError, which
+        names the program, if the command cannot be started.
 
         The child gets the environment of this process with ``environment`` added to it; if
         ``inherits`` is False, it gets ``environment`` alone. Output is appended to ``log``, which
@@ -153,15 +154,15 @@ class ChildProcess:
         self.where = f"process {self.pid} on {os.uname().nodename}"
 
     def poll(self) -> int | None:
-        """Return the exit status of the process, or None while it runs. If a signal killed the
-        process, the status is the negative signal number. Once there is a status, everything that
-        the process started has ended, too."""
+        """Return the exit status of the process, or None while it runs. The status is negative
+        if a signal killed the process. By the time a status is returned, everything that the
+        process started has ended, too."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the process to end, and return its exit status (the negative signal number if a
-        signal killed it). Returns None if the process still runs after ``timeout_s`` seconds; None
-        as the limit waits forever."""
+        """Wait up to ``timeout_s`` seconds for the process to end, and return its exit status,
+        or None if it still runs. The status is the negative signal number if a signal killed the
+        process. A timeout of None waits forever."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
@@ -170,13 +171,13 @@ class ChildProcess:
         return self._status
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable once the process has ended, so that a
-        selector or an event loop can wait for it. ``poll`` then returns the exit status."""
+        """Return a file descriptor that becomes readable once the process has ended. A selector
+        or an event loop can wait for it; ``poll`` then returns the exit status."""
         return self._socket
 
     def log_tail(self) -> str:
-        """Return the end of the process's log on one line, with the secrets of its environment
-        redacted."""
+        """Return the end of the process's log as one line. Secrets from the process's
+        environment are redacted."""
         if self._log is None:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
@@ -188,8 +189,8 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        """Describe how the process ended and quote the end of its log, for use in an error message.
-        A process whose connections have just closed is first given a moment to end."""
+        """Describe how the process ended, and quote the end of its log, for an error message. If
+        its connections have only just closed, the process first gets a moment to end."""
         status = self.wait(_ENDS_S)
         return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
@@ -218,8 +219,8 @@ class ChildProcess:
         return first, second, third
 
     def _started(self, program: str) -> int:
-        """Wait until the guard has started the command, and return the command's process id. Raises
-        OSError if the command cannot be started."""
+        """Wait until the guard process has started the command, and return the command's process
+        id. Raises OSError if the command cannot be started."""
         line, until = None, time.monotonic() + _START_S
         while line is None and self._is_readable(until):
             line = self._line()
@@ -240,8 +241,8 @@ class ChildProcess:
         return bool(poll.poll(left_s * 1000))
 
     def _line(self) -> str | None:
-        """Return the next line that the guard has sent, or None if no complete line has arrived
-        yet. An empty string means that the guard has ended."""
+        """Return the next line that the guard process has sent, or None if no complete line has
+        arrived yet. An empty string means that the guard has ended."""
         try:
             block = os.read(self._socket, 1000)
         except BlockingIOError:
@@ -253,7 +254,8 @@ class ChildProcess:
         return line.decode() if end else None if block else ""
 
     def _set_ended(self, line: str) -> None:
-        """Record the exit status from the guard's last line, ``ended STATUS NUM_LEFT REASON``.
+        """Record the exit status from the last line that the guard process sent: ``ended STATUS
+        NUM_LEFT REASON``.
 
         If the guard was killed, the line is empty, and the child was killed with it; the child's
         process group may be left, so it is killed here."""
@@ -276,12 +278,12 @@ class ChildProcess:
 
 
 _KEPT = ("LD_LIBRARY_PATH", "PATH")
-"""Environment variables of a guard."""
+"""Environment variables of a guard process."""
 
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
     """End several child processes at the same time. Each gets SIGTERM and up to ``timeout_s``
-    seconds to end; then it is killed with everything it started."""
+    seconds to end. After that, it is killed with everything it started."""
     alive = [child for child in children if child.poll() is None]
     until = time.monotonic() + timeout_s + _KILLED_S
     for child in alive:
@@ -293,8 +295,8 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
 
 
 def wait_then_kill(processes: Sequence[Process], timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` seconds for processes that were asked to end, and kill those that
-    still run afterwards."""
+    """Wait up to ``timeout_s`` seconds for processes that were asked to end, then kill those
+    that still run."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and any(process.poll() is None for process in processes):
         time.sleep(_POLL_S)
@@ -303,7 +305,7 @@ def wait_then_kill(processes: Sequence[Process], timeout_s: float) -> None:
 
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
-    """Describe how a process ended, such as "was killed by signal 9", for use in an error message.
+    """Describe how a process ended, such as "was killed by signal 9", for an error message.
     ``log_tail`` is the end of the process's log, or None if it has no log."""
     if status is None:
         how = "still runs"
@@ -316,8 +318,8 @@ def exit_reason(status: int | None, reason: str = "", log_tail: str | None = Non
 
 
 def import_path() -> dict[str, str]:
-    """Return the environment variable ``PYTHONPATH`` with which a Python process imports this copy
-    of the package."""
+    """Return the environment variable ``PYTHONPATH`` that makes a Python child process import
+    this copy of Ramify."""
     inherited = os.environ.get("PYTHONPATH", "")
     package = str(Path(__file__).parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [package, inherited]))}
@@ -332,8 +334,8 @@ def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
 
 
 def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
-    """Return the read end of a pipe that already holds ``data``, which may have at most
-    ``select.PIPE_BUF`` bytes."""
+    """Return the read end of a pipe that already holds ``data``. The data must not exceed
+    ``select.PIPE_BUF`` bytes, so that writing it cannot block."""
     assert len(data) <= select.PIPE_BUF, "more would block"
     reading, writing = os.pipe()
     stack.callback(os.close, reading)
@@ -343,15 +345,15 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
-    """End a child process whose ``ChildProcess`` was garbage-collected, by closing the socket to
-    its guard. The guard, a small process that watches the child, then ends the child."""
+    """End a child process whose ``ChildProcess`` object was garbage-collected. Closing the
+    socket to its guard process makes the guard end the child."""
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
 
 
 class RequestProcessPool:
-    """A pool of small processes, each of which answers one request at a time over its pipes.
+    """A pool of small helper processes, each of which answers one request at a time over its pipes.
     Processes are started on demand, kept while idle, and ended with this process.
 
         with processes.one() as process:
@@ -366,8 +368,8 @@ class RequestProcessPool:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[subprocess.Popen[Any]]:
-        """Lend a process from the pool for the duration of the block. No other caller gets the same
-        process meanwhile."""
+        """Lend a process from the pool for the duration of a ``with`` block. No other caller
+        uses the process in the meantime."""
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:
@@ -401,8 +403,8 @@ def kill_and_reap(process: subprocess.Popen[Any]) -> None:
 
 
 class ForegroundProcess:
-    """A context manager that runs commands in the terminal, one after the other, and forwards
-    SIGINT, SIGTERM and SIGHUP to the running command."""
+    """Runs commands in the terminal one after the other, and forwards SIGINT, SIGTERM and SIGHUP
+    to the running command. It is a context manager."""
 
     def __init__(self) -> None:
         self.was_stopped = False
@@ -421,8 +423,8 @@ class ForegroundProcess:
             self._process.end(0.0)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command on the standard streams of this process and wait for it. Returns its exit
-        status, or a negative signal number."""
+        """Run a command on the standard streams of this process, and wait for it. Returns its
+        exit status, which is negative if a signal killed the command."""
         self._process = ChildProcess(command, files=(0, 1, 2))
         if self.was_stopped:  # by a signal that came before there was a process
             self._process.signal(signal.SIGTERM)
@@ -431,8 +433,8 @@ class ForegroundProcess:
         return code
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for a number of seconds. Raises KeyboardInterrupt if this process gets a signal
-        meanwhile, or got one earlier."""
+        """Sleep for a number of seconds. Raises KeyboardInterrupt if this process has received a
+        signal, either before or during the sleep."""
         until = time.monotonic() + seconds
         while not self.was_stopped and time.monotonic() < until:
             time.sleep(0.05)
@@ -440,8 +442,8 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Forward a signal to the running command, which does not get the terminal's signals
-        because it has a separate session."""
+        """Forward a signal to the running command. The command has a separate session, so it
+        does not receive the terminal's signals itself."""
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

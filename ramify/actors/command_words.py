@@ -1,4 +1,5 @@
-"""Split, check and fill in commands that a user writes with placeholders.
+"""Split, check and fill in command templates that a user writes, such as ``{python} my_agent.py
+{question}``.
 
     "{python} my_agent.py {question}"  ──split──> words  ──filled──> arguments of a process
 
@@ -31,14 +32,14 @@ PASSED_ON = (
     "TZ",
     "TMPDIR",
 )
-"""Variables of this process that every program of a stranger gets."""
+"""Environment variables of this process that every untrusted program gets."""
 
 
 def split_command(
     command: str | Sequence[str], placeholders: Collection[str], where: str
 ) -> list[str]:
-    """Split a user's command into words, and check that it uses only the given placeholders. Error
-    messages begin with ``where``.
+    """Split a user's command into words, and check that it uses only the given placeholders.
+    ``where`` is the beginning of each error message.
 
     Raises ConfigError if the command is empty, or has an unclosed quote or an unknown
     placeholder.
@@ -55,23 +56,24 @@ def split_command(
 
 
 def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Replace each placeholder in a command's words by its value, and return the new words."""
+    """Replace each placeholder in the words of a command with its value, and return the new
+    words."""
     values = without_nulls(values)
     return [word.format_map(values) for word in words]
 
 
 def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
-    """Replace null characters in the values of placeholders, because the arguments of a process
-    cannot contain them."""
+    """Replace null characters in the values of placeholders with U+FFFD, because the arguments
+    of a process cannot contain them."""
     return {
         name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
     }
 
 
 def absolute_word(word: str) -> str:
-    """Convert a word of a command to an absolute path if it names a file in the current folder,
-    because the command will run in another folder. Programs on PATH and other words are returned
-    unchanged."""
+    """Return the absolute path of a command's word if it names a file in the current folder.
+    Other words are returned unchanged. This is needed because the command will run in another
+    folder."""
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word
     if os.sep not in word and shutil.which(word) is not None:
@@ -89,7 +91,7 @@ def check_program_installed(word: str, where: str) -> None:
 
 
 def passed_on() -> dict[str, str]:
-    """Return the environment variables of this process that untrusted programs may get, which are
+    """Return the environment variables that this process passes on to untrusted programs, as
     listed in ``PASSED_ON``."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 

@@ -1,4 +1,4 @@
-"""Let a started process open an authenticated connection back to the run that started it.
+"""Let a newly started process open an authenticated connection back to the run that started it.
 
     run      with Listener() as listener:
                  start(command, stdin=listener.ticket("worker 3"))
@@ -27,42 +27,42 @@ BEAT_S = 1.0
 
 
 class ConnectBackTicket(msgspec.Struct, frozen=True):
-    """The data that a started process needs to connect back to the run: the run's address, the
-    run's key, and the name of the process."""
+    """The data that a new process needs to connect back to its run: the run's address, the run's
+    key, and the name of the process."""
 
     address: str
     key: bytes
     name: str
-    """Name of the process, which it sends as the first message of its channel."""
+    """Name of the process, which it sends as its first message."""
 
 
 class ConnectBackListener(ChannelListener):
-    """A listener that accepts connections from the processes that were started with its tickets. A
-    ticket holds the listener's address, a key, and the name of the process."""
+    """Accepts connections from processes that were started with one of its tickets. A ticket
+    holds the listener's address, a secret key, and the name of the process."""
 
     def ticket(self, name: str) -> bytes:
-        """Return a ticket, which holds the run's address and key, as bytes for the standard input
-        of a new process. That process then calls ``connect_back``."""
+        """Return a ticket for a new process, as bytes to pass on its standard input. The ticket
+        holds the run's address and key. The process then calls ``connect_back``."""
         return encode(ConnectBackTicket(self.address, self.key, name))
 
 
 def read_ticket() -> ConnectBackTicket:
-    """Read the ticket, which holds the run's address and key, from this process's standard
-    input."""
+    """Read the ticket, which holds the run's address and key, from the standard input of this
+    process."""
     ticket: ConnectBackTicket = decode(sys.stdin.buffer.read(), ConnectBackTicket)
     return ticket
 
 
 def connect_back() -> Channel:
-    """Connect this process to the run that started it, using the ticket (address and key) on
-    standard input."""
+    """Connect this process to the run that started it. The run's address and key are read from
+    the ticket on standard input."""
     ticket = read_ticket()
     return connect(ticket.address, ticket.key, ticket.name)
 
 
 def beat(send: Callable[[], None], stop: threading.Event) -> None:
-    """Start a thread that sends a heartbeat, by calling ``send``, every second until ``stop`` is
-    set."""
+    """Start a thread that sends a heartbeat every second until ``stop`` is set. ``send`` sends
+    one heartbeat."""
 
     def run() -> None:
         while not stop.wait(BEAT_S):
@@ -72,24 +72,27 @@ def beat(send: Callable[[], None], stop: threading.Event) -> None:
 
 
 class MissedHeartbeatDetector:
-    """Detects that a process has sent no heartbeat for too long.
+    """Detects that a process has sent no message for too long.
+
+    It counts its own checks instead of reading a clock. So no process seems overdue after this
+    process was stopped or its machine was suspended.
 
     It counts its own checks instead of reading a clock, so that no process seems overdue after this
     one was stopped or its machine was suspended."""
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        """Create a deadline of ``limit_s`` seconds. The caller then calls ``is_overdue`` every
-        ``look_s`` seconds."""
+        """Create a detector with a limit of ``limit_s`` seconds. The caller must then call
+        ``is_overdue`` every ``look_s`` seconds."""
         self.limit_s = limit_s
         self._look_s = look_s
         self._quiet_s = 0.0
 
     def heard(self) -> None:
-        """Record that the process has sent a message. This may be called from any thread."""
+        """Record that the process has sent a message. Any thread may call this."""
         self._quiet_s = 0.0
 
     def is_overdue(self) -> bool:
-        """Return True if no message has arrived for more than ``limit_s`` seconds. Call this at
-        regular intervals, because each call counts as one interval of silence."""
+        """Return True if no message has arrived for more than the limit. Call this at regular
+        intervals, because each call counts as one interval of silence."""
         self._quiet_s += self._look_s
         return self._quiet_s > self.limit_s

@@ -35,18 +35,18 @@ _SETTING = threading.RLock()
 
 
 class AuthenticatedGroupFactory:
-    """Creates torch.distributed groups and checks that every member has the run's secret key."""
+    """Creates torch.distributed groups, and checks that every member has the run's secret key."""
 
     def __init__(self, key: bytes, is_local: bool) -> None:
-        """Create a factory for groups whose members have ``key``. ``is_local`` is True if all
-        members run on this machine."""
+        """Create a factory for groups whose members must have ``key``. ``is_local`` is True if
+        all members run on this machine."""
         self._key = key
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Create a torch.distributed group by calling ``form``, and return it once all members are
-        authenticated. For each of the ``devices`` (``cpu``, ``cuda``), every member proves over the
-        group's own connections that it has the key."""
+        """Create a torch.distributed group by calling ``form``, and return it once every member
+        has proved that it has the key. The proof uses the group's own connections, once for each
+        of the ``devices`` (``cpu``, ``cuda``)."""
         with on_loopback(self._is_local):
             group = form()
         for device in devices:
@@ -54,9 +54,8 @@ class AuthenticatedGroupFactory:
         return group
 
     def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """Create a device mesh by calling ``form``, and return it once its members are
-        authenticated. For each axis of the mesh, the members of its group prove that they have the
-        key."""
+        """Create a device mesh by calling ``form``, and return it once every member has proved
+        that it has the key. The proof is repeated within the group of each mesh axis."""
         with on_loopback(self._is_local):
             mesh = form()
         for axis in range(mesh.ndim):
@@ -72,8 +71,8 @@ class AuthenticatedGroupFactory:
 
 def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
     """Check that every other member of a process group has the run's key. All members must call
-    this at the same time, before the group is used. Raises TrainError if a member has another key
-    or is lost."""
+    this together before they use the group. Raises TrainError if a member has another key or is
+    lost."""
     rank, size = group.rank(), group.size()
     if size < 2:
         return
@@ -97,7 +96,7 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Make gloo listen on the loopback interface during the block, provided that all processes are
+    """Make gloo listen on the loopback interface within a ``with`` block, if all processes are
     on this machine. By default gloo listens on the host's name, which may not resolve, or may be
     reachable from other machines."""
     with _SETTING:
@@ -113,7 +112,7 @@ def on_loopback(is_local: bool) -> Iterator[None]:
 
 def _exchanged(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
     """Exchange one message with each rank of a group: send message j to rank j, and return the
-    messages that the ranks sent to this one."""
+    messages received from the other ranks."""
     import torch
     from torch import distributed as dist
 

@@ -1,5 +1,5 @@
-"""Start the processes of a run, each on its slot (a share of a machine): on this machine, or on
-other machines through Ray.
+"""Start the processes of a run, each on its slot, which is a reserved share of a machine. Processes
+run on this machine, or on other machines through Ray.
 
     launcher.start(RoleInstanceId("trainer", 1), command, environment, log)
         ->  Process: is it alive, why did it end, end it
@@ -36,11 +36,11 @@ from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 
 ALMOST = 1e-9
-"""Tolerance for fractions: three times a third of a GPU is one GPU."""
+"""Tolerance when fractions of a GPU are added up: three times a third is one GPU."""
 
 
 class SlotResources(NamedTuple):
-    """The GPUs, CPUs and memory that a slot requires, or that a node offers."""
+    """The GPUs, CPUs and memory that a slot requires or that a node offers."""
 
     gpus: float = 0.0
     cpus: float = 0.0
@@ -58,27 +58,32 @@ class SlotResources(NamedTuple):
 
 
 class RoleInstanceId(NamedTuple):
-    """Identifies one process of a run by its role (such as ``trainer``) and its number in that
-    role."""
+    """The identity of one process of a run: its role, such as ``trainer``, and its number within
+    that role."""
 
     role: str
     number: int
 
 
 class NodeResourceSlot(msgspec.Struct, frozen=True):
-    """A share of one node's resources, for one process or for several colocated ones."""
+    """A share of one node's resources that is reserved for one process, or for several colocated
+    processes."""
 
     pool: str
-    """Empty if the placement declares no pools."""
+    """Name of the node pool; empty if the placement declares no pools."""
     node: int
     """Index of the node in its pool."""
     needs: SlotResources
     members: tuple[RoleInstanceId, ...]
     offsets: tuple[float, ...] = ()
-    """Index of each member's first GPU in the slot; empty: all members use all GPUs."""
+    """Index of each member's first GPU within the slot. If empty, all members use all GPUs."""
 
     def gpus_for(self, member: RoleInstanceId, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
         """Return the GPUs of this slot that the process ``member`` may use.
+
+        ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
+        needs. If there are no ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with
+        the others.
 
         ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
         needs. Without ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with the
@@ -91,14 +96,14 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
 
 _log = ComponentLogger("actors")
 STOPPED_S = 30.0
-"""A process that is stopped (SIGSTOP) for this many seconds counts as lost and is killed."""
+"""Seconds after which a stopped process (SIGSTOP) counts as lost and is killed."""
 _END_S = 5.0
 _KILLED = -int(signal.SIGKILL)
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, each on its slot, which is a share of one machine.
-    Thread-safe."""
+    """Starts the processes of a run, each on its slot, which is a reserved share of one machine.
+    Implementations are thread-safe."""
 
     @property
     def address(self) -> str:
@@ -121,17 +126,17 @@ class Launcher(Protocol):
         ...
 
     def address_of(self, member: RoleInstanceId) -> str:
-        """Return the network address of the machine on which a process is placed, as other
-        processes reach it."""
+        """Return the network address of the machine on which a process is placed. Other
+        processes connect to this address."""
         ...
 
     def free_port(self, member: RoleInstanceId) -> int:
-        """Return a free TCP port on the machine on which a process is placed."""
+        """Return a free TCP port on the machine where a process is placed."""
         ...
 
     def renew(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot. If its slot is lost, find another one, perhaps on
-        another machine, which may take a while. Raises ConfigError if there is none."""
+        """Ensure that a process still has a slot. If its slot is lost, find another one, perhaps
+        on another machine. This may take a while. Raises ConfigError if no slot is available."""
         ...
 
     def close(self) -> None:
@@ -178,8 +183,8 @@ class LocalLauncher:
 
 
 class NodeAgent:
-    """A process on a cluster node that starts and controls the run's processes on one slot, a share
-    of that node.
+    """Starts and controls the run's processes on one slot of a cluster node. An agent is itself a
+    process on that node.
 
     The cluster's software (Ray) starts the agent; the agent uses that software only to report its
     location."""
@@ -188,7 +193,8 @@ class NodeAgent:
         self._children: dict[str, ChildProcess] = {}
 
     def about(self) -> dict[str, Any]:
-        """Return where this agent runs: its host name, its address, and the GPUs of its slot."""
+        """Return where this agent runs: the host name, the network address, and the GPUs of its
+        slot."""
         from ray.util import get_node_ip_address
 
         address: Any = get_node_ip_address  # an untyped function
@@ -230,8 +236,8 @@ class NodeAgent:
 
     def poll(self, name: str) -> tuple[int | None]:
         """Return the exit status of a process as a tuple of one element, which is None while the
-        process runs. The tuple lets the caller distinguish a running process from a lost agent, for
-        which the remote call itself returns None."""
+        process runs. The tuple distinguishes a running process from a lost agent, because a
+        remote call to a lost agent returns None."""
         return (self._children[name].poll(),)
 
     def exit_reason(self, name: str) -> str:
@@ -258,7 +264,7 @@ class RemoteProcess:
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
     ) -> None:
         """Create a handle to the process ``name``. ``ask`` calls a method of the node agent, and
-        returns None if the agent is gone; the process has then ended, too."""
+        returns None if the agent is gone. In that case the process has ended, too."""
         self._ask = ask
         self._name = name
         self.pid = pid if is_here else 0
@@ -295,8 +301,9 @@ def free_port(address: str) -> int:
 
 
 def close_on_exit(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
-    """Close a resource when the exit stack ends, before the resources that were added earlier. The
-    first failure of the block or of a resource is raised; later failures are logged."""
+    """Register the resource ``part`` to be closed when the exit stack ends, in reverse order of
+    registration. The first failure of the block or of a resource is raised; later failures are
+    logged."""
 
     async def closed(kind: object, first: BaseException | None, trace: object) -> None:
         try:

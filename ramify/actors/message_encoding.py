@@ -1,5 +1,5 @@
-"""Encode and decode the messages between the processes of a run. Messages are MessagePack of
-declared types, never pickle.
+"""Encode and decode the messages between the processes of a run, as MessagePack of declared types.
+Pickle is never used, because decoding it can run code.
 
     encode(RolloutRequest(…))             bytes
     decode(data, RolloutRequest)          the message, or MsgspecError for anything else
@@ -20,18 +20,18 @@ T = TypeVar("T")
 _ARRAY, _TENSOR = 1, 2
 """MessagePack extension types."""
 _Array = tuple[str, tuple[int, ...], memoryview]
-"""(type of an element, shape, bytes)"""
+"""Encoding of an array or tensor: element type, shape and bytes."""
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as MessagePack. Raises TypeError if it contains a value that messages cannot
-    hold."""
+    """Encode a message as MessagePack. Raises TypeError if the message contains an unsupported
+    value."""
     return msgspec.msgpack.encode(message, enc_hook=_extension)
 
 
 def decode(data: Any, kind: type[T] | Any) -> T:
-    """Decode a message of the declared type ``kind``. Raises MsgspecError if the data has another
-    form."""
+    """Decode a message of the declared type ``kind``. Raises MsgspecError if the data does not
+    match that type."""
     found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_value)
     return found
 

@@ -1,4 +1,5 @@
-"""Read the output of a process in an event loop while the process runs, and keep its last bytes.
+"""Read the output of a process in an event loop while the process runs, and keep only its last
+bytes.
 
     pipe = OutputPipe(max_bytes)
     ChildProcess(command, files=(None, pipe.writing, None))
@@ -17,7 +18,7 @@ from collections.abc import Callable
 
 _BLOCK = 1 << 16
 _PIPE_BYTES = 1 << 20
-"""Largest size of a pipe of an ordinary user."""
+"""Maximum size in bytes of a pipe that an ordinary user may create."""
 
 
 class OutputPipe:
@@ -35,8 +36,8 @@ class OutputPipe:
         self._kept = bytearray()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to read the output in the event loop. The process must already have the write end
-        of the pipe, which is closed here."""
+        """Start to read the output in the event loop. Call this after the process has received
+        the write end of the pipe, because the copy in this process is closed here."""
         os.close(self.writing)
         self.writing = -1
         loop.add_reader(self._reading, self._read, loop)
@@ -64,7 +65,8 @@ class OutputPipe:
             self._on_read()
 
     def _take(self) -> bool:
-        """Read one block of output. Returns False at the end, or if no output has arrived."""
+        """Read one block of output. Returns False at the end of the output, or if nothing has
+        arrived."""
         try:
             block = os.read(self._reading, _BLOCK)
         except BlockingIOError:

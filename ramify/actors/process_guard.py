@@ -1,5 +1,5 @@
-"""The guard of one command: a small program that starts the command, and later ends it together
-with everything that the command started.
+"""A small program that guards one command: it starts the command, and later ends it together with
+everything that the command started.
 
     parent ── socket ── guard ── command ── whatever the command starts
        │                  ├── the parent ends, or asks for it: SIGTERM, then SIGKILL
@@ -30,21 +30,22 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 ORPHAN_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for a command whose parent has ended."""
+"""Seconds between SIGTERM and SIGKILL for a command whose parent process has ended."""
 _LEFT_S = 1.0
-"""The same for processes that the command left behind."""
+"""Seconds between SIGTERM and SIGKILL for processes that the command left behind."""
 _SWEEP_S = 10.0
-"""Seconds that killed processes may take to disappear."""
+"""Seconds to wait for killed processes to disappear."""
 _TICK_S = 1.0
 _SOCKET = 0
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RESTORED = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-"""A shell script, for example, lets its background jobs ignore SIGINT and SIGQUIT."""
+"""Signals that get their default action back before the command runs. A shell script, for
+example, starts its background jobs with SIGINT and SIGQUIT ignored."""
 
 
 class ProcessGuard:
-    """Starts a command and watches it until the command and everything that it started have
+    """Starts a command, and watches it until the command and everything that it started have
     ended."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -70,8 +71,8 @@ class ProcessGuard:
         self._pid = self._start(spec)
 
     def run_until_all_exit(self) -> None:
-        """Watch the command, and return once it and everything that it started have ended. Then
-        report its exit status to the parent."""
+        """Watch the command until it and everything that it started have exited. Then report the
+        command's exit status to the parent process."""
         try:
             while self._status is None:
                 self._step()
@@ -120,8 +121,8 @@ class ProcessGuard:
         return pid
 
     def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
-        """In the process that the guard has forked, execute the command. If that fails, write the
-        error number to the descriptor ``failure``."""
+        """Execute the command in the process that the guard has forked. If that fails, write the
+        error number to the file descriptor ``failure``."""
         os.setsid()
         self._prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != guard:  # the guard was killed before the line above
@@ -172,8 +173,8 @@ class ProcessGuard:
                 self._signal(number)
 
     def _take_requests(self) -> None:
-        """Act on the parent's requests, one per line: ``s NUMBER`` sends a signal to the command,
-        and ``e SECONDS`` ends the command."""
+        """Handle the requests of the parent process, one per line: ``s NUMBER`` sends a signal
+        to the command, and ``e SECONDS`` ends it."""
         with contextlib.suppress(ConnectionResetError):
             if text := os.read(_SOCKET, 4000):
                 for kind, value in (line.split() for line in text.decode().splitlines()):
@@ -235,7 +236,7 @@ class ProcessGuard:
     # --- end
 
     def _sweep(self) -> None:
-        """End every process that the command started and that still runs."""
+        """End every process that the command started and that is still running."""
         if not self._is_ending:
             self._num_left = self._await_left()
         began = time.monotonic()
@@ -254,8 +255,8 @@ class ProcessGuard:
             time.sleep(0.01)
 
     def _await_left(self) -> int:
-        """Give the processes that the command left behind time to end, and return how many of them
-        still run."""
+        """Give the processes that the command left behind time to end, and return how many are
+        still running."""
         began = time.monotonic()
         while True:
             try:
@@ -269,8 +270,8 @@ class ProcessGuard:
 
 
 def _prctl() -> Any:
-    """Return the C function ``prctl``, or a function that does nothing on systems other than
-    Linux."""
+    """Return the C function ``prctl``. On systems other than Linux, return a function that does
+    nothing."""
     if sys.platform != "linux":
         return lambda *_: 0
     import ctypes
@@ -279,8 +280,8 @@ def _prctl() -> Any:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield the ids of all processes that descend from the process ``root``. Yields nothing if the
-    system has no ``/proc``."""
+    """Yield the ids of all descendants of the process ``root``. Yields nothing on systems
+    without ``/proc``."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():

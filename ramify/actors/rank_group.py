@@ -1,4 +1,5 @@
-"""Run the same method on every rank of a group at the same time, and handle a rank that fails.
+"""Run the same method on every rank of a process group at the same time, and handle failures of
+ranks.
 
     rank 0, the run's own process                     rank 1, 2, …
     call(verb) ── RankMethodCall ───────────────────> follow: run it, all at the same time
@@ -53,29 +54,28 @@ _log = ComponentLogger("train")
 
 
 class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
-    """A message in which rank 0 asks another rank to run a method (a verb) with the given
-    arguments."""
+    """A message from rank 0 that asks another rank to run a method with the given arguments."""
 
     verb: str
     arguments: list[msgspec.Raw]
-    """Encoded as the types of the verb's parameters."""
+    """Arguments, encoded as the declared types of the method's parameters."""
 
 
 class EndGroupRequest(msgspec.Struct, tag=True, frozen=True):
-    """A message in which rank 0 ends the group: no further method call follows."""
+    """A message from rank 0 that ends the group. No method call follows it."""
 
 
 RankRequest = RankMethodCall | EndGroupRequest
 
 
 class PeerRankFailedError(TrainError):
-    """Raised on a rank that stops because another rank has failed. That rank reports the actual
-    error."""
+    """Raised on a rank that stops because another rank has failed. The other rank reports the
+    actual error."""
 
 
 class RankGroup:
-    """Lets rank 0 call a method on every rank of a group (including itself) at the same time, and
-    collect the results."""
+    """Lets rank 0 call a method on every rank of a group, itself included, and collect the
+    results. All ranks run the method at the same time."""
 
     def __init__(
         self,
@@ -86,7 +86,11 @@ class RankGroup:
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        """Create the group on rank 0 and start to watch the other ranks.
+        """Create the group on rank 0, and start to monitor the other ranks.
+
+        ``own`` is rank 0's own object, whose methods run on all ranks together. If no rank makes
+        progress for ``timeout_s`` seconds, the group is stuck. The stack traces of its ranks are
+        then saved in the folder ``stacks``.
 
         ``own`` is rank 0's object, whose methods (verbs) run on all ranks together. A group in
         which no rank makes progress for ``timeout_s`` seconds is stuck; the stack traces of its
@@ -158,8 +162,8 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
 
 
 def _received(result: RankMethodResult, kind: Any) -> _Outcome:
-    """Decode the result or the error that another rank has sent. ``kind`` is the return type of the
-    method that was called."""
+    """Decode the result or the error that another rank has sent. ``kind`` is the return type of
+    the called method."""
     if result.error is None:
         return _Outcome(decode(result.value, kind))
     return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
@@ -212,8 +216,8 @@ def _describe(verb: str, error: Exception) -> str:
 def follow(
     own: Any, pulse: RankProgress, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
-    """Serve rank 0 from another rank: run the methods that rank 0 calls, until it ends the group.
-    If rank 0 is gone or a method fails with an unexpected error, exit the process."""
+    """Serve rank 0: run each method that rank 0 calls, until it ends the group. If rank 0 is
+    gone, or a method fails with an unexpected error, exit this process."""
     stop = threading.Event()
     answering = threading.Thread(
         target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True

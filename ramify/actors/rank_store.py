@@ -34,20 +34,20 @@ class SetKeyRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetKeyRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request for the value of a key that exists."""
+    """A request for the value of an existing key."""
 
     key: str
 
 
 class WaitForKeysRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request to wait until all given keys exist in the store."""
+    """A request to wait until all of the given keys exist in the store."""
 
     keys: list[str]
     timeout_s: float
 
 
 class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request that asks whether all given keys exist in the store."""
+    """A request to check whether all of the given keys exist in the store."""
 
     keys: list[str]
 
@@ -83,7 +83,7 @@ StoreRequest = (
 
 
 class StoreReply(msgspec.Struct, frozen=True):
-    """The store's reply to a request: a value, a number, or an error."""
+    """The store's response to a request: a value, a number, or an error."""
 
     value: bytes = b""
     number: int = 0
@@ -91,12 +91,14 @@ class StoreReply(msgspec.Struct, frozen=True):
 
 
 class KeyValueStoreServer:
-    """Holds the group's key-value store in rank 0, and answers the requests of the other ranks."""
+    """Holds the key-value store of a process group in rank 0, and answers the requests of the
+    other ranks."""
 
     def __init__(
         self, channels: Sequence[Channel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """Start one thread for each channel, which answers the requests of one rank.
+        """Start the server, with one thread per channel. Each thread answers the requests of one
+        rank.
 
         ``look`` is called while a rank waits for keys. It should raise TrainError if another rank
         has ended; the wait then fails with that error."""
@@ -150,8 +152,8 @@ class KeyValueStoreServer:
         return StoreReply()
 
     def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> StoreReply:
-        """Wait until the requested keys exist or the timeout is over. The wait is split into short
-        steps so that this thread ends soon after the rank that asked."""
+        """Wait until the requested keys exist or the timeout expires. The wait is split into
+        short intervals, so that this thread ends soon after the requesting rank ends."""
         until = time.monotonic() + request.timeout_s
         while not channel.is_ended:
             left_s = until - time.monotonic()
@@ -168,7 +170,7 @@ class KeyValueStoreServer:
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A torch.distributed store for the ranks other than 0. It forwards each request to the
+    """A torch.distributed store for all ranks except rank 0. It forwards each request to the
     key-value store that rank 0 hosts.
 
     torch may call the methods from any thread, and the caller must keep the store alive as long as
@@ -203,7 +205,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._ask(DeleteKeyRequest(key)).number)
 
     deleteKey = delete_key
-    """torch's own threads call ``delete_key`` by this name."""
+    """Alias of ``delete_key``, because torch's own threads call the method by this name."""
 
     def clone(self) -> ChannelStore:
         return self

@@ -1,4 +1,5 @@
-"""Watch a group of ranks from rank 0, to find out which rank is lost or keeps the others waiting.
+"""Monitor the ranks of a group from rank 0, to find out which rank is lost or keeps the others
+waiting.
 
     watch      ── Ping, every half second ──────────> watch: answers from a separate thread
                <─ HeartbeatEcho, or RankStack ──────
@@ -30,12 +31,12 @@ from ramify.errors import TrainError
 from ramify.progress import heartbeat
 
 GRACE_S = 5.0
-"""How long in seconds to wait for other ranks after an error."""
+"""Seconds to wait for the other ranks after an error."""
 _DISTRIBUTED = os.path.join("torch", "distributed")
 
 
 class RankProgress:
-    """Records the progress of this rank, so that rank 0 can tell whether the rank is stuck."""
+    """Records the progress of this rank, so that rank 0 can detect that the rank is stuck."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,13 +61,14 @@ class RankProgress:
 
     def stack(self) -> str:
         """Return the stack trace of the thread that runs the current method, with the outermost
-        call first. Empty if no such thread exists."""
+        call first. Returns an empty text if there is no such thread."""
         frame = sys._current_frames().get(self.thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 class RankConnection(NamedTuple):
-    """The two channels from rank 0 to another rank: one for method calls and one for heartbeats."""
+    """The two channels from rank 0 to another rank: one for method calls, and one for
+    heartbeats."""
 
     rank: int
     talk: Channel
@@ -76,25 +78,26 @@ class RankConnection(NamedTuple):
 
 
 class RankError(msgspec.Struct, frozen=True):
-    """An error that leaves the group intact, so that more methods may be called afterwards."""
+    """An error of a method call that leaves the group intact, so that more methods may be called
+    afterwards."""
 
     kind: str
-    """Name of its class."""
+    """Class name of the error."""
     text: str
 
 
 class RankMethodResult(msgspec.Struct, frozen=True):
-    """The result of a method call on one rank, as the rank sends it to rank 0."""
+    """The result of a method call on one rank, as that rank sends it to rank 0."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
-    """Encoded as the verb's return type."""
+    """Result, encoded as the method's return type."""
     error: RankError | None = None
     broke: str = ""
     """Text of a fatal error; empty if there is none."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """A message that shows that rank 0 is alive, and asks another rank for its heartbeat count."""
+    """A heartbeat message from rank 0 that asks another rank for its heartbeat count."""
 
 
 class StackRequest(msgspec.Struct, tag=True, frozen=True):
@@ -102,7 +105,7 @@ class StackRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class AbortRankRequest(msgspec.Struct, tag=True, frozen=True):
-    """A message in which rank 0 tells another rank to exit at once."""
+    """A message in which rank 0 orders another rank to exit at once."""
 
     reason: str
 
@@ -120,7 +123,7 @@ WatchAnswer = HeartbeatEcho | RankStack
 
 
 class RankWatch:
-    """Watches the other ranks from a thread of rank 0, until a rank fails or ``close`` is
+    """Monitors the other ranks from a thread of rank 0, until a rank fails or ``close`` is
     called."""
 
     def __init__(
@@ -151,13 +154,13 @@ class RankWatch:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise TrainError if a rank has been lost, which ends the group."""
+        """Raise TrainError if a rank has been lost. The group cannot be used afterwards."""
         if self._reason:
             raise TrainError(self._reason)
 
     def raise_rank_lost(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
-        """Declare a rank lost, end all other ranks, and raise TrainError. If another rank turns out
-        to be the cause within ``grace_s`` seconds, the error names that rank instead."""
+        """Declare a rank lost, end all other ranks, and raise TrainError. If another rank turns
+        out to be the cause within ``grace_s`` seconds, the error names that rank instead."""
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._connections:
             if other := self._reported_failure() or self._dead():
@@ -168,8 +171,8 @@ class RankWatch:
         raise TrainError(self._reason)
 
     def wait_for_result(self, link: RankConnection) -> RankMethodResult:
-        """Wait for a rank to finish the current method, and return its result. Raises TrainError if
-        a rank is lost meanwhile."""
+        """Wait until a rank finishes the current method, and return its result. Raises
+        TrainError if any rank is lost in the meantime."""
         while True:
             self.check()
             with contextlib.suppress(OSError):
@@ -215,8 +218,8 @@ class RankWatch:
                 return
 
     def stacks(self) -> str:
-        """Return the stack traces of the other ranks as text, which also says which ranks did not
-        answer in time."""
+        """Return the stack traces of the other ranks as text. The text also names the ranks that
+        did not answer in time."""
         self._answers.clear()
         self._ask_stacks(lambda: None)  # the watch thread reads the answers
         answers = [
@@ -240,8 +243,8 @@ class RankWatch:
                         self._answers[link.rank] = answer.text
 
     def _dead(self) -> tuple[int, str] | None:
-        """Return the number of a rank whose process or connection has ended, and how it ended.
-        Returns None if all ranks are alive."""
+        """Find a rank whose process or connection has ended. Returns its number and how it
+        ended, or None if all ranks are alive."""
         for link in self._connections:
             process = self._processes[link.rank - 1] if self._processes else None
             if process is not None and process.poll() is not None:
@@ -251,8 +254,8 @@ class RankWatch:
         return None
 
     def _reported_failure(self) -> tuple[int, str] | None:
-        """Return the number of a rank that reported a fatal error, and the error. Returns None if
-        no rank did."""
+        """Find a rank that has reported a fatal error. Returns its number and the error, or None
+        if there is no such rank."""
         for link in self._connections:
             self._receive(link)
             for ended in self._inbox[link.rank]:
@@ -261,8 +264,8 @@ class RankWatch:
         return None
 
     def _ask_stacks(self, read: Callable[[], None]) -> None:
-        """Ask the other ranks for their stack traces, and wait a few seconds for the answers.
-        Stopped processes are not waited for, because they cannot answer."""
+        """Ask the other ranks for their stack traces, and wait a few seconds for the replies.
+        Stopped processes are skipped, because they cannot reply."""
         for link in self._connections:
             self._send(link, StackRequest())
         until = time.monotonic() + GRACE_S
@@ -273,8 +276,8 @@ class RankWatch:
             read()
 
     def _report_stall(self) -> None:
-        """End the group because no rank makes progress. The error names the ranks that the others
-        wait for."""
+        """End the group because no rank makes progress. The error names the ranks that block the
+        others."""
         verb = self._pulse.verb
         self._ask_stacks(self._read)
         stacks = {0: self._pulse.stack(), **self._answers}
@@ -322,8 +325,8 @@ class RankWatch:
         return path
 
     def _give_up(self, reason: str, culprits: Sequence[int] = ()) -> None:
-        """End the other ranks and record the reason. This also releases every thread that waits for
-        them."""
+        """End the other ranks, and record the reason. This also releases every thread that waits
+        for one of them."""
         with self._guard:
             if self._reason:
                 return
@@ -348,15 +351,15 @@ class RankWatch:
 
 
 def _waits(stack: str) -> bool:
-    """Return True if a rank is waiting for others in a collective operation, that is, if the
-    innermost call of its stack is in torch.distributed."""
+    """Return True if a rank is waiting for others in a collective operation. That is the case if
+    the innermost call of its stack is in torch.distributed."""
     places = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return bool(places) and _DISTRIBUTED in places[-1]
 
 
 def _process_state(pid: int) -> str:
     """Describe the state of a process for an error message, such as `` (State: T (stopped))``.
-    Empty if the state is unknown."""
+    Returns an empty text if the state is unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines() if pid else ():
             if line.startswith("State:"):

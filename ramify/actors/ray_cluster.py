@@ -1,4 +1,4 @@
-"""Join a Ray cluster, or start one on this machine that ends when its work here is done.
+"""Join a Ray cluster, or start one on this machine that ends together with this process's work.
 
     cluster = RayClusterConnection(address)   the address, RAY_ADDRESS, or a new one on loopback
     cluster.join() ── work ── cluster.leave()
@@ -29,16 +29,17 @@ from ramify.install_command import install_command
 
 ADDRESS = "RAY_ADDRESS"
 _REACH_S = 10.0
-"""Seconds until a connection to the cluster must be open, and until its head must answer."""
+"""Time limit in seconds for opening a connection to the cluster, and for its head node to
+answer."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""First bytes of each gRPC connection: the preface of HTTP/2 and an empty frame of settings."""
+"""First bytes of each gRPC connection: the HTTP/2 preface and an empty SETTINGS frame."""
 _SETTINGS = 4
-"""Type of the frame with which each server of HTTP/2 begins."""
+"""Type of the first frame that every HTTP/2 server sends."""
 
 
 class RayClusterConnection:
-    """This process's membership in a Ray cluster. The cluster either exists already or is started
-    on this machine."""
+    """This process's connection to a Ray cluster, which either exists already or is started on
+    this machine."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class RayClusterConnection:
         """Undoes what was changed in this process's Ray."""
 
     def leave(self) -> None:
-        """Leave the cluster, and end it if it was started here. Calling this again has no
+        """Leave the cluster. If it was started here, shut it down. Calling this again has no
         effect."""
         if self._is_joined:
             self._is_joined = False
@@ -129,8 +130,8 @@ class RayClusterConnection:
                         raise ConfigError(self._why_not_joined(str(error))) from None
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is not
-        a Ray head. Without this check, Ray would try for minutes."""
+        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is
+        not a Ray head node. Without this check, Ray would retry for minutes."""
         host, _, port = self.address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             return
@@ -205,7 +206,7 @@ def keep_loopback_address() -> Callable[[], None]:
 
 def _keep_quiet() -> Callable[[], None]:
     """Make Ray write nothing to stdout and stderr, and return a function that undoes the change.
-    Otherwise Ray prints the last log lines of each lost node, and warnings of its C++ part."""
+    By default Ray prints the last log lines of each lost node, and warnings of its C++ code."""
     from ray._private import worker
 
     name, variable = "print_to_stdstream", "RAY_BACKEND_LOG_LEVEL"
@@ -223,8 +224,8 @@ def _keep_quiet() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Discard everything that the process writes to stderr during the block, including the output
-    of C++ code."""
+    """Discard everything that the process writes to stderr within a ``with`` block, including
+    the output of C++ code."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -237,7 +238,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def imported() -> Any:
-    """Import and return the module ``ray``. Raises ConfigError if it is not installed."""
+    """Import the module ``ray`` and return it. Raises ConfigError if it is not installed."""
     try:
         import ray
         import ray.util
@@ -248,8 +249,8 @@ def imported() -> Any:
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """Keep the process's own SIGTERM handler during the block. The handler that Ray installs would
-    end the process immediately."""
+    """Keep this process's SIGTERM handler within a ``with`` block. The handler that Ray installs
+    would end the process immediately."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -260,7 +261,7 @@ def _own_handlers() -> Any:
 
 
 def check_ramify_version(version: str) -> None:
-    """Raise ConfigError if this process runs a different version of Ramify from the given one."""
+    """Raise ConfigError if this process does not run the given version of Ramify."""
     if version != __version__:
         raise ConfigError(
             f"the node {socket.gethostname()} has ramify {__version__}, and this work was begun "
@@ -269,8 +270,7 @@ def check_ramify_version(version: str) -> None:
 
 
 def check_nodes(version: str) -> None:
-    """Raise ConfigError if a node of the joined cluster does not have the given version of
-    Ramify."""
+    """Raise ConfigError if any node of the cluster lacks the given version of Ramify."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = imported()
@@ -293,7 +293,7 @@ def check_nodes(version: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of Ray's error message, which says what happened, shortened to 300
-    characters."""
+    """Return the last line of a Ray error message, which states the cause. It is shortened to
+    300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

@@ -1,4 +1,5 @@
-"""Reserve slots (shares of machines) on a Ray cluster, and start the processes of a run on them.
+"""Reserve slots on a Ray cluster, and start the processes of a run on them. A slot is a reserved
+share of one machine.
 
     pool ── placement group: one bundle per node (PACK or SPREAD)
          ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
@@ -39,10 +40,10 @@ from ramify.errors import ConfigError, TrainError
 
 _LOOPBACK = "127.0.0.1"
 _ASK_S = 60.0
-"""Seconds a node agent may take to answer."""
+"""Seconds that a node agent may take to answer."""
 _AGAIN_S = 1.0
 _HERE = 0.001
-"""Amount of the resource unique to each node, which pins the first slot to this node."""
+"""Amount requested of a node's unique Ray resource, which pins the first slot to this node."""
 
 
 class RayLauncher:
@@ -104,8 +105,8 @@ class RayLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> RemoteProcess:
-        """Start a process on its slot, through the node agent that controls the slot. Raises
-        ConfigError if the process cannot be started."""
+        """Start a process on its slot. The node agent that controls the slot starts the command.
+        Raises ConfigError if the process cannot be started."""
         index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
@@ -127,9 +128,9 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Return the address at which other processes can reach this one. It is the loopback
-        address as long as all slots are on this machine, and the machine's network address from
-        then on."""
+        """Return the address at which other processes can reach this one. As long as all slots
+        are on this machine, it is the loopback address. From then on, it is the machine's
+        network address."""
         return self._own if self._is_distributed else _LOOPBACK
 
     def address_of(self, member: RoleInstanceId) -> str:
@@ -140,9 +141,9 @@ class RayLauncher:
         return int(self._ask(self._slot_of(member), "free_port"))
 
     def renew(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot. If the slot's node agent no longer answers, kill
-        the agent and start another one, perhaps on another machine. Raises ConfigError if no node
-        has room."""
+        """Ensure that a process still has a slot. If the slot's node agent does not answer, kill
+        the agent and start another one, perhaps on another machine. Raises ConfigError if no
+        node has room."""
         index = self._slot_of(member)
         with self._renewing:
             if self._ask_or_none(self._agents[index], "about") is not None:
@@ -155,8 +156,8 @@ class RayLauncher:
             self._is_distributed = self._is_distributed or location["address"] != self._own
 
     def close(self) -> None:
-        """End all processes that were started, release the slots, and leave the cluster, which ends
-        if it was started here. Calling this again has no effect."""
+        """End all processes that were started, release the slots, and leave the cluster. A
+        cluster that was started here is shut down. Calling this again has no effect."""
         if not self._is_open:
             return
         self._is_open = False
@@ -213,7 +214,7 @@ class RayLauncher:
         ]
 
     def _reserve(self) -> None:
-        """Reserve all slots on the cluster, and start a node agent on each."""
+        """Reserve all slots on the cluster, and start a node agent for each slot."""
         ray = self._ray
         from ray.util.placement_group import placement_group
 
@@ -260,7 +261,7 @@ class RayLauncher:
         return make.remote()
 
     def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Start a new node agent for a slot whose agent is gone, and return the agent and its
+        """Start a new node agent for a slot whose agent is gone. Returns the agent and its
         location. Raises ConfigError if no node has room within the time limit."""
         ray, until = self._ray, time.monotonic() + self.start_s
         lost = self._locations[index]
@@ -283,8 +284,8 @@ class RayLauncher:
         )
 
     def _check_first(self) -> None:
-        """Check that the first slot has the GPU on which this process computes, because this
-        process is the first rank. Raises ConfigError if it has another one."""
+        """Check that the first slot contains the GPU on which this process computes, because
+        this process is rank 0. Raises ConfigError if the slot has another GPU."""
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].gpus_for(
@@ -302,8 +303,8 @@ class RayLauncher:
 def bundles(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Group slots by pool and node, and return the total resources to reserve on each node, with
-    the indices of its slots. A slot without a pool counts as a separate node."""
+    """Group slots by pool and node. Returns the total resources to reserve on each node, and the
+    indices of its slots. A slot without a pool counts as a separate node."""
     by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})
@@ -318,8 +319,8 @@ def check_bundles(
     nodes: Sequence[SlotResources],
     where: str,
 ) -> None:
-    """Raise ConfigError if the requested resources do not all fit on the given nodes. The error
-    shows the sums."""
+    """Raise ConfigError if the requested resources do not fit on the given nodes. The error
+    shows the totals."""
     all_needs = [(pool, needs) for pool, bundles in requested.items() for needs, _ in bundles]
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
         available = [getattr(node, field) for node in nodes]

@@ -1,4 +1,4 @@
-"""Decide whether a process that was lost is restarted or given up.
+"""Decide whether a lost process is restarted or given up.
 
     restarts = ProcessRestartLimiter(3, log, "worker")
     restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
@@ -28,11 +28,11 @@ Name = str | int
 
 
 class ProcessRestartLimiter:
-    """Counts how often each process was lost without doing any work in between, and says whether to
-    restart it again."""
+    """Decides whether to restart a lost process. It counts how often in a row each process was
+    lost without doing any work in between."""
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
-        """Allow each process ``restarts`` restarts in a row before it is given up.
+        """Allow each process up to ``restarts`` consecutive restarts before it is given up.
 
         The count begins again when the process succeeds. ``kind`` says in log records what the
         processes are: ``worker``, ``service``, …"""
@@ -53,8 +53,8 @@ class ProcessRestartLimiter:
         event: str = "restart",
         **fields: Any,
     ) -> bool:
-        """Count and log the loss of a process, or a failed restart. Returns True if the process
-        should be restarted.
+        """Record in the log that a process was lost or could not be restarted. Returns True if the
+        process should be restarted.
 
         The log record says ``why`` the process was lost and what follows: ``again`` for a restart,
         or ``given_up``. ``event`` is the name of the record of a restart, and ``fields`` are added
@@ -76,34 +76,35 @@ class ProcessRestartLimiter:
         return is_restarted
 
     def count_loss(self, name: Name) -> bool:
-        """Count the loss of a process, or a failed restart, without logging it. Returns True if the
-        process should be restarted."""
+        """Count the loss of a process, or a failed restart, without logging it. Returns True if
+        the process should be restarted."""
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
 
     def back(self, name: Name, text: str) -> None:
-        """Record that a restart has succeeded, and show a message on the console. The log record
-        has level DEBUG, because the restart itself is already logged."""
+        """Record that a process is back after a restart, and show a message on the console. The
+        log record has level DEBUG, because the restart itself is already logged."""
         self.started(name)
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
     def started(self, name: Name) -> None:
-        """Record that a restart has succeeded, so that the next failure counts as another loss."""
+        """Record that a process has been restarted, so that its next failure counts as another
+        loss."""
         self._away.discard(name)
 
     def succeeded(self, name: Name) -> None:
-        """Record that a process did its work, so that its earlier losses no longer count."""
+        """Record that a process has done its work, so that its earlier losses no longer count."""
         self._losses[name] = 0
 
     def all_succeeded(self) -> None:
         self._losses.clear()
 
     def num_losses(self, name: Name) -> int:
-        """Return how many times in a row a process was lost."""
+        """Return how many times in a row a process has been lost."""
         return self._losses[name]
 
     def transfer_losses(self, name: Name, new_name: Name) -> None:
-        """Give the loss count of one process to the process that replaces it under a new name."""
+        """Transfer the loss count of a process to the process that replaces it under a new name."""
         self._losses[new_name] = self._losses[name]
 
     def pause_s(self, name: Name) -> float:
@@ -112,7 +113,7 @@ class ProcessRestartLimiter:
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel several asyncio tasks and wait until all of them have ended."""
+    """Cancel several asyncio tasks, and wait until all of them have ended."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -122,8 +123,9 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
 async def retry_until_started(
     start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
 ) -> T | None:
-    """Call ``start`` until it succeeds, and return its result. After each error, ``on_failure``
-    decides whether to try again after ``pause_s`` seconds (True) or to give up and return None."""
+    """Call ``start`` until it succeeds, and return its result. After each error, the function
+    ``on_failure`` returns True to try again after ``pause_s`` seconds, or False to give up and
+    return None."""
     while True:
         try:
             return await start()

@@ -1,4 +1,4 @@
-"""Open authenticated connections between the processes of a run, on this and other machines.
+"""Open authenticated connections between the processes of a run, on one or several machines.
 
     listener ── nonce a ──────────────────────────────────────> peer
              <─ nonce b, HMAC(key, "peer", a, b) ──────────────
@@ -39,22 +39,23 @@ from ramify.errors import ConfigError
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 PROOF_S = 10.0
-"""Time limit in seconds for a peer to prove that it has the key, and to send its first frame."""
+"""Time limit in seconds for a peer to prove that it has the key and to send its first frame."""
 _NONCE = _PROOF = 32
 _LENGTH = 8
 _MAX_FIRST = 1 << 16
-"""Maximum bytes of a peer's first frame."""
+"""Maximum size in bytes of a peer's first frame."""
 _MAX_PENDING = 256
-"""Maximum number of peers that are authenticated at the same time. One more drops the oldest."""
+"""Maximum number of peers that are authenticated at the same time. Another peer displaces the
+oldest one."""
 _LOOK_S = 0.5
 _POLL_S = 0.01
 _MAX_PATH = 100
-"""Length in bytes of a Unix socket's path that every system allows."""
+"""Length in bytes that every system allows for the path of a Unix socket."""
 
 
 class Channel:
-    """An authenticated connection between two processes that carries messages. Several threads may
-    send at the same time, but only one may receive."""
+    """An authenticated connection between two processes that carries messages. Several threads
+    may send at the same time, but only one may receive."""
 
     def __init__(self, peer: socket.socket, key: bytes = b"") -> None:
         peer.settimeout(None)
@@ -64,22 +65,22 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send one message. Raises OSError if the other side is gone."""
+        """Send one message. Raises OSError if the peer is gone."""
         data = encode(message)
         with self._sending:
             self._peer.sendall(len(data).to_bytes(_LENGTH, "little"))
             self._peer.sendall(data)
 
     def receive(self, kind: type[T] | Any) -> T:
-        """Wait for the next message and decode it as the type ``kind``. Raises EOFError if the
-        other side has closed the channel, and MsgspecError for a message of another type."""
+        """Wait for the next message, and decode it as the type ``kind``. Raises EOFError if the
+        peer has closed the channel, and MsgspecError if the message has another type."""
         length = int.from_bytes(self._exactly(_LENGTH), "little")
         found: T = decode(self._exactly(length), kind)
         return found
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Return True if a message arrives, or the other side closes the channel, within
-        ``timeout_s`` seconds. Raises OSError if this side has closed the channel."""
+        """Wait up to ``timeout_s`` seconds for a message, or for the peer to close the channel.
+        Returns True if either happens. Raises OSError if this side has closed the channel."""
         if self._peer.fileno() < 0:
             raise OSError("the channel is closed")
         poll = select.poll()
@@ -97,7 +98,7 @@ class Channel:
             return True
 
     def shut(self) -> None:
-        """Shut down the connection, which wakes every thread that is sending or receiving on it."""
+        """Shut down the connection. This wakes every thread that is sending or receiving on it."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
@@ -128,6 +129,9 @@ class ChannelListener:
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
         """Start to listen. ``host`` is the address at which other processes reach this one.
 
+        On a loopback address, a Unix socket is used if the system supports it, and ``port`` is
+        ignored. If no ``key`` is given, a new one is generated.
+
         On a loopback address, a Unix socket is used if this system has them, and ``port`` is
         ignored. If no ``key`` is given, a new one is generated."""
         self.key = key or secrets.token_bytes(32)
@@ -153,8 +157,8 @@ class ChannelListener:
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
     ) -> tuple[Channel, T]:
-        """Wait for the next peer that has the key, and return its channel and its first message,
-        which is decoded as the type ``kind``.
+        """Wait for the next peer that has the key. Returns its channel and its first message,
+        decoded as the type ``kind``.
 
         ``look`` is called while waiting. It should raise an error if the peer's process has ended.
         Raises TimeoutError after ``wait_s`` seconds.
@@ -208,8 +212,8 @@ class ChannelListener:
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
     def _advanced(self, proof: _Proof) -> bytes | None:
-        """Read from a peer whose authentication is not complete. Returns the peer's first message
-        once it is complete, and None if data is missing or the peer was dropped."""
+        """Read the data that a peer has sent before its authentication is complete. Returns the
+        peer's first message, or None if data is missing or the peer was dropped."""
         try:
             first = proof.advance()
         except (OSError, EOFError):
@@ -227,7 +231,7 @@ class ChannelListener:
 
 
 class _Proof:
-    """The authentication of one connected peer by a listener, which ends with the peer's first
+    """The authentication of one connected peer by the listener. It ends with the peer's first
     message."""
 
     def __init__(self, peer: socket.socket, key: bytes) -> None:
@@ -242,9 +246,9 @@ class _Proof:
             peer.send(self._nonce)
 
     def advance(self) -> bytes | None:
-        """Read the data that has arrived, and return the peer's first message once it is complete,
-        or None before. Raises EOFError or OSError if the peer has disconnected or has another
-        key."""
+        """Process the data that has arrived. Returns the peer's first message once it is
+        complete, and None before that. Raises EOFError or OSError if the peer has disconnected
+        or has another key."""
         # Never read beyond the frame: the next byte belongs to the channel.
         while (missing := self._missing()) > 0:
             try:
@@ -338,7 +342,7 @@ _LEAST_KEY = 16
 
 def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names. Returns None if neither is set.
+    ``RAMIFY_RUN_KEY_FILE`` names. Returns None if neither variable is set.
 
     Raises TrainError if the key is too short, or if the file cannot be read or is readable by other
     users."""

@@ -1,5 +1,5 @@
-"""Find out which user's process is at the other end of a TCP connection on this machine, by reading
-the kernel's table of TCP sockets.
+"""Find out which user owns the process at the other end of a local TCP connection, from the
+kernel's table of TCP sockets.
 
 Callers use ``listener_user`` to check who listens at an address before they send a key there. This
 works on Linux only; on other systems nothing is known.
@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTENING = 10
-"""State of a socket that accepts connections."""
+"""Kernel code for a socket that accepts connections."""
 _ANYWHERE = {"0.0.0.0", "::"}
 Address = tuple[str, int]
 
 
 class TcpSocketTableEntry(NamedTuple):
-    """One TCP socket of this machine, as the kernel's table of all users' sockets lists it."""
+    """One TCP socket of this machine, as listed in the kernel's table of all users' sockets."""
 
     local: Address
     remote: Address
     state: int
     user: int
-    """Id of the user whose process opened it."""
+    """Id of the user whose process opened the socket."""
     inode: int
-    """The number that ``/proc/PID/fd`` shows for it."""
+    """Inode number, which ``/proc/PID/fd`` shows for the socket."""
 
 
 def tcp_sockets() -> list[TcpSocketTableEntry]:
@@ -45,8 +45,8 @@ def tcp_sockets() -> list[TcpSocketTableEntry]:
 
 
 def listener_user(host: str, port: int) -> int | None:
-    """Return the id of the user whose process listens at an address of this machine. Returns None
-    if that is unknown."""
+    """Return the id of the user whose process listens at an address of this machine, or None if
+    the user is unknown."""
     places = {host, *_ANYWHERE}
     return next(
         (
@@ -59,8 +59,8 @@ def listener_user(host: str, port: int) -> int | None:
 
 
 def _address(text: str) -> Address:
-    """Decode an address from the kernel's table: ``0100007F:A51D`` is 127.0.0.1, port 42269. An
-    IPv4 address in IPv6 form becomes IPv4."""
+    """Decode an address from the kernel's socket table: ``0100007F:A51D`` is 127.0.0.1, port
+    42269. An IPv4 address in IPv6 form is converted to IPv4."""
     host, _, port = text.partition(":")
     raw = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
     if raw.startswith(b"\0" * 10 + b"\xff\xff"):

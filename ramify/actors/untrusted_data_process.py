@@ -1,4 +1,4 @@
-"""Process untrusted data in a helper process, so that it cannot block the event loop.
+"""Process untrusted data in a helper process, so that slow input cannot block the event loop.
 
     data ── thread ── pipe ──▶ helper process: module:function(data) ── pipe ──▶ answer
 
@@ -30,9 +30,10 @@ from ramify.actors.child_process import RequestProcessPool
 CPU_S = 2.0
 """Maximum CPU seconds of one request."""
 _ANSWER_S = 60.0
-"""Maximum seconds for a helper to start and answer. It is generous for a busy machine."""
+"""Maximum seconds for a helper process to start and answer. It is generous, because the machine
+may be busy."""
 _MEMORY_BYTES = 2 << 30
-"""Maximum address space of a helper in bytes."""
+"""Maximum address space of a helper process in bytes."""
 _NUM_HELPERS = 2
 
 
@@ -41,8 +42,8 @@ class HelperProcessDied(Exception):
 
 
 async def in_helper(function: str, *data: bytes) -> bytes:
-    """Call a function in a helper process and return its result. The function is named as
-    ``module:name``; its arguments and its result are bytes.
+    """Call a function in a helper process, and return its result. The function is named as
+    ``module:name``. Its arguments and its result are bytes.
 
     Raises HelperProcessDied if the function exceeds the limits on CPU time and memory, and
     RuntimeError if it raises an exception."""
@@ -55,7 +56,7 @@ async def in_helper(function: str, *data: bytes) -> bytes:
 
 
 class _HelperRequest:
-    """One request to a helper process. ``run`` blocks, so it must be called in a thread."""
+    """One request to a helper process. Call ``run`` in a thread, because it blocks."""
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -76,9 +77,9 @@ class _HelperRequest:
         return answer
 
     def _answer(self) -> tuple[bytes, bytes] | None:
-        """Send the request to a helper process. Returns None if someone else killed the helper, so
-        that another one can be asked. Raises HelperProcessDied if the request exceeded its
-        limits."""
+        """Send the request to a helper process, and return its answer. Returns None if the
+        helper was killed for another reason, so that the caller can try another one. Raises
+        HelperProcessDied if the request exceeded its limits."""
         process = None
         try:
             with _helpers.one() as process:
@@ -119,14 +120,15 @@ _helpers = RequestProcessPool(functools.partial(start_python_process, f"{__name_
 
 
 def serve() -> None:
-    """Run in a helper process: answer requests from standard input until it is closed."""
+    """Answer requests from standard input until it is closed. This function runs in the helper
+    process."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer_requests(_answered)
 
 
 def _answered(request: list[bytes]) -> tuple[bytes, bytes]:
-    """Call the function that a request names. Returns an empty status and the result, or the status
-    ``failed`` and the error."""
+    """Call the function that a request names. Returns an empty status with the result, or the
+    status ``failed`` with the error."""
     name, *data = request
     module, _, function = name.decode().partition(":")
     call = getattr(importlib.import_module(module), function)
