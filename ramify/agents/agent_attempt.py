@@ -1,5 +1,5 @@
-"""Run one rollout of an agent: give it a folder and a key, apply its limits, and record how it
-ended.
+"""Run one rollout of an agent: give it a folder and an API key, enforce its time limits, and record
+how it ended.
 
     new folder ─ key ─ agent starts ──▶ first request ──▶ agent ends ──▶ key ends ──▶ reward
                           │ first_request_s  │ max_seconds    │ exit code
@@ -37,15 +37,15 @@ from ramify.tasks.base import Item
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 
 _QUOTED = 400
-"""Characters of stderr that an error quotes."""
+"""Maximum number of characters of stderr that an error quotes."""
 
 
 class RunningAgent(Protocol):
-    """An agent that is working on one item, as a separate process or as a function in this
-    process."""
+    """An agent that is working on one item, either as a separate process or as a function in
+    this process."""
 
     ended: asyncio.Future[None]
-    """Done once the agent has ended; its other fields are complete then."""
+    """Completed when the agent has ended. The other fields are final from then on."""
     answer: Any
     """The agent's answer."""
     exit_code: int | None
@@ -58,8 +58,8 @@ class RunningAgent(Protocol):
     """Number of processes that the agent left behind."""
 
     def code_location(self) -> str:
-        """Return where the agent's code is now, as the end of an error message (``, at agent.py:12
-        (solve)``). Empty if that is unknown."""
+        """Return the line of code that the agent is running, as the end of an error message: ``,
+        at agent.py:12 (solve)``. Returns an empty text if the line is unknown."""
         ...
 
     async def end(self) -> None:
@@ -72,22 +72,23 @@ StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The time limits of one rollout of an agent, and whether a crashed agent is scored."""
+    """The time limits of one rollout of an agent, and whether the rollout of a crashed agent
+    gets a reward."""
 
     max_seconds: float
     """Longest time from the start of the agent to its end."""
     first_request_s: float
     """Longest time from the start of the agent to its first request."""
     scores_crashes: bool = False
-    """Whether an agent that crashed is scored like one that ended."""
+    """Whether an agent that crashed gets a reward, like one that ended normally."""
 
 
 class AgentAttempt:
     """One rollout in which an agent works on one item of a task."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentLimits) -> None:
-        """Prepare a rollout. ``where`` names the task and the item, and begins every error message;
-        ``start`` starts the agent."""
+        """Prepare a rollout. ``where`` names the task and the item at the start of every error
+        message. ``start`` starts the agent."""
         self._where = where
         self._item = item
         self._start = start
@@ -96,8 +97,8 @@ class AgentAttempt:
         self._remove: weakref.finalize[Any, Any] | None = None
 
     async def run(self, conversations: RunModelClient) -> Any:
-        """Start the agent, wait for it to end, and return its answer. Raises RamifyError if it
-        crashes, exceeds a limit, or never calls a model."""
+        """Run the agent on the item until it ends, and return its answer. Raises RamifyError if
+        the agent crashes, exceeds a time limit, or never calls a model."""
         endpoint = await conversations.shared_resource(ModelEndpoint, ModelEndpoint)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
@@ -135,8 +136,8 @@ class AgentAttempt:
         return answer.replace(key, MARK) if isinstance(answer, str) else answer
 
     def trajectory_metadata(self, answer: Any) -> Mapping[str, Any]:
-        """Return the metadata to store with the rollout's trajectory, which tells how the agent
-        ended. Call this once, after the rollout."""
+        """Return the metadata to store with the rollout's trajectory. The metadata records how
+        the agent ended. Call this once, after the rollout."""
         is_scored = self._record is not None and self._record.folder
         if self._remove is not None and not is_scored:
             self._remove()
@@ -156,8 +157,8 @@ class AgentAttempt:
         )
 
     async def _outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
-        """Wait until the agent has ended or has reached one of its time limits, and return how the
-        rollout ended."""
+        """Wait until the agent has ended or reaches a time limit, and return how the rollout
+        ended."""
         limits = self._limits
         first_s = min(limits.first_request_s, limits.max_seconds)
         await asyncio.wait([agent.ended], timeout=first_s)

@@ -1,4 +1,4 @@
-"""Run an agent as a command: a separate process, in any language.
+"""Run an agent as a command, that is, as a separate process in any language.
 
     CommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
       ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
@@ -56,13 +56,13 @@ PLACEHOLDERS = {
     "anthropic_base_url": "the base URL for clients of Anthropic's API",
     "model": "a name of the model",
 }
-"""Name in a command -> what it stands for."""
+"""Placeholder in a command -> its meaning."""
 _END_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for an agent that is stopped."""
 _LEFT_S = 1.0
-"""Seconds that children of an agent may take to end after it."""
+"""Seconds that an agent's child processes may take to end after the agent."""
 _CLEANUP_S = 30.0
-"""Seconds that removing a container may take."""
+"""Seconds that the removal of a container may take."""
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
 
@@ -72,8 +72,11 @@ class CommandTemplate:
     def __init__(
         self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
     ) -> None:
-        """Parse and check the command of an agent. If ``container`` names an image, the command
-        runs in a container, otherwise on this machine.
+        """Parse and check an agent's command. If ``container`` names an image, the command runs in
+        a Docker container, otherwise on this machine.
+
+        Raises ConfigError if the command is empty, has an unknown placeholder, or names a program
+        that does not exist.
 
         Raises ConfigError for an empty command, an unknown placeholder, and a program that does not
         exist."""
@@ -90,7 +93,7 @@ class CommandTemplate:
             check_program_installed(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
-        """Fill in the placeholders for one rollout, and return the words of the command. In a
+        """Fill in a command's placeholders for one rollout, and return its words. In a
         container, ``{python}`` is the container's ``python3``."""
         values = {
             "item_file": str(job.item_file),
@@ -110,14 +113,16 @@ class CommandTemplate:
         return filled_words(self._words, values)
 
     def cleanup(self, job: AgentJob) -> list[str]:
-        """Return the command that removes what an agent may leave behind when it is stopped early,
-        such as its container. Empty if there is nothing to remove."""
+        """Return the command that cleans up after an agent that was stopped early, for example
+        by removing its container. Returns an empty list if there is nothing to clean up."""
         return [] if self.container is None else self.container.removal(job)
 
 
 def named_variables(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that a task gives its agent. Each entry of ``names`` is
-    ``NAME=value``, or the name of a variable of this process.
+    """Return the environment variables that a task defines for its agent. Each entry of ``names``
+    is ``NAME=value``, or the name of a variable of this process.
+
+    Raises ConfigError for an empty name, and for a variable that is not set in this process.
 
     Raises ConfigError for an empty name, and for a variable that this process does not have."""
     environment = {}
@@ -134,8 +139,8 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
 
 
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that are specific to an agent: the addresses and the key of
-    its models, and the variables that its task names."""
+    """Return an agent's own environment variables: the addresses and the key of its models, and
+    the variables that its task names."""
     return named_variables(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
@@ -148,7 +153,7 @@ def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
 async def start_command(
     template: CommandTemplate, job: AgentJob, names: Sequence[str]
 ) -> AgentProcess:
-    """Start an agent's command for one rollout, and return the running process. Raises RamifyError
+    """Start an agent's command for one rollout, and return the running agent. Raises RamifyError
     if the command cannot be started."""
     own = environment_of(job, names)
     words, cleanup = template.words(job), template.cleanup(job)
@@ -179,7 +184,7 @@ async def start_command(
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command to its end, and ignore its output and its result."""
+    """Run a command until it ends. Its output and its result are ignored."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             command,
@@ -208,8 +213,7 @@ def _started(
 
 
 class AgentProcess:
-    """An agent that runs as a separate process, started for one rollout; implements
-    ``RunningAgent``."""
+    """An agent that runs as a separate process for one rollout; implements ``RunningAgent``."""
 
     def __init__(
         self,
@@ -218,7 +222,7 @@ class AgentProcess:
         errors: OutputPipe,
         cleanup: Sequence[str] = (),
     ) -> None:
-        """Watch a started process. ``cleanup`` is a command to run once the process has been
+        """Watch a started process. ``cleanup`` is the command to run if the process has to be
         stopped early."""
         self._cleanup = list(cleanup)
         self._loop = asyncio.get_running_loop()
@@ -236,7 +240,7 @@ class AgentProcess:
         self._loop.add_reader(child, self._look)
 
     def code_location(self) -> str:
-        """Return an empty text, because the line that another process is running is unknown."""
+        """Return an empty text, because it is unknown which line another process is running."""
         return ""
 
     async def end(self) -> None:
@@ -250,8 +254,8 @@ class AgentProcess:
             self._look()
 
     def _look(self) -> None:
-        """Check if the process has ended. If it has, record its exit code and output, and complete
-        the future ``ended``."""
+        """Check whether the process has ended. If it has, record its exit code and output, and
+        complete the future ``ended``."""
         if self.ended.done() or (status := self._child.poll()) is None:
             return
         self._loop.remove_reader(self._child)

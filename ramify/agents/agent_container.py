@@ -45,8 +45,8 @@ class AgentContainer:
         self._image = image
 
     def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
-        """Return the words of a ``docker run`` command that runs an agent's command in a container.
-        ``names`` lists the environment variables that are passed on to the container."""
+        """Return the words of the ``docker run`` command that runs an agent's command in a
+        container. ``names`` lists the environment variables that are passed on to the container."""
         folder = str(job.folder.parent)
         variables = [word for name in names for word in ("--env", name)]
         return [
@@ -62,6 +62,5 @@ class AgentContainer:
 
 
 def _name(job: AgentJob) -> str:
-    """Return the name of a rollout's container, which is the unique name of the rollout's
-    folder."""
+    """Return the name of a rollout's container: the unique name of the rollout's folder."""
     return job.folder.parent.name

@@ -1,5 +1,5 @@
-"""Define the types that describe how an agent's work on one item ended, and what a reward function
-sees of it."""
+"""Define how an agent's work on one item ended, both as a stored record and as the input of a
+reward function."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ramify.types.agent_outcome import AgentOutcome
 from ramify.types.trajectory import Trajectory
 
 MAX_OUTPUT_CHARS = 1 << 16
-"""Characters that are kept of each of an agent's outputs: the last ones."""
+"""Maximum number of characters kept from the end of each output of an agent."""
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """How an agent ended: its outcome, exit code, output and duration, as ``Trajectory.metadata``
-    stores them."""
+    """A record of how an agent ended, with its outcome, exit code, output and duration. It is
+    stored in ``Trajectory.metadata``."""
 
     outcome: AgentOutcome
     exit_code: int | None = None
@@ -31,7 +31,7 @@ class AgentRecord(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     """Time from the agent's start to its end."""
     num_requests: int = 0
-    """Requests that reached the endpoint, including refused ones."""
+    """Number of requests that reached the model endpoint, including refused ones."""
     num_left: int = 0
     """Number of processes that the agent left behind."""
     folder: str = ""
@@ -39,7 +39,7 @@ class AgentRecord(msgspec.Struct, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout of an agent, as its reward function sees it.
+    """A finished rollout of an agent, as its reward function receives it.
 
     Example:
         def score(run: AgentRun) -> float:
@@ -49,7 +49,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     item: Item
     """The item, with its gold answer and its metadata."""
     answer: Any
-    """What a function returned. For a command, its output without surrounding whitespace."""
+    """The return value of a function. For a command, its output without surrounding whitespace."""
     exit_code: int
     """Exit code of the command, negative for a signal. A function has 0, or 1 after an
     exception."""
@@ -67,5 +67,5 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_tail(text: str) -> str:
-    """Shorten an output to its last ``MAX_OUTPUT_CHARS`` characters, and return it."""
+    """Return the last ``MAX_OUTPUT_CHARS`` characters of an output."""
     return text[-MAX_OUTPUT_CHARS:]

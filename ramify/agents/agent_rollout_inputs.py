@@ -1,5 +1,5 @@
-"""Prepare what an agent gets for one rollout: a folder, the item, the addresses of its models, and
-a key.
+"""Prepare the inputs of one rollout of an agent: a working folder, the item, the addresses of the
+models, and an API key.
 
     FOLDER/item.json    {"id": …, "question": …, "context": …, "kind": …, "messages": […]}
     FOLDER/work/        the working folder of the agent, empty at first
@@ -22,8 +22,8 @@ from ramify.tasks.base import Item
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an agent gets for one rollout: an item to work on, a folder, and access to
-    its models.
+    """The inputs of one rollout of an agent: an item to work on, a folder, and access to its
+    models.
 
     Example:
         def agent(job: AgentJob) -> str:
@@ -36,42 +36,42 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     item: Item
     """The item, without its gold answer and its metadata."""
     item_file: Path
-    """File with the same item as JSON."""
+    """JSON file with the same item."""
     folder: Path
-    """Working folder of the agent. Its files are shown to the reward, and are then deleted."""
+    """Working folder of the agent. Its files are passed to the reward, and then deleted."""
     base_url: str
     """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
     anthropic_base_url: str
     """Base URL for clients of Anthropic's API."""
     api_key: str
-    """Key of this rollout alone. It ends with the rollout."""
+    """API key for this rollout alone. It becomes invalid when the rollout ends."""
     model: str = MODEL
-    """A name of the model, for an agent that must give one. Any other is accepted, too."""
+    """A model name, for an agent that must send one. Any other name is accepted, too."""
 
 
 def visible_to_agent(item: Item) -> Item:
-    """Return a copy of an item without the fields that only its score may see, such as the gold
+    """Return a copy of an item without the fields that the agent must not see, such as the gold
     answer."""
     return msgspec.structs.replace(item, gold=None, right=None, wrong=None, metadata={})
 
 
 def new_folder() -> Path:
-    """Create a temporary folder for one rollout, with the agent's working folder inside, and return
-    it."""
+    """Create a temporary folder for one rollout, with the agent's working folder inside. Returns
+    the outer folder."""
     folder = Path(tempfile.mkdtemp(prefix="ramify-agent-"))
     (folder / "work").mkdir()
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the folder of a rollout, and ignore files that cannot be deleted. Calling this again
-    has no effect."""
+    """Delete the folder of a rollout. Files that cannot be deleted are ignored. Calling this
+    again has no effect."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_item_file(item: Item, folder: Path) -> Path:
-    """Write an item as JSON into the folder of a rollout, and return the path of the file. Raises
-    RamifyError if the item's context has no JSON form."""
+    """Write an item as JSON into the folder of a rollout, and return the path of the file.
+    Raises RamifyError if the item's context cannot be written as JSON."""
     shown = {
         "id": item.id,
         "question": item.question,

@@ -1,5 +1,5 @@
-"""Define tasks that are solved by an agent written for another system: a command or a Python
-function.
+"""Define tasks that are solved by an external agent, which is a command or a Python function
+written for another system.
 
     train.Run(
         policy=…,
@@ -63,12 +63,12 @@ from ramify.types.trajectory import Trajectory
 
 _CALL_ID = re.compile(r"\d+([.:]\d+)*")
 _TOTAL = "correct"
-"""Name of a reward that is a single number."""
+"""Name under which a reward that is a single number is reported."""
 
 
 class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A task whose items are given to an agent that was written for another system: a command or a
-    Python function.
+    """A task that is solved by an external agent, which is a command or a Python function written
+    for another system.
 
     The agent reads its item, asks models at the address that it is given, and ends. Its reward sees
     how it ended, its output, its files and the tree of its calls.
@@ -83,34 +83,37 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """The agent as a command, with placeholders such as ``{item_file}`` and ``{question}``
     (docs/agents.md). It is split into words as a shell does, but no shell reads it."""
     shell: bool = False
-    """Whether a shell runs the command. Values are quoted."""
+    """Whether a shell runs the command. Values of placeholders are quoted."""
     env: Sequence[str] = ()
-    """Variables that the command gets in addition to a few usual ones: names, whose values are
-    those of the trainer, or ``NAME=value``."""
+    """Additional environment variables of the command. Each is ``NAME=value``, or a name whose
+    value is taken from the trainer's environment."""
     agent: Any = None
-    """The agent as a Python function of an ``AgentJob``, async or not, or its place:
-    ``file.py:name``. What it returns is its answer."""
+    """The agent as a Python function that takes an ``AgentJob`` and returns its answer, async or
+    not; or where to import it: ``file.py:name``."""
     container: str = ""
-    """Image in which Docker runs the command, with the agent's folder. Empty: the command runs
-    here, as a plain process."""
+    """Docker image in which the command runs, with the agent's folder mounted. If empty, the
+    command runs on this machine as a plain process."""
     items: Any = ""
-    """The items: rows in a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, split ->
-    one of these, the name of another task, or a task."""
+    """The items: a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, a dict from
+    split to one of these, a task, or its name."""
     item_options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the rows (``question``, ``gold``, ``context`` … as in ``tasks.dataset``), or of
-    the other task."""
+    """Options for reading the rows (``question``, ``gold``, ``context`` … as in
+    ``tasks.dataset``), or options of the named task."""
     reward: Any = ""
-    """Function of an ``AgentRun``, async or not, or its place: ``file.py:name``. It returns a
-    number, numbers by name, a number per call (by its id), or a ``Score``. The name of a score,
-    such as ``exact``, compares the answer with the item's gold answer."""
+    """Function that takes an ``AgentRun``, async or not, or where to import it:
+    ``file.py:name``. It returns a number, numbers by name, numbers by call id, or a ``Score``.
+    Alternatively the name of a score, such as ``exact``, which compares the answer with the
+    item's gold answer."""
     weights: dict[str, float] = msgspec.field(default_factory=dict)
-    """Reward name -> its weight in the total. The default weight is 1."""
+    """Reward name -> its weight in the total reward. The default weight is 1."""
     max_seconds: float = 600.0
-    """Longest time in seconds that the agent may take. Then it is ended, and not learned from."""
+    """Maximum time in seconds for one rollout. After that the agent is ended, and its rollout is
+    not used for training."""
     first_request_s: float = 120.0
-    """Longest time in seconds until the agent's first request."""
+    """Maximum time in seconds until the agent's first request."""
     scores_crashes: bool = False
-    """Whether an agent that crashes is scored, and learned from, like one that ended."""
+    """Whether the rollout of a crashed agent gets a reward and is used for training, like one
+    that ended normally."""
 
     def __post_init__(self) -> None:
         if self.options:
@@ -147,7 +150,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """Return the fields of this task that the user has set, as plain data where possible."""
+        """Return the fields of this task that the user has set, as plain data if possible."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))
@@ -161,8 +164,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def splits(self) -> Mapping[str, Sequence[Item]]:
-        """Load the items of each split, and return them by the split's name. Raises ConfigError or
-        SourceError if they cannot be read."""
+        """Load the items of each split. Returns a dict from the split's name to its items.
+        Raises ConfigError or SourceError if they cannot be read."""
         items, options = self.items, self.item_options
         if isinstance(items, Task):
             return items.splits
@@ -201,8 +204,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @property
     def writes_prompts(self) -> bool:
-        """True, because the agent writes its own prompts, so no prompt scaffold of Ramify
-        applies."""
+        """True, because the agent writes its own prompts. Ramify's prompt scaffolds do not
+        apply."""
         return True
 
     @property
@@ -212,8 +215,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return not self._compares
 
     def as_answer(self, right: Any) -> Any:
-        """Return the answer that an agent would give if it were right. ``validate`` uses this to
-        check that the reward function accepts the gold answer."""
+        """Return the answer that a perfect agent would give, in the agent's output format.
+        ``validate`` uses it to check that the reward function accepts the gold answer."""
         convert = getattr(self._reward, "as_answer", None)
         return right if convert is None else convert(right)
 
@@ -221,8 +224,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _start(self) -> StartAgent:
-        """Return the function that starts the agent of one rollout. Raises ConfigError if the agent
-        cannot be loaded."""
+        """Return the function that starts the agent for one rollout. Raises ConfigError if the
+        agent cannot be loaded."""
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
@@ -244,12 +247,13 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _compares(self) -> bool:
-        """True if the reward compares the agent's answer with the item's gold answer."""
+        """True if the reward is the name of a score, which compares the agent's answer with the
+        gold answer."""
         return isinstance(self.reward, str) and not is_reference(self.reward)
 
     @functools.cached_property
     def _reward(self) -> Callable[..., Any]:
-        """Load and return the reward function.
+        """Load the reward function and return it.
 
         If ``reward`` is the name of a score, the function takes an answer and an item, and compares
         the answer with the gold answer. Otherwise it takes an ``AgentRun``, which describes a whole
@@ -267,14 +271,14 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _unscored(answer: Any, item: Item) -> float:
-    """Raise RamifyError. This function takes the place of a scorer in items that are read from a
-    file, because only the reward of the ``AgentTask`` can score them."""
+    """Raise RamifyError. Items that are read from a file have this function as their scorer,
+    because only the reward of the ``AgentTask`` can score them."""
     raise RamifyError(f"item {item.id}: only the reward of its AgentTask can score it")
 
 
 def _check_call(field: str, function: Any, argument: str) -> None:
-    """Raise ConfigError unless the object given for ``field`` is a function that can be called with
-    one argument."""
+    """Raise ConfigError unless the value of ``field`` is a function that can be called with one
+    argument."""
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(
@@ -295,9 +299,9 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """Return a function as text that tells where to import it (``file.py:name``), so that a
-    checkpoint or another process can find it. Other values, and functions that cannot be imported,
-    are returned unchanged."""
+    """Convert a function to text from which it can be imported (``file.py:name``), so that a
+    checkpoint or another process can find it. Other values, and functions that cannot be
+    imported, are returned unchanged."""
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":
@@ -320,7 +324,7 @@ def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
 
 
 def _score(worth: Any, trajectory: Trajectory) -> Score:
-    """Convert the value that a reward function returned to a ``Score``.
+    """Convert a reward function's return value to a ``Score``.
 
     A name that is the id of a call gives that call a reward. If there are no other names, the
     reward of the rollout is the mean over these calls."""
@@ -341,7 +345,7 @@ def _score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Average each named value over the calls that have it. Raises RamifyError for a value that is
+    """Average each named reward over the calls that have it. Raises RamifyError if a value is
     not a number."""
     known: dict[str, list[float]] = {}
     for call, values in by_call.items():

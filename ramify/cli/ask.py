@@ -1,5 +1,4 @@
-"""Declare the options of the command ``ramify ask``, and create an ``RLM`` and a question from
-them.
+"""Define the options of the command ``ramify ask``, and create an ``RLM`` and a question from them.
 
 ``SETTINGS`` is the only list of settings: the command line, the configuration file and the
 ``RAMIFY_*`` variables take their names and types from it. ``ask_runner.py`` runs the question, and
@@ -49,9 +48,9 @@ ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model 
   With neither: --model tiny, a packaged policy for ledger questions (scripts/demo trains one)"""
 
 LOCAL_SANDBOXES = ("inprocess", "ipython", "jail", "process")
-"""Sandboxes whose packages are those of this machine."""
+"""Sandboxes that can use the packages installed on this machine."""
 _PATIENCE_S = 1.0
-"""Seconds to wait for piped input before saying so."""
+"""Seconds to wait for piped input before printing a notice."""
 
 SETTINGS = (
     CliOptionSpec("model", str, "model that drives the session, as provider:model", "MODEL", "-m"),
@@ -148,7 +147,7 @@ SETTINGS = (
     OPTION,
 )
 OF_SOURCES = ("max_bytes", "allow_private", "strict")
-"""Settings of how sources are read."""
+"""Settings that control how sources are read."""
 LIMITS = (
     "max_cost",
     "max_seconds",
@@ -159,7 +158,7 @@ LIMITS = (
     "max_concurrency",
     "patience",
 )
-"""Settings that are limits, of which a resumed run may have others."""
+"""Settings that limit a run. A resumed run may change them."""
 _ALLOWED_WITH_RESUME = {
     *("json", "quiet", "verbose", "progress", "allow_weaker", "model", "sub_model"),
     *LIMITS,
@@ -197,18 +196,18 @@ _OF_SESSIONS = (
     *("max_depth", "max_turns", "branches", "sandbox", "tier", "allow_weaker", "memory"),
     *("package", "mount", "mcp"),
 )
-"""Settings that concern only sessions."""
+"""Settings that apply only to sandbox sessions."""
 _OF_PROMPTS = ("cite", "scaffold", "instructions", "examples")
-"""Settings that concern the prompts of sessions and of plain calls."""
+"""Settings that change the prompts of sessions and of plain model calls."""
 NOT_OF_MODE = {
     "plan": (*_OF_SESSIONS, *_OF_PROMPTS),
     "direct": (*_OF_SESSIONS, "sub_model"),
 }
-"""Mode -> settings of ``ask`` that it does not have."""
+"""Answer mode -> settings of ``ask`` that do not apply in that mode."""
 KINDS: dict[str, Any] = {
     option.name: list[str] if option.kind is list else option.kind for option in SETTINGS
 }
-"""Setting -> its type."""
+"""Setting name -> its type."""
 
 
 def ask(
@@ -283,8 +282,8 @@ def _check_mode(
 
 
 def check_mode(mode: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError if the value of ``--mode`` is unknown, or if the command line has an option
-    that this mode does not support."""
+    """Raise UsageError if the value of ``--mode`` is unknown, or if the command line has an
+    option that this mode does not support."""
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
     if given.get("direct") is not None:
@@ -298,8 +297,11 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
 
 
 def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
-    """Create the writer of a command's messages to stderr. It also receives the warnings of this
-    process.
+    """Create the object that writes a command's messages to stderr. It also receives the warnings
+    of this process.
+
+    The first messages warn about environment variables that look like one of the settings in
+    ``kinds`` but are not one.
 
     The first messages warn about environment variables that look like a setting listed in ``kinds``
     but are not one."""
@@ -318,8 +320,8 @@ def prompt(
     tokens: bool | None = None,
     **given: Any,
 ) -> int:
-    """Run ``ramify prompt``: print the prompt that a question would begin with, without sending it
-    to a model."""
+    """Run ``ramify prompt``: print the initial prompt for a question, without sending it to a
+    model."""
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.capture_warnings()
@@ -349,7 +351,7 @@ def show_prompt(
     notes: StderrMessageWriter,
     **options: Any,
 ) -> int:
-    """Print the prompt that a question would begin with. Further keyword arguments are passed to
+    """Print the initial prompt for a question. Additional keyword arguments are passed to
     ``prompt_preview_printer.show``."""
     from ramify.cli import prompt_preview_printer
 
@@ -371,8 +373,8 @@ def show_prompt(
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
-    """Raise UsageError if the question is the name of a file or a URL, because the user probably
-    forgot the question. The model would see only the name."""
+    """Raise UsageError if the question is the name of a file or a URL. The user probably forgot
+    the question, and the model would see only the name."""
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
         from ramify.sources.url_recognition import shown_url
@@ -386,7 +388,7 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
 
 def _decoded_text(argument: str) -> str:
     """Decode a command-line argument that is not valid in the locale's encoding. It is read as
-    UTF-8, or else as Windows-1252, as files are."""
+    UTF-8, or as Windows-1252 if that fails, in the same way as files."""
     try:
         argument.encode()
         return argument
@@ -430,8 +432,8 @@ def _ask(
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
-    """Connect to the MCP servers that the setting ``mcp`` names, and close the connections after
-    the block. The block gets None if no server is named."""
+    """Connect to the MCP servers that the setting ``mcp`` names, for the duration of a ``with``
+    block. The block receives their tools, or None if no server is named."""
     if not settings.get("mcp"):
         return contextlib.nullcontext()
     from ramify.engine.mcp_tools import McpTools
@@ -440,7 +442,10 @@ def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[Mcp
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
-    """Start slow work in the background while this thread imports modules and reads files.
+    """Start slow initial work in the background, while this thread imports modules and reads files.
+
+    The sandbox server starts in its own process. A thread loads the certificate authorities, which
+    mostly runs without Python's lock.
 
     The sandbox server starts in its own process. A thread reads the certificate authorities, which
     mostly releases Python's lock.
@@ -504,8 +509,8 @@ def read_mount(given: str) -> tuple[str, str]:
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
-    """Return True if the question will probably need a sandbox session rather than one direct call
-    of the model."""
+    """Return True if the question will probably need a sandbox session rather than one direct
+    model call."""
     if settings.get("direct") is False or settings.get("branches", 1) != 1 or settings.get("mcp"):
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
@@ -558,8 +563,8 @@ def make_rlm(
 
 
 def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError if a maximum cost is set but a model has no known price. Models of providers
-    from other packages are accepted, because their clients may know the price."""
+    """Raise UsageError if a maximum cost is set but a model has no known price. Models of
+    third-party providers are accepted, because their clients may know the price."""
     from ramify.clients.providers import CLIENTS, PriceTable
 
     if max_cost is None or not math.isfinite(max_cost):
@@ -578,7 +583,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
 
 
 def _is_free(settings: Mapping[str, Any]) -> bool:
-    """Return True if all models of a question are known to cost nothing."""
+    """Return True if all models of a run are known to cost nothing."""
     from ramify.clients.providers import FREE, PriceTable
 
     table = PriceTable.load()
@@ -587,7 +592,7 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
 
 
 def _note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
-    """Tell the user which of the models only simulate one."""
+    """Print a notice for each chosen model that only simulates a model."""
     for name in dict.fromkeys((settings["model"], *(settings.get("sub_model") or ()))):
         if name.startswith("offline:"):
             notes.say(
@@ -597,7 +602,7 @@ def _note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings that are fields of ``Limits`` and have a value."""
+    """Return the settings that are fields of ``Limits`` and that have a value."""
     from ramify.engine.limits import Limits
 
     named = {**settings, "patience_s": settings.get("patience")}
@@ -616,8 +621,9 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
 
 
 def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
-    """Open the store of runs for a command that keeps further files in the store's folder. Returns
-    None if the settings turn the store off. Raises ConfigError if the store is not a folder."""
+    """Open the store of runs for a command that keeps additional files in the store's folder.
+    Returns None if the settings disable the store. Raises ConfigError if the store is not a
+    folder."""
     if settings.get("store") is False:
         return None
     from ramify.store.stores import require_folder_store
@@ -628,8 +634,8 @@ def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
 def load_sources(
     paths: list[str], notes: StderrMessageWriter, settings: dict[str, Any]
 ) -> LoadedContext | None:
-    """Load the given files, folders and URLs, or standard input if none are given. Returns None if
-    nothing was given and standard input is empty."""
+    """Load the given files, folders and URLs, or standard input if none are given. Returns None
+    if no source was given and standard input is empty."""
     size = settings.get("max_bytes")
     max_bytes = None if size is None else parse_size(size, "--max-bytes")
     if not paths and not _is_piped(notes):
@@ -678,7 +684,7 @@ def read_scaffold(given: str | None, model: str) -> Any:
 
 
 def read_instructions(given: str | None) -> str:
-    """Return the user's instructions, which are given either as text or as the name of a file."""
+    """Return the user's instructions. They are given either as text or as the name of a file."""
     if not given:
         return ""
     if "\n" not in given and os.path.isfile(os.path.expanduser(given)):
@@ -694,7 +700,8 @@ def read_instructions(given: str | None) -> str:
 
 
 def read_examples(given: str | None) -> list[Any]:
-    """Read example questions and answers from a .jsonl file, or from a .json file with a list."""
+    """Read example questions and answers from a ``.jsonl`` file, or from a ``.json`` file that
+    contains a list."""
     if not given:
         return []
     data = _read(given, "the examples")
@@ -736,7 +743,7 @@ def _decoded(data: bytes, name: str) -> Any:
 
 
 def _is_piped(notes: StderrMessageWriter) -> bool:
-    """Return True if standard input is a pipe or a file with at least one byte. This waits until a
+    """Return True if standard input is a pipe or a file with at least one byte. Waits until a
     byte arrives or the pipe is closed."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -755,8 +762,8 @@ def _is_piped(notes: StderrMessageWriter) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """Raise UsageError if ``--resume`` is combined with a setting, because a run continues with its
-    original settings. Settings about output and this machine are allowed."""
+    """Raise UsageError if ``--resume`` is combined with a setting that a resumed run cannot
+    change. Settings about output and this machine are allowed."""
     options = [option for option in SETTINGS if given[option.name] is not None]
     refused = [each.long for each in options if each.name not in _ALLOWED_WITH_RESUME]
     refused += ["--answer-schema"] if answer_schema else []

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
-"""Starts a run and sends its events to the given function."""
+"""Function that starts a run. It takes a function, which receives the run's events."""
 
 
 class AskRequest(msgspec.Struct, frozen=True):
-    """A question for a model, with the loaded sources and the options of the run."""
+    """A question for a model, together with the loaded sources and the options of the run."""
 
     question: str
     loaded: Any
-    """The ``LoadedContext`` from ``load``, or None."""
+    """The ``LoadedContext`` that ``load`` returned, or None."""
     options: RunOptions
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
@@ -79,8 +79,11 @@ def run_again(
     models: dict[str, Any],
     fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
-    """Continue a stored run. If the run has already ended, print its recorded answer, unless a
-    limit that ended it is now higher.
+    """Continue a stored run. If the run has already ended, print its recorded answer. A run that
+    was ended by a limit continues if that limit is now higher.
+
+    ``limits`` and ``models`` replace recorded ones. ``fork`` is a turn, counted from 0, and the
+    options of ``RLM.start_fork``: it starts a new run from that turn instead.
 
     ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0, options of
     ``RLM.start_fork``) starts a new run from that turn instead."""
@@ -170,7 +173,7 @@ def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveView:
 
 class RunInterrupts:
     """Handles Ctrl-C and SIGTERM while a run is in progress. The first Ctrl-C asks for the best
-    answer so far; the second one, or SIGTERM, stops the run."""
+    answer so far. The second one, or SIGTERM, stops the run."""
 
     def __init__(self, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.STOPPED
@@ -247,8 +250,8 @@ def _print(
 
 
 def _why(result: Result) -> str:
-    """Explain why a run has no answer. If a limit ended the run, the explanation includes the last
-    error."""
+    """Explain why a run has no answer. If a limit ended the run, the explanation includes the
+    last error."""
     why = why_unanswered(result)
     errors = [error for error in result.trajectory.errors if why not in error]
     return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
@@ -275,8 +278,8 @@ def _print_json(result: Result, run_id: str | None) -> None:
 
 
 def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) -> None:
-    """Print the answer unchanged, followed by its citations. If the answer has a JSON schema, the
-    citations go to stderr, so that stdout is valid JSON."""
+    """Print the answer unchanged, followed by its citations. If a JSON schema is set, the
+    citations go to stderr, so that stdout remains valid JSON."""
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
@@ -294,8 +297,8 @@ def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) 
 def format_run_summary(
     trajectory: Trajectory, run_id: str | None, unfinished: str = "running"
 ) -> str:
-    """Summarise a run on one line. If the run has not ended, ``unfinished`` takes the place of the
-    stop reason.
+    """Summarise a run in one line. For a run that has not ended, the text ``unfinished`` replaces
+    the stop reason.
 
     ``final · 3 turns, 12 requests · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
     """

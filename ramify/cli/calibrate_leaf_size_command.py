@@ -1,5 +1,5 @@
 """The command ``ramify calibrate MODEL``: measure how accurately a model answers about texts of
-different sizes, and store the best size for the leaves (single model calls) of later plans.
+different sizes. Later plans use the best size for each model call that reads one part of a text.
 
     model ──> sizes up to its window ──> what it may cost ──> begin? ──> plain calls about generated
     texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ramify.evaluate.run import AttemptOutcome
 
 _ITEMS = 20
-"""Questions of each family and size."""
+"""Number of questions for each question family and text size."""
 _MIN_TEXT = 1_000
-"""Shortest text of a suite, in tokens of four characters."""
+"""Shortest text of a question suite, in tokens of four characters."""
 _REPLY_TOKENS = 1_024
-"""Most tokens of a reply, without hidden reasoning. The longest right one has 150 words."""
+"""Maximum tokens of a reply, without hidden reasoning. The longest correct reply has 150 words."""
 _ASKED_WITH = (
     *("max_reply_tokens", "max_reasoning_tokens", "max_concurrency", "patience", "temperature"),
 )
-"""Settings of ``ask`` that concern plain calls."""
+"""Settings of ``ask`` that apply to plain model calls."""
 _KEPT = (*_ASKED_WITH, "json", "quiet", "verbose", "progress")
 OPTIONS = (
     CliOptionSpec(
@@ -119,7 +119,8 @@ def run(
 
 
 class _Curve:
-    """Prints the result of a calibration, a curve of accuracy against text size, and stores it."""
+    """Prints the result of a calibration as a curve of accuracy against text size, and stores
+    it."""
 
     def __init__(
         self, screen: ProgressDisplay, tolerance: float, svg: str | None, *, as_json: bool
@@ -130,8 +131,8 @@ class _Curve:
         self._as_json = as_json
 
     def announce(self, plan: MatrixPlan, likely: float | None) -> None:
-        """Announce which text sizes will be measured, how many questions are asked, and what that
-        will probably cost."""
+        """Print which text sizes will be measured, how many questions will be asked, and the
+        probable cost."""
         from ramify.evaluate.leaf_size_accuracy_curve import size_of
 
         sizes = sorted({size_of(cell) for cell in plan.cells})
@@ -188,8 +189,8 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[MatrixPlan, float | None]:
-    """Plan the evaluation that measures a model: plain calls, without a session, at each text size.
-    Returns the plan and its likely cost in dollars, or None if the model has no price.
+    """Plan the evaluation that measures a model with plain calls at each text size. Returns the
+    plan and its likely cost in dollars, which is None if the model has no price.
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
@@ -232,8 +233,8 @@ def _plan(
 
 
 def _sizes(text: str) -> list[int]:
-    """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000]. Returns
-    numbers of tokens in ascending order. Raises UsageError for anything else."""
+    """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000].
+    Returns token counts in ascending order. Raises UsageError for any other form."""
     from ramify.evaluate.leaf_size_accuracy_curve import to_text_tokens
 
     found = []
@@ -248,8 +249,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def _recorded(id: str) -> MatrixPlan:
-    """Load the plan of a stored calibration by its id. Raises an error if there is none, or if the
-    id belongs to another kind of evaluation."""
+    """Load the plan of a stored calibration by its id. Raises an error if the id is unknown or
+    belongs to another kind of evaluation."""
     from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
     from ramify.evaluate.matrix import EvaluationMatrixStore
 

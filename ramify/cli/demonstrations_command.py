@@ -1,5 +1,5 @@
-"""The command ``ramify demos``: let a model demonstrate how to solve a task, and store these runs
-so that another model can be trained on them.
+"""The command ``ramify demos``: let a model demonstrate how to solve a task, and store its runs as
+training data for another model.
 
     ramify demos my_task.py:errors --model openai:gpt-5-mini --num 400 --out demos --max-cost 10
     ramify train recipe.py sft.trajectories=demos sft.algorithm.min_reward=1
@@ -72,7 +72,7 @@ _SETTINGS = tuple(
 )
 _KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
 _SHARES = 8
-"""Default maximum cost of one demonstration, as a multiple of its equal share of the budget."""
+"""Default maximum cost of one demonstration, as a multiple of an equal share of the budget."""
 
 
 def collect_demonstrations(
@@ -123,8 +123,8 @@ def collect_demonstrations(
 
 
 def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError if a model costs money but ``--max-cost`` is missing, or if ``--max-cost``
-    is given but a model's price is unknown."""
+    """Raise UsageError if ``--max-cost`` is missing although a model costs money, or if it is
+    given although a model's price is unknown."""
     from ramify.clients.providers import PriceTable
 
     check_prices(settings, max_cost)
@@ -166,7 +166,7 @@ def _plan(
 
 
 class _Demonstrations:
-    """Creates the demonstrations for one invocation of ``ramify demos``, and prints a summary."""
+    """Creates the demonstrations of one ``ramify demos`` command, and prints a summary."""
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ class _Demonstrations:
     def _made(
         self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
     ) -> EvaluationResult | None:
-        """Make the demonstrations that are still missing. Returns None if Ctrl-C stopped the
-        command."""
+        """Create the demonstrations that are still missing. Returns None if the user pressed
+        Ctrl-C."""
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 

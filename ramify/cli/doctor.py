@@ -1,4 +1,4 @@
-"""The command ``ramify doctor``: check the installation, and print what is available and what is
+"""The command ``ramify doctor``: check the installation, and list what is available and what is
 missing.
 
 Names of API keys are shown, never their values.
@@ -52,7 +52,7 @@ EXTRAS = {
     "cluster": "simpy",
     "verifiers": "verifiers",
 }
-"""Optional extra -> the module that it installs."""
+"""Optional extra of the package -> the module that it installs."""
 _OTHER_KEYS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
 
@@ -86,7 +86,7 @@ def _config() -> Iterator[str]:
 
 
 def found_keys() -> dict[str, str]:
-    """Return the names of the environment variables in which this process has API keys, one for
+    """Return the names of the environment variables that hold API keys in this process, one for
     each provider with a key."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
     first_set = {
@@ -143,8 +143,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _version_of(module: str) -> str:
-    """Return the installed version of a module. Empty if another distribution provides the module,
-    such as ``mlflow-skinny``."""
+    """Return the installed version of a module. Returns an empty text if another distribution
+    provides the module, such as ``mlflow-skinny``."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

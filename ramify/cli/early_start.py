@@ -12,15 +12,15 @@ import os
 import sys
 
 SMALL_BYTES = 32_000
-"""Largest file (bytes) that one direct call is likely to answer."""
+"""Size in bytes of the largest file that one direct call is likely to answer."""
 _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
-"""Options with which a question needs no session of the jail, or none soon."""
+"""Options that make a sandbox session unnecessary, or delay it."""
 
 
 def asks_over_much(arguments: list[str]) -> bool:
-    """Return True if the command is ``ramify ask`` over a folder or a large file, which will soon
-    need a sandbox session. Returns False if an option or an environment variable shows that no such
-    session is needed."""
+    """Return True if the command is ``ramify ask`` over a folder or a large file, which will
+    soon need a sandbox session. Returns False if an option or an environment variable shows that
+    it will not."""
     if arguments[:1] != ["ask"] or sys.platform != "linux":
         return False
     if os.environ.get("RAMIFY_SANDBOX", "jail") != "jail":

@@ -219,8 +219,8 @@ def evaluate(
 
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
-    """Load the stored plan of a matrix, an evaluation of several settings, by its id. Returns None
-    if the id belongs to a single evaluation."""
+    """Load the stored plan of an evaluation matrix (several models, lengths or modes) by its id.
+    Returns None if the id belongs to a single evaluation."""
     from ramify.evaluate.matrix import EvaluationMatrixStore
 
     store = open_folder_store(settings, "ramify eval")
@@ -234,8 +234,8 @@ def _refuse_others(
     dry_run: bool | None,
     yes: bool | None,
 ) -> None:
-    """Raise UsageError for an option that does not fit the kind of evaluation. Some options work
-    only for a single evaluation, others only for a matrix, which compares several settings."""
+    """Raise UsageError for an option that does not fit the kind of evaluation. Some options
+    apply only to a single evaluation, others only to a matrix, which compares several settings."""
     of_matrix = {"--html": html, "--dry-run": dry_run, "--yes": yes}
     refused = [name for name, value in (of_one if is_matrix else of_matrix).items() if value]
     if refused and is_matrix:
@@ -349,8 +349,8 @@ class _Command:
     def _tracked(
         self, plan: EvaluationPlan, record: EvaluationFileWriter | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Open the experiment trackers at the start, so that their errors appear before any money
-        is spent."""
+        """Open the experiment trackers at the start, so that their errors appear before any
+        money is spent."""
         if self._trackers is None:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
@@ -360,8 +360,8 @@ class _Command:
         )
 
     def _baseline(self, records: Any) -> EvaluationResult | None:
-        """Load the stored evaluation that ``--against`` names, before any money is spent. Returns
-        None without the option."""
+        """Load the stored evaluation that the option ``--against`` names, before any money is
+        spent. Returns None if the option is not given."""
         if self._against is None:
             return None
         if records is None:
@@ -547,8 +547,8 @@ def _plan_of(
 
 
 def open_task(plan: EvaluationPlan) -> Task:
-    """Load the task that an evaluation plan names. Modules in the current folder are found, too, as
-    with ``python -m``."""
+    """Load the task that an evaluation plan names. Modules in the current folder can be used as
+    well, as with ``python -m``."""
     from ramify.tasks.base import task_of
 
     sys.path[:0] = [""] * ("" not in sys.path)
@@ -556,16 +556,16 @@ def open_task(plan: EvaluationPlan) -> Task:
 
 
 def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
-    """Return a copy of an evaluation plan with the split that ``--split`` names. Without that
-    option, the task chooses its split."""
+    """Return a copy of an evaluation plan with the split that ``--split`` names. By default, the
+    task chooses its split."""
     from ramify.evaluate.run import choose_split
 
     return msgspec.structs.replace(plan, split=choose_split(task, given))
 
 
 def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
-    """Check a few items of the task before the evaluation: right answers must score 1, and wrong
-    ones must not."""
+    """Check a few items of the task before the evaluation. Correct answers must score 1, and
+    wrong ones must not."""
     from ramify.tasks.validation import validate
 
     skipped = validate(task, [plan.split], num=min(4, plan.items))
@@ -586,8 +586,8 @@ def task_option(word: str) -> tuple[str, Any]:
 
 
 def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
-    """Raise UsageError if ``--resume`` is combined with a setting, because an evaluation continues
-    with its original settings. Settings about output and concurrency are allowed."""
+    """Raise UsageError if ``--resume`` is combined with a setting that a resumed evaluation
+    cannot change. Settings about output and concurrency are allowed."""
     known = (*_SETTINGS, *OF_AN_EVALUATION, *OF_A_MATRIX)
     refused = [
         option.long

@@ -1,5 +1,5 @@
-"""Evaluate a matrix, that is, all combinations of several task suites, lengths, models and modes:
-``ramify eval SUITES --lengths … --models … --modes …``.
+"""Run an evaluation matrix: all combinations of several task suites, text lengths, models and
+answer modes. The command is ``ramify eval SUITES --lengths … --models … --modes …``.
 
     axes ──> plan ──> rooms and prices of the models ──> what it may cost ──> begin? ──> attempts
                                                                            ──> table, JSONL, HTML
@@ -47,34 +47,34 @@ if TYPE_CHECKING:
 
 
 class MatrixOptions(NamedTuple):
-    """Options of an evaluation matrix that do not change its results, such as how many attempts run
-    at the same time. A matrix is all combinations of several models, lengths and modes."""
+    """Options of an evaluation matrix that do not change its results, such as the number of
+    concurrent attempts. A matrix is all combinations of several models, lengths and modes."""
 
     k: int | None
     concurrency: int
     html: str | None
-    """File for the page."""
+    """File to which the HTML report is written."""
     is_dry_run: bool
     is_confirmed: bool
-    """True if the command does not ask before it begins."""
+    """True if the command starts without asking for confirmation."""
     on_ray: bool = False
-    """True if attempts are made on a Ray cluster."""
+    """True if the attempts run on a Ray cluster."""
     workers: int | None = None
-    """Workers on that cluster."""
+    """Number of workers on the Ray cluster."""
     command: str = "ramify eval"
-    """Command that continues the matrix with --resume."""
+    """Command that resumes the matrix with ``--resume``."""
     show: Callable[[MatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
-    """Prints the results; None for the table. Nothing begins without a confirmation then."""
+    """Prints the results; None prints the table, and then nothing starts without a confirmation."""
 
 
 class _NotConfirmed(Exception):
-    """Raised if the user, asked on the terminal, does not want to begin the evaluation, or if this
-    is only a dry run."""
+    """Raised if the user does not confirm the evaluation on the terminal, or if this is only a
+    dry run."""
 
 
 class MatrixCommand:
-    """Evaluates all combinations of several task suites, lengths, models and modes for the command
-    line. It begins a new matrix or resumes a stored one."""
+    """Runs an evaluation matrix for the command line: all combinations of several task suites,
+    lengths, models and answer modes. It starts a new matrix or resumes a stored one."""
 
     def __init__(
         self, settings: dict[str, Any], screen: ProgressDisplay, options: MatrixOptions
@@ -90,7 +90,7 @@ class MatrixCommand:
         """Settings -> the RLM that answers with them."""
 
     def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
-        """Evaluate a new matrix. If ``validates`` is True, first check that right answers to some
+        """Run a new matrix. If ``validates`` is True, first check that correct answers to some
         items score 1."""
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTasks, plan_of
@@ -115,13 +115,13 @@ class MatrixCommand:
         return self._run(plan, tasks, is_new=True)
 
     def begin_plan(self, plan: MatrixPlan) -> ExitCode:
-        """Evaluate a new matrix whose combinations have already been chosen."""
+        """Run a new matrix whose combinations have already been chosen."""
         from ramify.evaluate.matrix import MatrixTasks
 
         return self._run(plan, MatrixTasks(), is_new=True)
 
     def resume(self, plan: MatrixPlan) -> ExitCode:
-        """Continue a stored matrix that is incomplete, and print its results."""
+        """Resume a stored matrix that is incomplete, and print its results."""
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTasks
 
@@ -188,8 +188,8 @@ class MatrixCommand:
             return self._shown(plan, evaluations, is_stored=records is not None)
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
-        """Return the RLM that answers for one cell (combination) of the matrix. Cells that differ
-        only in their answer mode share an RLM, and so share a rate limit."""
+        """Return the RLM that answers the questions of one cell, which is one combination of the
+        matrix. Cells that differ only in their answer mode share an RLM and its rate limit."""
         is_direct = plan.settings["mode"] == "direct"
         settings = _settings_of(plan)
         # A plain call has no tools.
@@ -205,7 +205,10 @@ class MatrixCommand:
     async def _check(
         self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
     ) -> None:
-        """Print the number of attempts and what they may cost, and ask the user whether to begin.
+        """Print the number of attempts and their probable cost, and ask the user whether to start.
+
+        Raises ConfigError if a model cannot be used, and _NotConfirmed if the evaluation should not
+        start.
 
         Raises ConfigError if a model cannot be used, and _NotConfirmed if the evaluation should not
         begin."""
@@ -319,7 +322,7 @@ class MatrixCommand:
     def _ended(
         self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        """Print how many attempts are missing, or that none was scored, and return the exit
+        """Print how many attempts are missing, or that no attempt was scored. Returns the exit
         code."""
         everything = [outcome for done in evaluations for outcome in done.outcomes]
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
@@ -348,7 +351,7 @@ class MatrixCommand:
     def _show_money(
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
-        """Print which score each cell (combination) of the matrix reaches at which cost."""
+        """Print the score and the cost of each cell, which is one combination of the matrix."""
         from ramify.evaluate.money_curves import matrix_money, money_table_lines, money_tables
 
         rows = matrix_money(plan, outcomes)
@@ -361,7 +364,7 @@ class MatrixCommand:
 
 
 def _is_confirmed() -> bool:
-    """Ask on the terminal whether to begin, and return True if the answer is yes."""
+    """Ask on the terminal whether to start. Returns True if the user agrees."""
     print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
     # The handler of asyncio would only cancel a task, which does not run while this waits.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -372,8 +375,8 @@ def _is_confirmed() -> bool:
 
 
 def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
-    """Return the object that makes the attempts of one cell (combination) of a matrix. It uses
-    ``rlm`` with the mode and the temperature of the cell."""
+    """Create an attempt maker for one cell, which is one combination of the matrix. Each attempt
+    uses ``rlm`` with the cell's mode and temperature."""
     from ramify.clients.base import Sampling
     from ramify.evaluate.answer_modes import mode_of
     from ramify.evaluate.attempt import attempt
@@ -386,21 +389,22 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
 
 
 def worker_attempt_maker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
-    """Return the object that makes the attempts of one cell (combination) of a matrix in a worker
-    process. The RLM is created in that process, with the API keys of its environment."""
+    """Create an attempt maker for one cell of a matrix inside a worker process. The RLM is
+    created in that process, with the API keys of its environment."""
     settings = _settings_of(plan)
     return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the settings of the RLM for one cell (combination) of a matrix. The setting ``direct``
-    is cleared, because each mode decides whether a plain call may answer the question."""
+    """Return the RLM settings for one cell, which is one combination of the matrix. The setting
+    ``direct`` is cleared, because each mode decides whether a plain call may answer the
+    question."""
     return {**plan.settings, "model": plan.model, "direct": None}
 
 
 def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a matrix report as plain dictionaries: first the combination that a row is
-    about, then its figures."""
+    """Yield the rows of a matrix report as plain dictionaries: first the combination that the
+    row describes, then its metrics."""
     for row in report.rows:
         data = msgspec.to_builtins(row)
         place = data.pop("place")

@@ -1,5 +1,5 @@
-"""Meter the model requests of other systems that are compared with Ramify: ``ramify eval … --with
-SYSTEM``.
+"""Meter the model requests of external systems that are compared with Ramify: ``ramify eval …
+--with SYSTEM``. A metering endpoint counts and limits each client's spending.
 
     each model ──> one meter, which records every request
     each cell  ──> the system's attempts, or runs of ours, each at a seat with the same budget
@@ -31,28 +31,28 @@ _NOT_METERED = {
     "sub_model": "systems are compared with one model",
     "mcp": "only runs of Ramify would have these tools",
 }
-"""Setting that only our runs have -> why it cannot be compared."""
+"""Setting that only Ramify's own runs support -> why it rules out a comparison."""
 
 
 def check_settings_comparable(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting that only Ramify's own runs support, and that would make the
-    comparison with other systems unfair."""
+    """Raise UsageError for a setting that only Ramify's own runs support, because it would make
+    the comparison with other systems unfair."""
     for name, why in _NOT_METERED.items():
         if settings.get(name):
             raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
 
 
 class MatrixMeters:
-    """The metering endpoints of an evaluation matrix, one for each model. They count the requests
-    of external systems. There are none if only Ramify itself answers."""
+    """The metering endpoints of an evaluation matrix, one for each model. They count the
+    requests of external systems. There are none if only Ramify itself is evaluated."""
 
     def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
         self._meters = meters
 
     def attempt_maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
-        """Return the object that makes the attempts of one cell (combination) of the matrix, by an
-        external system or by Ramify. If external systems take part, every attempt is metered and
-        has the same budget."""
+        """Return an attempt maker for one cell, which is one combination of the matrix. Attempts
+        are made by an external system or by Ramify. If external systems take part, every attempt
+        is metered and has the same budget."""
         from ramify.evaluate.systems.attempt import (
             MeteredRlmAttemptMaker,
             SystemAttemptMaker,
@@ -71,9 +71,8 @@ class MatrixMeters:
 
 @asynccontextmanager
 async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeters]:
-    """If an evaluation has external systems, start a metering endpoint for each model, which counts
-    their requests. The requests are recorded in the store's folder ``root``, unless that is
-    None."""
+    """Start a metering endpoint for each model within a ``with`` block, if the evaluation has
+    external systems. Requests are recorded in the store's folder ``root``, unless it is None."""
     from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.meter import MeteringProxy
 
@@ -94,7 +93,8 @@ async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[Matr
 
 
 def _budget_of(rlm: RLM, meter: MeteringProxy) -> ModelAccessBudget:
-    """Return the limits of Ramify's own runs, as the budget that every compared system gets."""
+    """Return the budget that every compared system gets, which is given by the limits of
+    Ramify's own runs."""
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import ModelAccessBudget
 
