@@ -1,5 +1,5 @@
-"""Show the progress and write the log of the commands ``ramify eval`` and ``ramify demos``, which
-make many attempts at a task.
+"""Show the progress of an evaluation and write its log, for the commands ``ramify eval`` and
+``ramify demos``.
 
     12 of 50 attempts · average 0.750 · 1 failed · $0.02
 
@@ -27,8 +27,8 @@ _log = ComponentLogger("evaluate")
 
 @contextlib.contextmanager
 def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
-    """Write log records during the block to ``ID.log``, beside the results in ``path``. ``what``
-    names what is evaluated. Without a path, no log is written."""
+    """Write the log records of a ``with`` block to ``ID.log``, in the same folder as the results
+    at ``path``. ``what`` names what is evaluated. If there is no path, no log is written."""
     if path is None:
         yield
         return
@@ -40,8 +40,8 @@ def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
 
 
 class EvaluationProgressReporter:
-    """Reports the progress of an evaluation: it updates the progress bar, or prints a line after
-    each tenth of the attempts.
+    """Reports the progress of an evaluation. It updates a progress bar, or prints a line after each
+    tenth of the attempts.
 
     With ``--verbose`` it also prints a line for each attempt.
     """
@@ -53,8 +53,8 @@ class EvaluationProgressReporter:
         num: int,
         earlier: Sequence[AttemptOutcome] = (),
     ) -> None:
-        """Prepare to report ``num`` attempts in total, of which ``earlier`` were already made in an
-        earlier run of the command."""
+        """Create a reporter for ``num`` attempts in total. ``earlier`` holds the outcomes of
+        attempts that an earlier run of the command made."""
         self.done = len(earlier)
         self._screen = screen
         self._notes = screen.notes

@@ -1,4 +1,4 @@
-"""The command ``ramify init task NAME``: create the files of a new task, which already runs, with a
+"""The command ``ramify init task NAME``: create the files of a new task that runs as it is, with a
 demonstrator, a training recipe and a test.
 
     ramify init task errors         errors.py: task, expert, demos and run(); test_errors.py

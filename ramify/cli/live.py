@@ -61,7 +61,7 @@ class SubcallTally(msgspec.Struct):
 
     started: int = 0
     done: int = 0
-    """Calls that ended with an answer."""
+    """Number of calls that ended with an answer."""
     failed: int = 0
 
     def text(self, name: str) -> str:
@@ -74,21 +74,21 @@ class TreeRow(msgspec.Struct):
 
     call: CallNode
     turn: int = 0
-    """Current turn, from 1; 0 before the first request."""
+    """Current turn, counted from 1; 0 before the first request."""
     code: str = ""
     """Latest code that the model wrote."""
     arriving: str = ""
-    """End of the reply that is arriving, and empty when it is whole."""
+    """The end of the reply that is being streamed; empty once the reply is complete."""
     has_code: bool = False
     """Whether the last reply contains code."""
     is_last_word: bool = False
-    """Whether the last request asks the model to answer with what it has."""
+    """Whether the last request asks the model for a final answer from what it already knows."""
     plain: SubcallTally = msgspec.field(default_factory=SubcallTally)
-    """``llm_query`` calls."""
+    """Counts of plain model calls, made with ``llm_query``."""
     children: SubcallTally = msgspec.field(default_factory=SubcallTally)
-    """``rlm_query`` calls; each also has its own row."""
+    """Counts of child calls made with ``rlm_query``. Each of them also has its own row."""
     leaves: SubcallTally = msgspec.field(default_factory=SubcallTally)
-    """Leaves of a plan."""
+    """Counts of the model calls that a plan makes to read the parts of a text."""
 
     @property
     def state(self) -> State:
@@ -144,7 +144,7 @@ class TerminalTreeRows:
                 pass
 
     def arrive(self, text: ReplyTextDelta) -> None:
-        """Show a piece of a reply that has just been streamed. Plain sub-calls have no row, so
+        """Add a piece of a reply that has just been streamed. Plain sub-calls have no row, so
         their text is not shown."""
         row = self.nodes.get(text.call)
         if row is not None and row.call.asking == text.turn:
@@ -159,8 +159,8 @@ class TerminalTreeRows:
             self.nodes[call.id] = TreeRow(call)
 
     def _tally(self, call: CallNode) -> SubcallTally | None:
-        """Return the tally of the parent's row in which a call is counted, or None if no row counts
-        the call."""
+        """Return the tally that counts a call, which is on the row of its parent. Returns None
+        if no row counts the call."""
         parent = self.nodes.get(call.parent.call) if call.parent else None
         if parent is None or call.kind == "strategy":
             return None
@@ -169,7 +169,10 @@ class TerminalTreeRows:
         return parent.children if call.kind == "rlm" else parent.plain
 
     def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
-        """Return the rows to show, at most ``max_rows``, and the number of rows that are hidden.
+        """Return the rows to show, at most ``max_rows`` of them, and the number of hidden rows.
+
+        Running calls take precedence over ended ones. The rows are in the order in which their
+        calls began.
 
         Running calls are preferred to ended ones. The rows are in the order in which their calls
         began.
@@ -190,7 +193,7 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 
 
 class LiveView:
-    """Draws the live view of a run on the terminal, from the run's events."""
+    """Draws the live view of a run on the terminal, based on the run's events."""
 
     def __init__(self, screen: ProgressDisplay, lines: RunEventPrinter, max_seconds: float) -> None:
         self._screen = screen
@@ -266,12 +269,12 @@ class LiveView:
 
 
 _NAMES = {"calls": "requests"}
-"""Name of a budget -> the word for what it counts, if that is another one."""
+"""Name of a budget -> the word for the things it counts, if the two differ."""
 
 
 def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
-    """Format how much of each budget is used, as one line. A budget is yellow from 70 % and red
-    from 90 % of its limit.
+    """Format how much of each budget is used, as one line. A budget is yellow from 70 % of its
+    limit, and red from 90 %.
 
     ``requests 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
     """

@@ -1,5 +1,5 @@
-"""Format a table of the sources that were read, with kind, size and contents. Below the table, say
-which files were left out and why.
+"""Format a table of the loaded sources, with kind, size and contents. Files that were not loaded
+are listed below it, with the reason.
 
     source      kind  size    contents
     orders.csv  csv   1.2 MB  CSV: 3 columns a, b, c; 1,200 rows
@@ -19,14 +19,14 @@ from ramify.printable import clean
 from ramify.sources.base import LoadedContext, SourceItem
 
 MAX_ROWS = 12
-"""Maximum number of rows. Above this, sources are summed up by suffix."""
+"""Maximum number of rows. If there are more sources, they are summed up by suffix."""
 _MAX_NAME_CHARS = 48
 _HEAD = ("source", "kind", "size", "contents")
 
 
 def source_table(loaded: LoadedContext) -> list[str]:
-    """Return the lines of a table that lists the loaded sources. A single source takes one line
-    without a header."""
+    """Return the lines of a table of the loaded sources. A single source takes one line without
+    a header."""
     items = loaded.items
     if len(items) == 1:
         return loaded.describe()

@@ -1,5 +1,5 @@
-"""The entry point of the ``ramify`` command: it selects the command, runs it, and turns errors into
-messages and exit codes.
+"""The entry point of the ``ramify`` command. It selects and runs the subcommand, and turns errors
+into messages and exit codes.
 
 A command's module is imported only when that command runs, because start-up takes a good part of
 the time of a short question. An error is one line on stderr. The exit codes and the option parser
@@ -69,7 +69,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, and exit the process with its exit code. This
+    """Run the subcommand that ``sys.argv`` names, and exit the process with its exit code. This
     function never returns."""
     # Nearly every object made during start-up lives on, so collecting would be wasted time.
     # Commands with more to do enable it again.
@@ -90,7 +90,8 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code. An exception becomes one line on stderr."""
+    """Run one subcommand and return its exit code. An exception is printed as one line on
+    stderr."""
     try:
         # Until this point, Ctrl-C ends the process at once (``ramify.__main__``).
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,8 +113,8 @@ def run(arguments: list[str]) -> int:
 
 
 def command(name: str) -> CliCommandSpec:
-    """Import the module of a command and return the command's specification. The help text ends
-    with the related commands, such as ``runs check`` for ``runs``."""
+    """Import the module of a subcommand, and return the subcommand's specification. The help
+    text ends with related commands, such as ``runs check`` for ``runs``."""
     module = importlib.import_module(COMMANDS[name][0])
     specs: tuple[CliCommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
@@ -179,8 +180,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def split(arguments: list[str]) -> tuple[str, list[str]]:
-    """Split the arguments into the name of the command, which may have two words, and the command's
-    own arguments."""
+    """Split the command-line arguments into the name of the subcommand, which may have two
+    words, and its own arguments."""
     two = " ".join(arguments[:2])
     return (
         (two, arguments[2:])
@@ -193,11 +194,11 @@ _EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "numpy"), "train"),
     "simpy": "cluster",
 }
-"""Module -> extra that installs it, where a command as a whole needs it."""
+"""Module -> optional extra that installs it, for commands that need the module to run at all."""
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an exception that no command has caught, as one line.
+    """Describe in one line an exception that no command has caught.
 
     An OSError, such as a full disk or a read-only folder, is not reported as an internal error.
     """
@@ -216,8 +217,8 @@ def _unexpected(error: Exception) -> str:
 
 
 def _place_in_plugin(error: Exception) -> str:
-    """Return the line of the user's own code (such as the loss of a recipe) that raised an error,
-    directly or through a library. Returns an empty text if Ramify itself raised the error."""
+    """Return the line of the user's own code that raised an error, such as a line of a recipe's
+    loss. Returns an empty text if Ramify itself raised the error."""
     import sysconfig
     import traceback
 

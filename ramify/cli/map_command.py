@@ -53,13 +53,14 @@ if TYPE_CHECKING:
     from ramify.maps.ray_map import RayMapRun
 
 _OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
-"""Limits that a map has for all rows or for each row, and ``ask`` for its question."""
+"""Limits that apply to all rows, or to each row, of a map. In ``ask`` they apply to the single
+question."""
 _NOT_HERE = (
     *("branches", "cite", "cache"),
     *OF_SOURCES,
     *_OF_ROWS,
 )
-"""Settings of ``ask`` that a map does not have, or has in another sense."""
+"""Settings of ``ask`` that a map lacks, or that have another meaning for a map."""
 OPTIONS = (
     CliOptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
     CliOptionSpec(
@@ -205,8 +206,8 @@ def run(
 def _until_the_end(
     map_run: MapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map until it ends or is stopped. Returns the result, or None if the map was cancelled,
-    and the exit code to use if the map was stopped."""
+    """Run a map until it ends or is stopped. Returns the result, which is None if the map was
+    cancelled, and the exit code if the map was stopped."""
     interrupts = _MapInterrupts(map_run, notes)
     try:
         result = asyncio.run(interrupts.watched())
@@ -236,13 +237,13 @@ def _ray_run(
 
 
 def _worker_rlm(settings: dict[str, Any]) -> RLM:
-    """Create the RLM of a worker process, with the API keys of the worker's environment."""
+    """Create an RLM inside a worker process, with the API keys of the worker's environment."""
     return make_rlm(settings, sandbox_spec(settings), None, mode=settings["mode"])
 
 
 class _MapInterrupts:
-    """Handles Ctrl-C and SIGTERM while a map is in progress. The first signal starts no further
-    row; a second Ctrl-C cancels the rows in progress."""
+    """Handles Ctrl-C and SIGTERM while a map asks its question of each row. After the first
+    signal no further row is started. A second Ctrl-C cancels the rows in progress."""
 
     def __init__(self, map_run: MapRun | RayMapRun, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.CUT_SHORT
@@ -281,7 +282,7 @@ class _MapInterrupts:
 
 
 def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
-    """Print the answers about a sample of rows as JSON lines, and the estimated cost and time of
+    """Print the answers for a sample of rows as JSON lines, and estimate the cost and time of
     the whole table."""
     for row in result.table or () if prints_rows else ():
         print(terminal_text.json_line(row))
@@ -342,7 +343,7 @@ def _report(
 
 
 def format_map_summary(result: MapResult) -> str:
-    """Summarise a finished map on one line, such as ``10,000 rows · 9,990 answered, 10 failed ·
+    """Summarise a finished map in one line, such as ``10,000 rows · 9,990 answered, 10 failed ·
     10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
     usage = result.usage
     counts = [f"{result.num_answered:,} answered"]

@@ -1,5 +1,7 @@
-"""Parse command lines. The options of each command are declared in a table, and a usage error is
-one line. This module also defines the exit codes, and parses values with units: ``30d``, ``2GB``.
+"""Parse command lines. Each command declares its options in a table, and a usage error is reported
+in one line.
+
+This module also defines the exit codes, and parses values with units such as ``30d`` and ``2GB``.
 
 It builds on the standard library's ``argparse`` because start-up time matters: the usual frameworks
 take as long to import as a whole short question takes (see docs/log.md). Options may come before,
@@ -49,11 +51,12 @@ MEANINGS = {
 
 
 WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
-"""Errors in the request itself, found before anything runs; they exit with ``USAGE``."""
+"""Errors in the command itself that are found before anything runs. They exit with the code
+``USAGE``."""
 
 
 def exit_of(stop: Stop, answer: Any) -> ExitCode:
-    """Return the exit code for a run, from its stop reason and its answer."""
+    """Return the exit code for a run, based on its stop reason and its answer."""
     if stop is Stop.ERROR:
         return ExitCode.ERROR
     if stop is Stop.SUSPENDED:
@@ -76,15 +79,16 @@ _RECORDS = "print log records to stderr; -vv prints more"
 
 
 class UsageError(Exception):
-    """Raised if the command line is wrong: an unknown option, a bad value or a missing argument."""
+    """Raised if the command line is wrong: an unknown option, a bad value, or a missing
+    argument."""
 
 
 class CliOptionSpec(NamedTuple):
-    """Declares one option of a command. A boolean option has two forms, such as ``--cite`` and
+    """Declares one command-line option. A boolean option has two forms, such as ``--cite`` and
     ``--no-cite``."""
 
     name: str
-    """Python name of the option: ``max_cost`` stands for ``--max-cost``."""
+    """Python name of the option, such as ``max_cost`` for ``--max-cost``."""
     kind: type
     """``str``, ``int`` or ``float``; ``bool`` for a switch; ``list`` for a repeatable string."""
     help: str
@@ -92,7 +96,8 @@ class CliOptionSpec(NamedTuple):
     short: str = ""
     """Short form, such as ``-m``."""
     has_no: bool = True
-    """Whether a switch has a ``--no-`` form, for when a file or a variable turned it on."""
+    """Whether a switch also has a ``--no-`` form, which undoes a setting from a file or a
+    variable."""
 
     @property
     def long(self) -> str:
@@ -130,7 +135,7 @@ class CliOptionSpec(NamedTuple):
 
     @property
     def forms(self) -> list[str]:
-        """The long form, and the ``--no-`` form of a switch that has one."""
+        """The option's long form and, for a switch that has one, its ``--no-`` form."""
         has_two = self.kind is bool and self.has_no
         return [self.long, f"--no-{self.long[2:]}"] if has_two else [self.long]
 
@@ -141,14 +146,15 @@ class CliOptionSpec(NamedTuple):
 
 
 class CliCommandSpec(NamedTuple):
-    """Declares one command: its description, its arguments and options, and the function that runs
-    it."""
+    """Declares one subcommand: its description, its arguments and options, and the function that
+    runs it."""
 
     name: str
     about: str
     """Description for ``--help``; the first line is a summary."""
     run: Callable[..., int]
-    """Function that receives ``words`` and each option by name, and returns the exit code."""
+    """Function that runs the subcommand. It receives ``words`` and each option by name, and
+    returns the exit code."""
     words: str = ""
     """Positional arguments for the usage line, such as ``QUESTION PATH…``; empty if none."""
     min_words: int = 0
@@ -158,7 +164,8 @@ class CliCommandSpec(NamedTuple):
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:
-        """Parse the arguments, run the command, and return its exit code. Raises UsageError."""
+        """Parse the arguments, run the command, and return its exit code. Raises UsageError for
+        bad arguments."""
         known = [form for option in self.options for form in option.forms]
         values = vars(self.parser().parse(arguments, [*known, "--verbose", "--help"]))
         words = values.pop("words")
@@ -189,8 +196,8 @@ class CliCommandSpec(NamedTuple):
 
 
 class _CountedSwitch(argparse.BooleanOptionalAction):
-    """The option ``--verbose`` of a command that uses it for its own messages. Repeating the option
-    also makes the log more verbose."""
+    """A ``--verbose`` switch that can be repeated. The first use prints the command's own
+    messages; repeating it also makes the log more verbose."""
 
     def __call__(
         self,
@@ -205,7 +212,7 @@ class _CountedSwitch(argparse.BooleanOptionalAction):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError, instead of printing a message and exiting."""
+    """An argument parser that raises UsageError instead of printing a message and exiting."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -226,8 +233,8 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def unknown_option(given: str, known: Sequence[str]) -> str:
-    """Describe an option that a command does not have, and suggest the nearest of ``known``, which
-    has the options that are used most first."""
+    """Describe an option that a command does not have, and suggest a similar one from ``known``.
+    Options that are used more often come first in ``known``."""
     name = given.partition("=")[0]
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
     close = [option for option in known if option.startswith(f"{name}-")]
@@ -254,7 +261,7 @@ _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_age(text: str, option: str) -> float:
-    """Parse a length of time with a unit, and return it in seconds.
+    """Parse a duration with a unit, and return it in seconds.
 
     >>> parse_age("1.5h", "--older-than")
     5400.0

@@ -1,5 +1,5 @@
-"""The command ``ramify plan``: show the plan for a question and its cost, ask whether to run it,
-and run it.
+"""The command ``ramify plan``: show the plan for answering a question and its estimated cost, ask
+for confirmation, and run it.
 
     words, sources ──> plan ──> cost ──> shown ──> yes? ──> as ``ramify ask`` runs a question
 
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from ramify.sources.base import LoadedContext
 
 _CALL_S = 2.0
-"""Seconds of a call in the estimate of the time."""
+"""Assumed seconds per model call when the total time is estimated."""
 _NOT_HERE = (*NOT_OF_MODE["plan"], "sub_model", "direct")
-"""Settings of ``ask`` that a plan does not have, or that are described differently."""
+"""Settings of ``ask`` that a plan lacks, or that need another description."""
 _SUB_MODEL = CliOptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
 OPTIONS = (
     CliOptionSpec(
@@ -158,8 +158,8 @@ def _answer(
 
 
 def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
-    """Return the plan that ``--plan`` names, or else the one that suits the question, with the
-    reason for the choice. ``model`` is the model that the plan will call."""
+    """Return the plan that ``--plan`` names, or else the plan that suits the question best, with
+    the reason for the choice. ``model`` is the model that the plan will call."""
     if name is not None and _is_file(name):
         if used := [key for key, value in options.items() if value is not None]:
             raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
@@ -173,8 +173,7 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
 
 
 def _is_file(name: str) -> bool:
-    """Return True if the value of ``--plan`` is a file name rather than the name of a built-in
-    plan."""
+    """Return True if the value of ``--plan`` is a file name, not the name of a built-in plan."""
     return name.endswith(".json") or os.path.sep in name
 
 
@@ -209,15 +208,15 @@ def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> 
 
 
 def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
-    """Return the JSON object that ``--json`` prints if the plan is only shown: the plan, the reason
-    for it, and its cost."""
+    """Return the JSON object that ``--json`` prints when a plan is only shown: the plan, the
+    reason for choosing it, and its cost."""
     plain: dict[str, Any] = msgspec.to_builtins(cost)
     return {"plan": msgspec.to_builtins(chosen.plan), "reason": chosen.reason, "cost": plain}
 
 
 def _is_agreed(notes: StderrMessageWriter) -> bool:
-    """Ask on the terminal whether to run the plan, and return True if the user agrees. Without a
-    terminal, print how to run the plan."""
+    """Ask on the terminal whether to run the plan, and return True if the user agrees. If there
+    is no terminal, print how to run the plan."""
     if not (sys.stdin is not None and sys.stdin.isatty()):
         notes.say("nothing was sent; to run the plan, add --yes")
         return False

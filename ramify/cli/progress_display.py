@@ -1,5 +1,5 @@
-"""Show the progress of a command on stderr. All commands share this display; stdout is for the
-command's answer.
+"""Show the progress of a command on stderr. All commands share this display. Stdout is reserved for
+the command's answer.
 
     live     a view on the terminal, redrawn ten times a second:
              the command's own picture, and a bar for each task
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 FIRST_S = 3.0
-"""Seconds of silence before the first line."""
+"""Seconds without output before the first progress line."""
 LINE_INTERVAL_S = 10.0
-"""Seconds of silence before each later line."""
+"""Seconds without output before each later progress line."""
 
 
 class PeriodicProgressLine:
@@ -80,8 +80,8 @@ class PeriodicProgressLine:
                 self._tasks[state.id] = state, since
 
     def print_now(self, text: str) -> None:
-        """Print a line for the command. The next progress line then waits for a full interval
-        again."""
+        """Print a line of text immediately. The next progress line then waits for a full
+        interval again."""
         self._said_at = time.monotonic()
         write_stderr(text)
 
@@ -112,18 +112,19 @@ OPTION = CliOptionSpec(
     "FORM",
 )
 INTERVAL_S = 0.1
-"""Seconds between two pictures, and between two JSON lines about the same task."""
+"""Seconds between two redraws, and between two JSON lines about the same task."""
 PATIENCE_S = 0.3
-"""Seconds before the first picture; a task that ends sooner is not drawn."""
+"""Seconds before the first drawing. A task that ends sooner is not drawn."""
 _BAR_CHARS = 24
 
 Picture = Callable[[int, int], "Sequence[Text]"]
-"""Takes the terminal's columns and lines; returns at most that many rows."""
+"""Function that takes the terminal's width and height and returns at most that many lines to
+draw."""
 
 
 def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
-    """Return the form in which progress is shown (live view, lines, JSON or none), from
-    ``--progress``, or else from whether stderr is a terminal. With ``--quiet`` the form is
+    """Return the form of the progress display: live view, lines, JSON or none. It is taken from
+    ``--progress``, or else depends on whether stderr is a terminal. With ``--quiet`` it is
     ``none``. Raises UsageError if the form is unknown."""
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {did_you_mean(given, FORMS)}")
@@ -190,19 +191,19 @@ class ProgressDisplay:
         self._stack.close()
 
     def close_live_view(self) -> None:
-        """Remove a live view before the answer is printed. Displays of another form continue."""
+        """Remove a live view so that the answer can be printed. Displays in another form
+        continue."""
         if self.form == "live":
             self.close()
 
     def draw(self, picture: Picture) -> None:
-        """Set the picture that a live view shows above its progress bars, and draw it at once."""
+        """Set the content that a live view shows above its progress bars, and draw it at once."""
         self._picture = picture
         if self._drawer is not None:
             self._drawer.start(patience_s=0.0)
 
     def write_json_event(self, event: str, /, **fields: Any) -> None:
-        """Write an event as one JSON line if the display's form is ``json``; otherwise do
-        nothing."""
+        """Write an event as one JSON line. Does nothing unless the display's form is ``json``."""
         if self.form == "json":
             line = {"event": event, "at_s": round(time.monotonic() - self._began, 3), **fields}
             # One write, because several threads write here.
@@ -242,8 +243,8 @@ class ProgressDisplay:
             self._drawer.start(PATIENCE_S)
 
     def rows(self, width: int, height: int) -> list[Text]:
-        """Return the rows that a live view should draw now: the command's picture, then a bar for
-        each task."""
+        """Return the lines that a live view should draw now: the command's own view, then a bar
+        for each task."""
         from rich.text import Text
 
         with self.lock:
@@ -262,8 +263,8 @@ class ProgressDisplay:
 
 
 class _Drawer:
-    """A thread that draws the live view. It imports the library rich only when there is something
-    to draw."""
+    """A thread that draws the live view. It imports the library rich only when there is
+    something to draw."""
 
     def __init__(self, screen: ProgressDisplay) -> None:
         self._screen = screen
@@ -287,8 +288,8 @@ class _Drawer:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop drawing, and wait until the terminal is restored, even if the user presses Ctrl-C
-        meanwhile."""
+        """Stop drawing, and wait until the terminal is restored. Pressing Ctrl-C does not
+        interrupt the wait."""
         with self._lock:
             self._stopped.set()
             self._draw_now.set()
@@ -346,7 +347,9 @@ class _Drawer:
 
 @contextlib.contextmanager
 def _clean_exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the command by an exception, so that the cursor is restored.
+    """Make SIGTERM end the command with an exception, so that the cursor is restored.
+
+    A SIGTERM handler that the command has already installed is kept.
 
     If the command has its own SIGTERM handler, that one stays.
     """
@@ -389,7 +392,7 @@ def progress_bar_line(task: ProgressState, since_s: float, width: int) -> str:
 
 
 def described(task: ProgressState, since_s: float) -> str:
-    """Describe a running task in words, such as ``sft: 120 of 500 steps · 12 s left``."""
+    """Describe a running task in one line, such as ``sft: 120 of 500 steps · 12 s left``."""
     return f"{one_line(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
 
 
@@ -417,7 +420,7 @@ def _amount(task: ProgressState) -> str:
 
 
 def _time(task: ProgressState, since_s: float) -> str:
-    """Return the estimated time left for a task, or the time elapsed if the end cannot be
+    """Format the estimated time left for a task, or the elapsed time if the end cannot be
     estimated."""
     if task.total and task.first < task.done <= task.total and since_s > 1:
         left_s = since_s * (task.total - task.done) / (task.done - task.first)

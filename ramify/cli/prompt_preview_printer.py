@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ramify.sources.base import LoadedContext
 
 _SHORT_REPLY = 200
-"""Tokens of a short reply, for the lower end of a cost estimate."""
+"""Tokens in a short reply, used for the lower end of a cost estimate."""
 
 
 def show(
@@ -41,8 +41,8 @@ def show(
     is_dry_run: bool = False,
     is_free: bool = False,
 ) -> ExitCode:
-    """Print the prompt that a call at the given depth would get (0 is the root). If ``is_dry_run``
-    is True, also print what the run would load and cost. ``is_free`` is True if no model of the run
+    """Print the prompt of a call at the given depth, where 0 is the root. If ``is_dry_run`` is
+    True, also print what the run would load and cost. ``is_free`` is True if no model of the run
     costs anything."""
     context, query = (question, None) if loaded is None else (loaded, question)
     preview = rlm.prompt(context, query, depth=depth, answer_type=answer_type, cite=cite)
@@ -101,15 +101,15 @@ def _show_costs(
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Return the minimum and the maximum cost in dollars of the first request, for a short and for
-    the longest reply."""
+    """Estimate the cost in dollars of the first request. Returns the cost with a short reply and
+    with the longest possible reply."""
     short = min(_SHORT_REPLY, preview.max_reply_tokens)
     return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
 
 
 def _tokenizer(folder: str) -> Any:
-    """Load a tokenizer from a folder, or by its name from the local cache. Raises ConfigError if it
-    has no chat template."""
+    """Load a tokenizer from a folder, or from the local cache by its name. Raises ConfigError if
+    it has no chat template."""
     from ramify.models.load import load_tokenizer
     from ramify.models.model_config_files import local_model_folder
 

@@ -1,5 +1,5 @@
-"""Rebuild the ``RLM`` of a stored run from its journal (the record of its events), to resume or
-replay the run.
+"""Rebuild the ``RLM`` of a stored run from its journal, in order to resume or replay the run. The
+journal is the file that records the run's events.
 
 Models, limits, prompts, sandbox and sampling are those recorded in the journal. MCP servers are
 started again. A replay calls no model, so it uses placeholder clients that need no key.
@@ -29,7 +29,7 @@ from ramify.types.message import Reply
 
 
 def load_recorded_run(run: str) -> tuple[RunStore, RecordedRunIndex]:
-    """Open the default store, and read the recorded replies of a run by its id."""
+    """Open the default run store, and read the recorded replies of the run with the given id."""
     store = open_configured_store()
     return store, RecordedRunIndex(store.events(run))
 
@@ -45,6 +45,11 @@ def rebuild_rlm(
     keys: Mapping[str, str] | None = None,
 ) -> RLM:
     """Create an RLM with the settings that a stored run has recorded.
+
+    ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
+    weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` maps a model's name
+    to its API key; other models take theirs from the environment. Raises ConfigError if this
+    version cannot read the recorded settings.
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
     weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` are API keys by the
@@ -99,8 +104,8 @@ def _tools(started: RunStarted) -> dict[str, Any]:
 
 
 class PlaceholderClient:
-    """Takes the place of a model's client in a replay: it has a name, a window and a price, but
-    raises an error if it gets a request."""
+    """A stand-in for a model's client in a replay. It has the model's name, context window and
+    price, but raises an error if it receives a request."""
 
     def __init__(self, name: str) -> None:
         prices = PriceTable.load()

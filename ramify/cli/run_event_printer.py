@@ -21,12 +21,12 @@ from ramify.types.event import (
 )
 
 _AS_STEPS = ("retry", "limit", "session_died")
-"""Log records of which a step says the same."""
+"""Log events that are not printed, because a step of the run reports the same thing."""
 
 
 class RunEventPrinter:
-    """Prints the events of a run while it is in progress. With ``--progress json`` each step is a
-    JSON object, with ``--verbose`` a line; otherwise only outages are reported."""
+    """Prints the events of a run while it is in progress. With ``--progress json`` each step is
+    a JSON object, and with ``--verbose`` it is a line. Otherwise only outages are reported."""
 
     def __init__(self, notes: StderrMessageWriter, screen: ProgressDisplay) -> None:
         self._notes = notes
@@ -56,8 +56,8 @@ class RunEventPrinter:
             self._say_waiting(event)
 
     def _say_waiting(self, event: AnyEvent) -> None:
-        """Tell the user once per outage that the run is waiting for the model's server, at the
-        second failure."""
+        """Tell the user, once per outage, that the run is waiting for the model's server. The
+        message appears at the second failure."""
         if isinstance(event, ReplyReceived):
             self._num_retries = 0
         elif isinstance(event, NoteAdded) and RETRYING in event.text:
@@ -66,8 +66,8 @@ class RunEventPrinter:
                 self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
-        """Print an event of the run as a line. Warnings are skipped, because they have already been
-        printed, and so is a failed attempt if the note that follows repeats its error."""
+        """Print an event of the run as a line. Warnings are skipped, because they have already
+        been printed. A failed attempt is skipped if the note that follows repeats its error."""
         failed, self._failed = self._failed, None
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):
@@ -83,8 +83,8 @@ class RunEventPrinter:
 
 
 def line_of(event: AnyEvent) -> str:
-    """Describe an event of a run in one line. Empty for events that would tell the user nothing
-    new."""
+    """Describe an event of a run in one line. Returns an empty text for an event that tells the
+    user nothing new."""
     match event:
         case CallStarted():
             return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"

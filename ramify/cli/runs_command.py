@@ -1,5 +1,5 @@
 """The command ``ramify runs`` and its subcommands ``review``, ``score``, ``check``, ``repair``,
-``rm`` and ``prune``: list, review, score, check, repair and delete stored runs.
+``rm`` and ``prune``, which work on stored runs.
 
 ``ramify/store/store.py`` reads and writes the files of the store.
 """
@@ -50,16 +50,17 @@ if TYPE_CHECKING:
     from ramify.store.base import RunStore
 
 _SHORT = len("20260301-142501-5gk0x7m")
-"""Length of the part of an id that a table shows. It identifies the run; the rest of an id is
+"""Length of the part of a run id that a table shows. That part is unique; the rest consists of
 words from the question."""
 _DROPPED_FIRST = ("when", "tokens", "calls", "model", "seconds", "answer")
-"""Columns that are dropped on a narrow terminal, in this order; never the cost or the stop."""
+"""Columns that are dropped on a narrow terminal, in this order. The cost and the stop reason are
+never dropped."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 _VERDICTS = ("right", "wrong", "not-sure", "none")
 _MOST_SHOWN = 20
 """Number of runs that are listed by default."""
 _BY_REFERENCE = "by reference"
-"""Column with the number of files that a run's context refers to instead of containing them."""
+"""Name of the column that counts the files that a run refers to without storing a copy."""
 
 
 def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | None = None) -> int:
@@ -299,8 +300,8 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
 
 
 def _as_dict(summary: RunSummary) -> dict[str, object]:
-    """Convert a run's summary to a dictionary with all fields, including those that have their
-    default value."""
+    """Convert a run's summary to a dictionary with all fields, including those at their default
+    values."""
     fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
     fields["usage"] = {
         name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__
@@ -324,8 +325,8 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 
 def _draw_folded(summaries: list[RunSummary]) -> None:
-    """Print the newest runs that a person asked for, and one line for each task whose evaluations
-    left runs. If no run was asked for by a person, print the newest of all."""
+    """Print the newest runs that a user started directly, and one line for each task with stored
+    evaluation runs. If there are no directly started runs, print the newest of all."""
     asked = [run for run in summaries if not run.task]
     if not asked:
         return _draw(summaries[:_MOST_SHOWN])
@@ -340,7 +341,7 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
 
 
 class _GroupRow(NamedTuple):
-    """Figures of a group of runs that have the same value in one field."""
+    """Statistics for a group of runs that have the same value in one field."""
 
     value: str
     runs: int

@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress", *OF_SOURCES)
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
-"""Options of ``ask`` that a server takes: its models, limits and sandbox."""
+"""Options of ``ask`` that a server accepts: its models, limits and sandbox."""
 
 
 _MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of mallopt(3)."""
+"""The parameter ``M_MMAP_THRESHOLD`` of the C function mallopt(3)."""
 _LARGE_BLOCK_BYTES = 1 << 20
 
 
@@ -75,8 +75,9 @@ def _map_large_blocks() -> None:
 def read_server_settings(
     given: dict[str, Any], command: str
 ) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
-    """Read the settings of a command that starts a server, and create the writer of its messages to
-    stderr. If no model is set, print how to set one, and return None for the settings."""
+    """Read the settings for a command that starts a server, and create the writer of its
+    messages to stderr. If no model is set, print how to set one, and return None in place of the
+    settings."""
     _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")))
@@ -159,9 +160,9 @@ def serve(words: list[str], **given: Any) -> int:
 
 @contextlib.contextmanager
 def _logged(given: str | None, store: Store | None) -> Iterator[None]:
-    """Write the log records of the server to a file during the block: the file that ``--log``
-    names, or one in the store's folder. Raises UsageError if ``--log`` does not name a file in an
-    existing folder."""
+    """Write the server's log records to a file within a ``with`` block. The file is the one that
+    ``--log`` names, or one in the store's folder. Raises UsageError if the folder of the named
+    file does not exist."""
     if given is not None and (not Path(given).parent.is_dir() or Path(given).is_dir()):
         raise UsageError(f"--log {given}: give a file in a folder that exists")
     if store is not None and given is None:
@@ -202,8 +203,8 @@ def _server(
 def _recorder(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
-    """Return a function that opens the recorder of conversations once the policy is loaded, or None
-    without ``--record``. Raises ConfigError at once if the model is not local."""
+    """Return a function that opens the recorder of conversations once the policy is loaded.
+    Returns None without ``--record``. Raises ConfigError at once if the model is not local."""
     recording = parse_recording_options(options)
     if recording is None:
         return None

@@ -1,4 +1,4 @@
-"""The command ``ramify serve --meter MODEL``: an HTTP endpoint in front of one model that counts
+"""The command ``ramify serve --meter MODEL``: a metering proxy in front of one model. It counts
 what each client spends, and enforces a budget for each client.
 
     ramify serve --meter openai:gpt-5-mini --max-tokens 200000 --max-calls 50
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 _OF_RUNS = ("keys", "max_runs", "max_body", "grace", "log", "record", "redact", "record_max_gib")
-"""Options of a server of runs, which a meter does not have."""
+"""Options for a server that answers with runs. They do not apply to a metering proxy."""
 _NO_KEY = "open_to_this_machine"
 
 
@@ -37,8 +37,8 @@ def serve_meter(
     port: int,
     notes: StderrMessageWriter,
 ) -> int:
-    """Serve a metering endpoint for the configured model until the user stops it. Raises UsageError
-    if an option is given that a meter does not support."""
+    """Serve a metering proxy for the configured model until the user stops it. Raises UsageError
+    for an option that the proxy does not support."""
     for name in (*_OF_RUNS, _NO_KEY):
         if options.get(name) is not None:
             why = "each caller of a meter needs a key" if name == _NO_KEY else "it is about runs"

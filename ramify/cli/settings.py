@@ -39,9 +39,11 @@ TABLES = {
         "max-bytes": "RAMIFY_STORE_MAX_BYTES",
     },
 }
-"""Table of the file -> key -> the environment variable that overrides it."""
+"""Table of the configuration file -> its keys -> the environment variable that overrides each
+key."""
 MODELS = "models"
-"""Table of the file that has one table for each model: its alias, and the keywords of ``Model``."""
+"""Name of the table in the configuration file that holds one table per model. Each is named by
+the model's alias and holds arguments of ``Model``."""
 _OF_A_MODEL = ("model", "api-key", "base-url", "window", "price", "headers", "sampling", "vision")
 OTHER_VARIABLES = frozenset(
     {
@@ -62,7 +64,7 @@ VALUE_FORMS: Mapping[Any, str] = {
     int: "a whole number: write it as 10",
     bool: "a switch: write true or false",
 }
-"""Type of a setting -> what its value must be, for the error about one that is not."""
+"""Type of a setting -> text that says what its value must be, for an error message."""
 INTERNAL_VARIABLES = frozenset(
     {
         "RAMIFY_ENGINE_KEY",
@@ -70,12 +72,12 @@ INTERNAL_VARIABLES = frozenset(
         "RAMIFY_RUN_LOG",
     }
 )
-"""Variables that a process of Ramify sets for those that it starts."""
+"""Environment variables that Ramify sets for the processes that it starts itself."""
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the configuration file. Raises ConfigError if ``RAMIFY_CONFIG`` names a
-    file that does not exist; the default file need not exist."""
+    file that does not exist. The default file need not exist."""
     given = environ.get("RAMIFY_CONFIG")
     if given:
         path = Path(given).expanduser()
@@ -93,8 +95,12 @@ def fill(
     kinds: Mapping[str, Any],
     environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Combine command-line options with the settings from environment variables and the
-    configuration file.
+    """Fill in the settings that the command line does not give, from environment variables and then
+    from the configuration file.
+
+    An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
+    a variable or the file may set. Some tables of the file set environment variables that other
+    parts of the package read.
 
     An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
     a variable or the file may set. The tables of the file set environment variables that other
@@ -111,7 +117,7 @@ def fill(
 
 
 def open_configured_store() -> RunStore:
-    """Open the store of runs that the configuration file names, for a command without other
+    """Open the store of runs that the configuration file names. For commands that need no other
     settings."""
     _apply_tables()
     from ramify.store.stores import open_store
@@ -121,7 +127,7 @@ def open_configured_store() -> RunStore:
 
 def open_configured_folder_store(command: str) -> Store:
     """Open the store of runs that the configuration file names, for a command that needs the
-    store's files. Raises ConfigError if the store has no files."""
+    store's files. Raises ConfigError if the store is not kept in files."""
     _apply_tables()
     from ramify.store.stores import require_folder_store
 
@@ -136,8 +142,8 @@ def _apply_tables() -> None:
 
 
 def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
-    """Return the models that the configuration file defines in ``[models.ALIAS]`` tables, by alias,
-    with their API keys."""
+    """Return the models that the configuration file defines in ``[models.ALIAS]`` tables, by
+    alias and with their API keys."""
     path = config_path(environ)
     tables = _content(path).get(MODELS, {})
     if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
@@ -176,8 +182,8 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
 
 
 def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
-    """Resolve a secret that is given as ``"$NAME"`` to the value of that environment variable.
-    Other values are returned unchanged. Raises ConfigError if the variable is not set."""
+    """Resolve a secret of the form ``"$NAME"`` to the value of that environment variable. Other
+    values are returned unchanged. Raises ConfigError if the variable is not set."""
     if not isinstance(value, str) or not value.startswith("$"):
         return value
     if not environ.get(value[1:]):
@@ -188,8 +194,8 @@ def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
 def unknown_variables(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a warning for each ``RAMIFY_*`` environment variable that is not a setting, such as a
-    misspelled one."""
+    """Yield a warning for each ``RAMIFY_*`` environment variable that is not a known setting,
+    such as a misspelled one."""
     known = {*map(variable, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
@@ -247,8 +253,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
-    """Set environment variables from one table of the configuration file, such as ``[prices]``, for
-    this process and its children."""
+    """Set environment variables from one table of the configuration file, such as ``[prices]``.
+    They apply to this process and its children."""
     keys = TABLES[table]
     if not isinstance(content, dict):
         raise ConfigError(

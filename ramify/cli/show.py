@@ -1,5 +1,6 @@
-"""The commands ``ramify show``, which prints a stored run as text, as one JSON object, or as its
-events, and ``ramify replay``, which re-runs its code cells with the recorded replies and compares.
+"""The commands ``ramify show`` and ``ramify replay``. ``show`` prints a stored run as text, as one
+JSON object, or as its events. ``replay`` runs its code again with the recorded replies, and reports
+differences.
 
     run 20260301-142501-…  2026-03-01 14:25
     final · 3 turns, 312 requests · 45.2k tokens · $0.12 · 14.2 s
@@ -52,7 +53,8 @@ from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, answer_t
 _OUTPUT_LINES = 12
 _NOTE = "[note] "
 _PLAIN_SHOWN = 3
-"""Maximum plain sub-calls of a cell that are listed one by one; more are only counted."""
+"""Maximum number of plain sub-calls of a code cell that are listed one by one. If there are
+more, they are only counted."""
 
 
 def show(
@@ -139,7 +141,7 @@ def _run_lines(
 
 
 def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines that show the plan of a run, if the run was answered by a plan."""
+    """Yield lines that describe the plan of a run, if the run was answered by a plan."""
     strategy = config.get("strategy") or {}
     if strategy.get("name") != "plan":
         return
@@ -174,7 +176,7 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
 
 
 _CallsBelow = Mapping[str, Mapping[tuple[int, int], list[Call]]]
-"""Id of a call -> (turn, cell) -> the calls that this cell made."""
+"""Call id -> (turn, cell) -> the sub-calls that this code cell made."""
 
 
 def _calls_below(trajectory: Trajectory) -> _CallsBelow:
@@ -212,16 +214,16 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
 
 
 def _notes_after(call: Call, turn: int) -> list[str]:
-    """Return the notes that the model got about one of its turns, such as why its answer was not
-    accepted. The turn after it begins with them."""
+    """Return the notes that the model received about one of its turns, such as why its answer
+    was not accepted. The prompt of the next turn begins with them."""
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
     lines = [line for message in following for line in message.content.splitlines()]
     return [line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE)]
 
 
 def _origin(call: Call) -> str:
-    """Describe why an outside agent's call began, and which call it continues as a fork, for the
-    end of a line. Empty for any other call."""
+    """Describe why a call of an external agent began, and which call it continues as a fork. The
+    text goes at the end of a line. It is empty for any other call."""
     cause = "" if call.cause is None else f", {call.cause}"
     if call.fork is None:
         return cause
@@ -374,8 +376,8 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
 
 
 def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
-    """Compare two runs of the same question, and yield a line for each cell, call and answer that
-    differs."""
+    """Compare two runs of the same question, and yield a line for each code cell, call and
+    answer that differs."""
     calls = {call.id: call for call in new.calls}
     for call in old.calls:
         replayed = calls.pop(call.id, None)
@@ -406,8 +408,8 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return True if two answers are the same once written to a journal, where a tuple is a list
-    and NaN is null."""
+    """Return True if two answers are equal once written to a journal as JSON, where a tuple is a
+    list and NaN is null."""
     return msgspec.json.encode(old) == msgspec.json.encode(new)
 
 

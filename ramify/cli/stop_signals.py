@@ -1,5 +1,5 @@
-"""End a command on Ctrl-C or SIGTERM even if its event loop is blocked, and end a command whose
-loop stays blocked past the deadline of its run.
+"""End a command on Ctrl-C or SIGTERM even if its event loop is blocked. Also end a command whose
+blocked loop exceeds the deadline of its run.
 
     signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
        └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
@@ -31,8 +31,8 @@ PATIENCE_S = 3.0
 
 
 def add_signal_handler(number: int, do: Callable[[], object]) -> None:
-    """Call ``do`` in the running event loop for each signal of the given number. If the loop is
-    blocked and does not react, end the command."""
+    """Handle a signal by calling ``do`` in the running event loop, each time the signal arrives.
+    If the loop is blocked and does not react, end the command."""
     loop, watch = asyncio.get_running_loop(), SignalHandlingWatchdog(number)
 
     def act() -> None:
@@ -46,7 +46,7 @@ def add_signal_handler(number: int, do: Callable[[], object]) -> None:
 
 
 def add_stop_handler(do: Callable[[], None]) -> None:
-    """Call ``do`` for each Ctrl-C and each SIGTERM, as long as the current event loop runs."""
+    """Handle Ctrl-C and SIGTERM by calling ``do``, as long as the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         add_signal_handler(number, do)
 
@@ -55,8 +55,8 @@ def add_stop_handler(do: Callable[[], None]) -> None:
 def run_deadline_watchdog(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """During the block, end the process if a run passes its deadline while its event loop is
-    blocked. The process prints one line to stderr first.
+    """Watch the deadlines of the runs in a ``with`` block. If a run exceeds its deadline while its
+    event loop is blocked, print one line to stderr and end the process.
 
     ``command`` is the command that continues the run; ``{run}`` in it is replaced by the run's id.
     ``restore`` is called before the end, to restore the terminal.

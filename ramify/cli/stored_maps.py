@@ -1,5 +1,5 @@
-"""List, show and delete stored maps (one question asked about each row of a table), for the
-commands ``ramify runs``, ``ramify show`` and ``ramify runs rm``.
+"""List, show and delete stored maps, for the commands ``ramify runs``, ``ramify show`` and ``ramify
+runs rm``. A map is one question asked about each row of a table.
 
     ramify runs --maps           one line for each map
     ramify show MAP              the figures of a map, and its rows
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from ramify.types.trajectory import Trajectory
 
 _MARK = "-map-"
-"""Part of the id of every map, and of no run."""
+"""Text that every map id contains, and no run id."""
 _COLUMNS = ("map", "when", "question", "model", "rows", "failed", "requests", "cost", "output")
 _SHOWN_ROWS = 20
-"""Rows that ``show`` prints without ``--full``; those with an error come first."""
+"""Number of rows that ``show`` prints without ``--full``. Rows with an error come first."""
 
 
 def is_map(name: str) -> bool:
@@ -61,9 +61,9 @@ def find_map(store: RunStore, name: str) -> StoredMap:
 
 
 def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
-    """Return the events of one question of a map, given as ``MAP:7``, or None if the name is that
-    of a whole map. If the question was answered in a session, the events come from the journal of
-    its run."""
+    """Return the events of one question of a map, given as ``MAP:7``. Returns None if the name
+    is that of a whole map. If the question was answered in a session, the events come from the
+    journal of its run."""
     from ramify.maps.map_table import row_events
 
     id, colon, number = name.partition(":")
@@ -108,8 +108,9 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
 
 
 def remove_map(store: RunStore, name: str) -> int:
-    """Delete a stored map, and return the number of bytes freed. The runs of its rows are kept, and
-    so are the parts of a map on a Ray cluster. Raises RunInUse while the map is being written."""
+    """Delete a stored map, and return the number of bytes freed. The runs of its rows are kept,
+    as are the partial results of a map on a Ray cluster. Raises RunInUse while the map is being
+    written."""
     table = find_map(store, name)
     if table.is_alive:
         raise RunInUse(f"map {table.id} is being written: stop that process first")
@@ -121,8 +122,8 @@ def remove_map(store: RunStore, name: str) -> int:
 
 
 def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
-    """Yield the lines that ``ramify show`` prints about a map: its figures and its first rows, or
-    all rows if ``full`` is True."""
+    """Yield the lines that ``ramify show`` prints about a map: its statistics and its first
+    rows. If ``full`` is True, all rows are included."""
     figures = table.figures()
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(

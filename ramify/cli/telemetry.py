@@ -1,4 +1,4 @@
-"""Export OpenTelemetry spans from the commands, if OpenTelemetry's environment variables ask for
+"""Export OpenTelemetry spans from the commands, if OpenTelemetry's environment variables request
 it.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 ramify ask …      OTLP over HTTP
@@ -25,7 +25,9 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 @contextlib.contextmanager
 def exporting(notes: StderrMessageWriter) -> Iterator[None]:
-    """Export the spans of all runs in this block, if the environment asks for it.
+    """Export the spans of all runs in a ``with`` block, if environment variables request it.
+
+    If the export fails, a warning is logged and the command continues.
 
     A problem with the export is a warning; it never ends the command.
     """
@@ -41,8 +43,8 @@ def exporting(notes: StderrMessageWriter) -> Iterator[None]:
 
 
 def _exporter_name() -> str:
-    """Return the name of the exporter that the environment variables choose: ``otlp``, ``console``,
-    or an empty text for none."""
+    """Return the name of the exporter that the environment variables select: ``otlp``,
+    ``console``, or an empty text for none."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()
@@ -96,7 +98,8 @@ def _exporter(name: str) -> Any:
 
 
 def _say_once(notes: StderrMessageWriter) -> None:
-    """Log a missing collector as one warning, instead of a traceback for each batch of spans."""
+    """Log one warning that the collector cannot be reached, instead of a traceback for each
+    batch of spans."""
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

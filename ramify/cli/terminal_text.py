@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from ramify.types.call_node import CallNode
 
 Line: TypeAlias = "str | Text"
-"""A line to print. Only the spans of a ``Text`` are printed in color."""
+"""A line to print. Only ``Text`` objects are printed in color."""
 _log = ComponentLogger("cli")
 
 
 def one_line(text: str, width: int = 80) -> str:
-    """Remove escape sequences and line breaks from a text, and shorten it to at most ``width``
-    characters."""
+    """Convert a text to one line of at most ``width`` characters. Escape sequences and line
+    breaks are removed."""
     line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
 
@@ -69,7 +69,7 @@ def size(num_bytes: int) -> str:
 
 
 def moment(unix_time: float) -> str:
-    """Format a Unix time as local date and time to the minute. The time 0 becomes ``-``."""
+    """Format a Unix time as local date and time, to the minute. The time 0 becomes ``-``."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) if unix_time else "-"
 
 
@@ -104,7 +104,8 @@ class StderrMessageWriter:
 
     def capture_warnings(self) -> None:
         """Print each log record and each Python warning of this process as one line from now on.
-        This includes the warnings about old names of Ramify's settings, which Python would hide."""
+        This includes warnings about old names of Ramify's settings, which Python would hide by
+        default."""
         if (console := current_console()) is not None:
             console.show = self.say
             console.hidden.add("warning")
@@ -114,8 +115,8 @@ class StderrMessageWriter:
 
 
 def protect_terminal() -> None:
-    """Remove escape sequences from everything that this process prints on a terminal from now on,
-    including the output of libraries."""
+    """Remove escape sequences from everything that this process prints on a terminal from now
+    on, including the output of libraries."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream.isatty() and not isinstance(stream, SanitizingTerminalStream):
@@ -123,7 +124,7 @@ def protect_terminal() -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Print a text to stderr, without the escape sequences in it."""
+    """Print a text to stderr, with escape sequences removed."""
     print(clean(text), file=sys.stderr, flush=True)
 
 
@@ -188,8 +189,8 @@ def _colored(line: Line) -> str:
 
 @functools.cache
 def rich_console(*, stderr: bool = False) -> Console:
-    """Return the rich console that draws on the terminal. Pass its content through
-    ``sanitized_renderable`` first."""
+    """Return the rich console that draws on the terminal. Content must first pass through
+    ``sanitized_renderable``."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -198,8 +199,8 @@ def rich_console(*, stderr: bool = False) -> Console:
 
 
 def sanitized_renderable(content: RenderableType) -> RenderableType:
-    """Wrap content for a rich console so that escape sequences in its text are removed when it is
-    drawn."""
+    """Wrap content for a rich console, so that escape sequences in its text are removed when it
+    is drawn."""
     return _Cleaned(content)
 
 
@@ -213,8 +214,8 @@ class _Cleaned:
 
 
 def give_up_stdout() -> None:
-    """Discard everything that would still be written to stdout. Without this, Python would report
-    the same write error again at exit."""
+    """Discard all further output to stdout. Without this, Python would report the same write
+    error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -226,9 +227,9 @@ _STYLES = {
     "odd": "magenta",
     "quiet": "dim",
 }
-"""Meaning of a text -> its style."""
+"""Meaning of a text -> its terminal style."""
 _TOGETHER = 8
-"""Maximum plain sub-calls of one call that are listed one by one."""
+"""Maximum number of plain sub-calls of one call that are listed one by one."""
 
 
 def style_by_meaning(meaning: str, text: str) -> Text:
@@ -239,8 +240,8 @@ def style_by_meaning(meaning: str, text: str) -> Text:
 
 
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
-    """Yield the lines of a run's tree of calls, in which each call is shown with its answer, and
-    outliers are marked."""
+    """Yield the lines of a run's tree of calls. Each call is shown with its answer, and outliers
+    are marked."""
     from ramify.types.call_tree import CallTree
 
     tree = CallTree()
@@ -270,8 +271,8 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
 
 
 def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
-    """Yield the entries of the tree for the sub-calls of a call. Many plain sub-calls become one
-    entry, but outliers and failures also get a row of the tree each."""
+    """Yield the tree entries for the sub-calls of a call. Many plain sub-calls are combined into
+    one entry, but outliers and failures also get rows of their own."""
     plain = [node for node in nodes if node.kind != "rlm" and node.id not in below]
     if len(plain) <= _TOGETHER:
         yield from nodes

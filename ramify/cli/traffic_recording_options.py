@@ -1,5 +1,5 @@
-"""Define the options of servers that record conversations with a local policy: in which folder,
-what is redacted, and how much is kept.
+"""Define the options of servers that record conversations with a local policy: the folder, the
+redaction, and the amount and age to keep.
 
 ``ramify/serve/traffic_recorder.py`` records the conversations.
 """
@@ -55,9 +55,8 @@ RECORD_OPTIONS = (
 
 
 def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules, Retention] | None:
-    """Return what is redacted from recorded conversations and how long they are kept, as the
-    options say. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong
-    option."""
+    """Parse the options for recording conversations: what is redacted, and how long records are
+    kept. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong option."""
     if not options["record"]:
         unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
         if unused is not None:
@@ -80,8 +79,9 @@ def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules,
 
 
 def policy_among(clients: Sequence[Client]) -> Policy:
-    """Return the local policy that answers a server's requests, which is the one to record. Raises
-    ConfigError if other models answer, too, or several policies do."""
+    """Return the local policy that answers a server's requests, so that its conversations can be
+    recorded. Raises ConfigError if other models answer as well, or if there are several
+    policies."""
     from ramify.inference.local.local_client import LocalClient
 
     others = [each.name for each in clients if not isinstance(each, LocalClient)]
@@ -102,8 +102,8 @@ def open_recorder(
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:
-    """Open the recorder for conversations with a policy, and tell the user in which folder they are
-    stored and for how long. Raises ConfigError and StoreError."""
+    """Open the recorder for conversations with a policy, and tell the user where they are stored
+    and for how long. Raises ConfigError or StoreError if that fails."""
     from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 
     redaction, retention = recording

@@ -52,14 +52,15 @@ _log = ComponentLogger("cli")
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
-"""Metrics that are drawn as curves, if the run reports them."""
+"""Metrics that are drawn as curves if the run reports them."""
 IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal", "failed_rollouts")
-"""Metrics of a step's line, beside all that are called ``reward``; metrics.jsonl has the others."""
+"""Metrics that a step's log line shows, in addition to all metrics named ``reward``. The file
+metrics.jsonl has the others."""
 
 
 class TerminalCurves(msgspec.Struct):
-    """The curves and scores of a training run that the live view shows, collected from the metrics
-    of each step."""
+    """The curves and scores of a training run for the live view, collected from the metrics of
+    each step."""
 
     name: str
     stage: str = "starting"
@@ -67,7 +68,7 @@ class TerminalCurves(msgspec.Struct):
     seconds: float = 0.0
     curves: dict[str, list[float]] = {}
     scores: list[tuple[int, float]] = []
-    """(step, reward on the validation stream)."""
+    """Pairs of a step and its mean reward on the validation items."""
     final: dict[str, float] = {}
     """Rewards from the end of the run, such as ``last test/reward``."""
 
@@ -92,7 +93,7 @@ class TerminalCurves(msgspec.Struct):
                 self.curves.setdefault(name, []).append(values[name])
 
     def rows(self, width: int = 80) -> list[str]:
-        """Return the rows of the live view, each at most ``width`` characters wide."""
+        """Return the lines of the live view, each at most ``width`` characters wide."""
         head = f"{self.name} · {self.stage} · step {self.step:,} · {self.seconds:,.0f} s"
         rows = [
             head,
@@ -119,8 +120,8 @@ class TerminalCurves(msgspec.Struct):
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw a series of numbers as one line of at most ``width`` bars. Each bar is the mean of
-    several consecutive numbers.
+    """Draw a series of numbers as one line of at most ``width`` bars. If there are more numbers
+    than bars, each bar is the mean of several consecutive numbers.
 
     >>> curve([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -134,8 +135,8 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """Format the metrics of one step as a line for a log. The line of an evaluation has its scores;
-    the line of a training step has the rewards and a selection of metrics."""
+    """Format the metrics of one step as a log line. The line of an evaluation has its scores.
+    The line of a training step has the rewards and a selection of metrics."""
     is_evaluation = "evaluate_s" in measured.values
     shown = {
         name: value
@@ -150,7 +151,7 @@ def line(measured: StepMetrics) -> str:
 
 TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
-"""Steps between log lines in the stages without sampling, when the live view is off."""
+"""Steps between log lines in stages without sampling, when the live view is off."""
 _END_S = 30.0
 """Seconds that a stalled run gets to end by itself."""
 
@@ -230,8 +231,8 @@ def train(
 
 
 def _end_with_a_record(folder: Path) -> None:
-    """Log the signals that end a run before they take effect: SIGTERM, and SIGHUP when the terminal
-    is closed. Under nohup, SIGHUP stays ignored."""
+    """Log SIGTERM and SIGHUP before they end a run. SIGHUP arrives when the terminal is closed;
+    under nohup it remains ignored."""
 
     def end(number: int, _: object) -> None:
         name = signal.Signals(number).name
@@ -246,8 +247,7 @@ def _end_with_a_record(folder: Path) -> None:
 
 
 def _end_soon(why: str) -> None:
-    """Kill this process after a delay, because a stalled run may never let it end in the normal
-    way."""
+    """Kill this process after a delay. A stalled run might otherwise never end."""
 
     def end() -> None:
         print_error(why)
@@ -259,8 +259,8 @@ def _end_soon(why: str) -> None:
 
 
 def _folder(resume: str | None) -> str | None:
-    """Return the folder of the run that ``--resume`` names. The option may name the folder itself
-    or one of the run's checkpoints."""
+    """Return the folder of the run that ``--resume`` names. The option may name the folder
+    itself or one of the run's checkpoints."""
     if resume is None:
         return None
     path = Path(resume)
@@ -270,8 +270,8 @@ def _folder(resume: str | None) -> str | None:
 def _listener(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that shows the metrics of each step in the form that the user chose:
-    curves, lines, JSON or nothing."""
+    """Return a function that shows each step's metrics in the form that the user chose: curves,
+    lines, JSON or nothing."""
     match screen.form:
         case "live":
             return _drawing(name, folder, screen, is_resumed)
@@ -292,7 +292,7 @@ def _listener(
 def _drawing(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that draws the curves of the metrics so far. The curves stay on the
+    """Return a function that draws the curves of the metrics so far. The curves remain on the
     terminal at the end."""
     from rich.text import Text
 
@@ -313,8 +313,8 @@ def _drawing(
 
 
 def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
-    """Print the metrics of a step as one line. In stages without sampling, only one step in
-    ``EVERY`` is printed."""
+    """Print the metrics of a step as one line. In stages without sampling, only one in ``EVERY``
+    steps is printed."""
     if (
         measured.stage not in ("warmup", "sft")
         or measured.step % EVERY == 0
@@ -388,8 +388,11 @@ def supervise(
     resume: str | None,
     restarts: int,
 ) -> int:
-    """Train in child processes, restart the trainer after a failure, and return the exit code of
-    the last one.
+    """Train in child processes, and restart the trainer after each failure. Returns the exit code
+    of the last trainer.
+
+    ``options`` are passed to each trainer. ``restarts`` is how many consecutive failures without
+    progress are followed by a restart.
 
     ``options`` are passed to each trainer. ``restarts`` is the number of failures in a row, without
     progress in between, after which the trainer is still restarted.
@@ -444,7 +447,7 @@ def supervise(
 
 
 def _step(folder: Path, since: float) -> int | None:
-    """Return the last step that was measured since the given time, or None if there is none."""
+    """Return the last step that was recorded since the given time, or None if there is none."""
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None
@@ -452,8 +455,9 @@ def _step(folder: Path, since: float) -> int | None:
 
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
-    """Return the latest complete checkpoint that was written since the given time, or None. An
-    earlier checkpoint may belong to a run that was later resumed from an even earlier one."""
+    """Return the latest complete checkpoint that was written since the given time, or None.
+    Older checkpoints are ignored, because the run may since have been resumed from an earlier
+    step."""
     states = [
         path
         for path in folder.glob("checkpoints/step-*/state.json")

@@ -1,5 +1,5 @@
-"""The command ``ramify view``: serve the viewer until Ctrl-C, or export one run as an offline HTML
-file.
+"""The command ``ramify view``: serve the run viewer until Ctrl-C, or export one run as an offline
+HTML file.
 
 The server is in ``ramify/viewer/view_server.py``, and the exported page is made by
 ``ramify/viewer/page_script.py``.
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 PORT = 8765
 _SWITCH_S = 5e-4
-"""Seconds between thread switches. A thread that reads a journal delays the event loop by this much
-for each part of a page. With Python's default of 5 ms, the delays of twenty parts add up."""
+"""Python's thread switch interval in seconds for the viewer. A thread that reads a journal
+delays the event loop by this much for each part of a page. With Python's default of 5 ms, the
+delays of twenty parts add up."""
 _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
@@ -69,8 +70,8 @@ def view(
 
 
 def _key_of_name(library: RunCatalog, name: str) -> str:
-    """Return the viewer's key of the run that a name identifies in the default store. Raises
-    ConfigError if there is no such run."""
+    """Find the run that a name identifies in the default store, and return the viewer's key for
+    it. Raises ConfigError if there is no such run."""
     try:
         return library.find(name).run.id
     except StoreError as error:
@@ -80,8 +81,8 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Return the viewer's key of the only run in a file. Empty if the file holds several runs or
-    none."""
+    """Return the viewer's key for the only run in a file. Returns an empty text if the file
+    holds several runs or none."""
     from ramify.viewer.run_lookup import kind_of
 
     file = Path(path).expanduser().resolve()
