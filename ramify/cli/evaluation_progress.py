@@ -28,7 +28,7 @@ _log = ComponentLogger("evaluate")
 @contextlib.contextmanager
 def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
     """Write the log records of a ``with`` block to ``ID.log``, in the same folder as the results
-    at ``path``. ``what`` names what is evaluated. If there is no path, no log is written."""
+    at ``path``. ``what`` names what is evaluated. Without a path, no log is written."""
     if path is None:
         yield
         return

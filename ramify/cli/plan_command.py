@@ -215,8 +215,8 @@ def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
 
 
 def _is_agreed(notes: StderrMessageWriter) -> bool:
-    """Ask on the terminal whether to run the plan, and return True if the user agrees. If there
-    is no terminal, print how to run the plan."""
+    """Ask on the terminal whether to run the plan, and return True if the user agrees. Without a
+    terminal, print how to run the plan."""
     if not (sys.stdin is not None and sys.stdin.isatty()):
         notes.say("nothing was sent; to run the plan, add --yes")
         return False

@@ -272,7 +272,7 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
 
 def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
     """Yield the tree entries for the sub-calls of a call. Many plain sub-calls are combined into
-    one entry, but outliers and failures also get rows of their own."""
+    one entry, but outliers and failures also get separate rows."""
     plain = [node for node in nodes if node.kind != "rlm" and node.id not in below]
     if len(plain) <= _TOGETHER:
         yield from nodes

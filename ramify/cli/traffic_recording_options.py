@@ -102,8 +102,8 @@ def open_recorder(
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:
-    """Open the recorder for conversations with a policy, and tell the user where they are stored
-    and for how long. Raises ConfigError or StoreError if that fails."""
+    """Open the recorder for conversations with a policy, and tell the user the folder in which
+    they are stored and for how long. Raises ConfigError or StoreError if that fails."""
     from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 
     redaction, retention = recording
