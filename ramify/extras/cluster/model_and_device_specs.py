@@ -1,4 +1,4 @@
-"""The sizes of models and the speeds of devices, which determine the memory and the time of a run.
+"""Sizes of models and speeds of devices, from which the memory and time of a run are estimated.
 
 A model is described by its numbers of parameters and the widths of its layers. Parameters are
 counted on the model itself, which is created without memory for its weights (on PyTorch's meta
@@ -43,15 +43,14 @@ class DeviceHardwareSpec(msgspec.Struct, frozen=True):
 
 
 class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shares of a device's peak speed that a program achieves in training, in reading prompts
-    and in decoding."""
+    """Fractions of a device's peak speed that a real program reaches, between 0 and 1."""
 
     train: float = 0.35
-    """Share of FLOP/s in forward and backward passes (MFU)."""
+    """Fraction of peak FLOP/s in forward and backward passes (MFU)."""
     prefill: float = 0.4
-    """Share of FLOP/s while prompts are read."""
+    """Fraction of peak FLOP/s while prompts are read."""
     decode: float = 0.6
-    """Share of bandwidth while tokens are sampled."""
+    """Fraction of peak memory bandwidth while tokens are sampled."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -77,23 +76,23 @@ DEVICES = {
 
 
 def device_of(name: str) -> DeviceHardwareSpec:
-    """Return the device with the given name, such as ``h100``. Raises ConfigError for an unknown
-    name."""
+    """Return the hardware specification of the device with this name, such as ``h100``. Raises
+    ConfigError for an unknown name."""
     if name not in DEVICES:
         raise ConfigError(f"unknown device '{name}': {did_you_mean(name, DEVICES)}")
     return DEVICES[name]
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes of a model that determine its memory and speed. Counts are numbers of parameters
-    unless stated otherwise."""
+    """The sizes of a model that determine its memory and speed. All counts are numbers of
+    parameters unless a field says otherwise."""
 
     parameters: int
     inside: int
     """Parameters in matrices inside layers, which Muon optimizes."""
     products: int
-    """Parameters in matrices that multiply every token: those inside layers and the output
-    matrix."""
+    """Parameters in matrices that multiply every token: those inside layers, and the output matrix.
+    """
     largest_layer: int
     """Parameters of the largest layer."""
     outside: int
@@ -119,12 +118,13 @@ class ModelShape(msgspec.Struct, frozen=True):
         return self.adapters or self.parameters
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that the keys and values of one token take in a cache."""
+        """Return how many bytes the KV cache needs for one token."""
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
 def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
-    """Return the sizes of the model that a Hugging Face configuration describes."""
+    """Return the shape of the model that a Hugging Face configuration describes, with the sizes of
+    LoRA adapters if ``lora`` is given."""
     from ramify.models.load import window_of
     from ramify.train.backends.activation_memory import layers_of
     from ramify.train.backends.meta_model import on_meta
@@ -167,7 +167,7 @@ def num_experts(config: Any) -> int:
 
 
 def config_of(run: Run) -> Any:
-    """Return the Hugging Face configuration of the run's policy without loading its weights.
+    """Return the Hugging Face configuration of the run's policy, without loading any weights.
 
     If the tokenizer is trained on demonstrations, its final size is unknown, and the configured
     maximum, ``vocab_size``, is used. Other sizes that depend on demonstrations are the smallest
@@ -198,8 +198,8 @@ def config_of(run: Run) -> Any:
 
 
 def _adapters(model: nn.Module, lora: LoraSpec) -> int:
-    """Count the parameters of LoRA adapters. Each chosen matrix gets two of them: A with [rank,
-    columns] and B with [rows, rank]."""
+    """Count the parameters of LoRA adapters. Each adapted matrix gets two: A of shape [rank,
+    columns] and B of shape [rows, rank]."""
     from torch import nn
 
     from ramify.train.backends.lora import is_chosen

@@ -1,5 +1,5 @@
-"""The plan of a recipe on a cluster: which process runs on which node, the memory of each kind of
-process, and the time of a step.
+"""Plan how a recipe runs on a cluster: which node each process runs on, how much memory each
+process needs, and how long a training step takes.
 
     plan(run, options)  ->  ClusterResourcePlan  ->  lines(plan), or msgspec.json.encode(plan)
 
@@ -37,41 +37,42 @@ from ramify.train.placement_plan import colocation_reason, num_processes_by_role
 
 _THREE_QUARTERS = "three quarters of the machine's"
 _SHOWN = 6
-"""Number of meshes that are shown; all are in the plan's JSON."""
+"""Number of device meshes that are printed. The plan's JSON contains all of them."""
 _NODES = 4
-"""Number of a pool's nodes up to which each is described; more are one line."""
+"""Maximum number of nodes for which a pool is described node by node. A larger pool takes one line.
+"""
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
-"""Names of processes that differ from the name of their role."""
+"""Role of each process whose name differs from the name of its role."""
 
 
 class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The assumptions of a cluster plan: devices, number of nodes, speeds, and the number of tokens
-    in a step."""
+    """The assumptions of a cluster plan: the type of device, the number of nodes, achievable
+    speeds, and the tokens in a step."""
 
     device: str = ""
-    """Device of trainer ranks and engines, a name in ``DEVICES``. Empty: h100 if the roles request
-    GPUs, otherwise cpu."""
+    """Device of trainer ranks and engines, a name in ``DEVICES``. If it is empty: h100 if the roles
+    request GPUs, otherwise cpu."""
     nodes: int | None = None
-    """Number of nodes of the only pool. None: as in the recipe."""
+    """Number of nodes, if there is only one pool. None: as in the recipe."""
     shares: DeviceEfficiency = DeviceEfficiency()
     tokens: StepTokens | None = None
-    """Tokens of a step. None: measured or assumed."""
+    """Tokens in one step. If None, they are measured or assumed."""
     measured: Path | None = None
-    """Folder of a run from which speeds and tokens are taken."""
+    """Folder of an earlier run whose measured speeds and token counts are used."""
 
 
 class RoleProcesses(msgspec.Struct, frozen=True):
-    """The processes of one role, such as trainer ranks or engines, with the memory that each
+    """The processes of one role, such as trainer ranks or engines, with the memory that each one
     needs."""
 
     role: str
     count: int
     device: str
     memory: MemoryEstimate
-    """Memory of each process; of the first one if they differ."""
+    """Memory of each process. If they differ, that of the first."""
     limits: dict[str, int] = {}
-    """Name of a limit -> bytes; 0 for three quarters of the machine's memory. Expected use is in
-    ``memory``."""
+    """Name of a memory limit -> bytes, where 0 means three quarters of the machine's memory.
+    Expected use is in ``memory``."""
 
 
 class ColocatedProcesses(msgspec.Struct, frozen=True):
@@ -86,14 +87,14 @@ class ColocatedProcesses(msgspec.Struct, frozen=True):
 
     @property
     def most(self) -> tuple[str, int]:
-        """The phase in which the processes use the most memory, and the bytes that they use
-        then."""
+        """The phase in which these processes use the most memory together, and the bytes used in
+        it."""
         return max(self.bytes.items(), key=lambda phase: phase[1])
 
 
 class ClusterResourcePlan(msgspec.Struct, frozen=True):
-    """The plan of a run on a cluster: the placement of all processes, the memory of each, and the
-    time of a step."""
+    """The plan of a run on a cluster: where each process runs, how much memory it needs, and how
+    long a step takes."""
 
     name: str
     shape: ModelShape
@@ -105,13 +106,15 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
     seconds: StepSeconds | None
     """Time of a step; None without reinforcement learning."""
     too_large: list[str]
-    """A sentence for each process that does not fit its device."""
+    """One sentence for each process that does not fit in its device's memory."""
     meshes: list[MeshEstimate] = []
-    """Every mesh of the trainer's ranks, the fastest of those that fit first."""
+    """Every possible mesh of the trainer's ranks. Meshes that fit come first, the fastest at the
+    top."""
 
 
 def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
-    """Plan a run on the machines of its placement, without starting anything.
+    """Plan where a run's processes go, how much memory they need, and how long a step takes.
+    Nothing is started.
 
     Raises ConfigError if the roles do not fit their pools of nodes, and if the run lacks required
     settings.
@@ -170,7 +173,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
 
 
 def lines(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Format a cluster plan as lines of text."""
+    """Format a cluster plan for the terminal, and yield its lines."""
     shape = plan.shape
     yield (
         f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
@@ -205,8 +208,8 @@ def lines(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield a table of the fastest ways to arrange the trainer's ranks, and the options that choose
-    the first of them."""
+    """Yield a table of the fastest meshes of trainer ranks, and the settings that select the best
+    one."""
     if len(plan.meshes) < 2:
         return
     first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)
@@ -226,7 +229,7 @@ def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _where(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield lines that say which processes are placed on which node."""
+    """Yield lines that show which processes run on which node."""
     places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
@@ -251,7 +254,7 @@ def _where(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
-    """Describe a pool of many nodes in one line, with the number of processes of each role."""
+    """Describe a pool of many nodes in one line, with the number of processes in each role."""
     pool = plan.pools.get(name)
     size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
     slots = [slot for slot in plan.placement_slots if slot.pool == name]
@@ -310,8 +313,8 @@ def _together(
     num: dict[str, int],
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[ColocatedProcesses]:
-    """Yield the memory of trainer and engines if they share a device. Engines that sleep never hold
-    memory at the same time as the trainer.
+    """Yield the combined memory of trainer and engines if they share a device. If engines sleep
+    while the trainer learns, the two never hold memory at the same time.
 
     Raises ConfigError if engines would have to sleep and answer requests at the same time.
     """
@@ -348,8 +351,8 @@ def _together(
 
 
 def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
-    """Yield a sentence for each process, or group of processes on one device, that exceeds the
-    device's memory."""
+    """Yield a sentence for each process that needs more memory than its device has, and for each
+    group of processes that share a device."""
     for part in parts:
         if not part.memory.fits:
             yield (
@@ -405,7 +408,7 @@ def _from_run(folder: Path | None) -> step_time_estimate.MeasuredSpeeds | None:
 
 
 def _size(num_bytes: int) -> str:
-    """Format a number of bytes with decimal units, in which GPU memory is sold."""
+    """Format a number of bytes with decimal units, as GPU memory is advertised."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

@@ -1,5 +1,5 @@
-"""The commands ``ramify cluster plan``, which estimates the needs of a run before it starts, and
-``ramify cluster simulate``, which predicts the speed of a finished run on other hardware.
+"""The commands ``ramify cluster plan`` and ``ramify cluster simulate``. The first estimates what a
+run needs before it starts. The second predicts how fast a finished run would be on other hardware.
 
     ramify cluster plan RECIPE       placement, memory of each process, seconds per step
     ramify cluster simulate RUN      a finished run's speed on other hardware; the fastest is first:
@@ -63,8 +63,8 @@ def plan(
 
 
 def recipe_argument(words: list[str]) -> str:
-    """Return the recipe among the command's words: the only one that is not a ``FIELD=VALUE``
-    override. Raises UsageError if there is not exactly one."""
+    """Return the recipe from the command's arguments. It must be the only one that is not a
+    ``FIELD=VALUE`` override. Raises UsageError otherwise."""
     recipes = [word for word in words if "=" not in word]
     if len(recipes) != 1:
         raise UsageError("give one recipe")
@@ -221,7 +221,7 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
-    """Parse an option that lists numbers, and sort them; for example, ``"4,1,2"`` becomes ``[1, 2,
+    """Parse a comma-separated option into a sorted list of numbers: ``"4,1,2"`` becomes ``[1, 2,
     4]``. Raises UsageError for anything else."""
     if text is None:
         return []
@@ -252,7 +252,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
 
 
 def _about(inputs: SimulationInputs) -> Iterator[str]:
-    """Yield one sentence about each measurement on which the simulated figures are based."""
+    """Yield one sentence about each measurement behind the simulated figures."""
     rate, sizes = inputs.rate, inputs.sizes
     num = sum(map(len, inputs.groups))
     yield (
@@ -378,8 +378,8 @@ def _named(result: SimulationResult) -> str:
 
 
 def _count(number: float) -> str:
-    """Format a number with three significant digits, or with all digits before the decimal point if
-    there are more."""
+    """Format a number with three significant digits, or as an integer with thousands separators if
+    it is at least 1000."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 

@@ -1,5 +1,5 @@
-"""The shape of a rollout as a workload, without its contents: tokens, seconds of code, and which
-call waits for which.
+"""The workload of a rollout without its contents: how many tokens are read and sampled, how long
+code runs, and which call waits for which.
 
     Trajectory (ids, texts, seconds)  ──>  RolloutWorkload
                                            └── CallWorkload
@@ -28,35 +28,36 @@ Ids = NDArray[np.int32]
 
 
 class CellWorkload(msgspec.Struct, frozen=True):
-    """The workload of one executed cell of code: the time that its code takes, and the calls that
-    it makes."""
+    """The workload of one executed code cell: the running time of its code, and the model calls
+    that it makes."""
 
     seconds: float
-    """Seconds of the session's own work."""
+    """Seconds that the code itself took, without the calls it made."""
     waves: tuple[tuple[CallWorkload, ...], ...] = ()
-    """Calls that the cell makes. Calls of one wave run concurrently, and waves run in sequence."""
+    """Model calls that the cell makes. Calls in one wave run concurrently, and waves run one after
+    another."""
 
 
 class TurnWorkload(msgspec.Struct, frozen=True):
-    """The workload of one turn: a request to the model, and the cells of code in its reply."""
+    """The workload of one turn: a request to the model, and the code cells in its reply."""
 
     new: int
-    """Prompt tokens that no cache held, which the engine has to read."""
+    """Prompt tokens that were not cached, so the engine has to read them."""
     context: int
-    """Tokens of the whole prompt, which the engine has to read if its cache is lost, as after a
+    """Tokens in the whole prompt. The engine reads all of them if its cache is lost, as after a
     weight update."""
     sampled: int
     """Tokens of the reply."""
     seconds: float = 0.0
-    """Measured seconds of the request, including waiting at the engine."""
+    """Measured seconds of the request, including time spent waiting at the engine."""
     cells: tuple[CellWorkload, ...] = ()
     ids: bytes = b""
-    """Ids that the prompt adds to the path, and those of the reply, four bytes each; empty if
-    unknown."""
+    """Token ids that this prompt adds to the previous turn's, then those of the reply, as int32.
+    Empty if unknown."""
 
     def token_ids(self, before: Ids) -> Ids | None:
-        """Return the token ids of the whole prompt and the reply, given the ids up to the end of
-        the previous reply. Returns None if they are unknown."""
+        """Return the token ids of the whole prompt and reply. ``before`` holds the ids up to the
+        end of the previous reply. Returns None if the ids are unknown."""
         reused = self.context + self.sampled - len(self.ids) // 4
         if not self.ids or reused > len(before):
             return None
@@ -64,21 +65,21 @@ class TurnWorkload(msgspec.Struct, frozen=True):
 
 
 class CallWorkload(msgspec.Struct, frozen=True):
-    """The workload of one call of a model, which is a sequence of turns."""
+    """The workload of one model call, as a sequence of turns."""
 
     turns: tuple[TurnWorkload, ...]
     host_s: float = 0.0
-    """Seconds apart from requests and cells, such as opening its session. They are spent after the
-    first reply."""
+    """Seconds outside requests and cells, such as opening the call's session. They are spent after
+    the first reply."""
 
     def walk(self) -> Iterator[CallWorkload]:
-        """Yield this call and then all of its descendants."""
+        """Yield this call, then all of its descendants."""
         yield self
         for child in self.children():
             yield from child.walk()
 
     def children(self) -> Iterator[CallWorkload]:
-        """Yield the calls that the code of this call makes, in the order in which they begin."""
+        """Yield the calls made by this call's code, in the order in which they begin."""
         for turn in self.turns:
             for cell in turn.cells:
                 for wave in cell.waves:
@@ -86,10 +87,10 @@ class CallWorkload(msgspec.Struct, frozen=True):
 
 
 class RolloutWorkload(msgspec.Struct, frozen=True):
-    """The workload of one rollout: its root call with all calls below it."""
+    """The workload of one rollout: its root call and every call below it."""
 
     roots: tuple[CallWorkload, ...]
-    """The root call and its branches, which all begin together."""
+    """The root call and its branches. All of them begin together."""
 
     def calls(self) -> Iterator[CallWorkload]:
         for root in self.roots:
@@ -102,8 +103,8 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
     @property
     def trainer_tokens(self) -> int:
-        """The number of tokens that a trainer computes for the rollout: each prompt token once, and
-        the replies."""
+        """The number of tokens that the trainer processes for this rollout. Each prompt token
+        counts once, and replies are included."""
         return sum(
             max((turn.context + turn.sampled for turn in call.turns), default=0)
             for call in self.calls()
@@ -111,8 +112,8 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
 
 def shape_of(trajectory: Trajectory) -> RolloutWorkload:
-    """Return the workload of a recorded rollout. Calls of judges are excluded, because they follow
-    after the rollout has ended."""
+    """Return the workload of a recorded rollout. Calls made by judges are excluded, because they
+    run after the rollout has ended."""
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     below: dict[tuple[str, int, int], list[Call]] = {}
     for call in calls:
@@ -141,8 +142,8 @@ def shape_of(trajectory: Trajectory) -> RolloutWorkload:
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
-    """Divide the calls of one cell into waves of calls that overlapped in time. For a call without
-    a recorded end, ``end_s`` is assumed."""
+    """Divide the calls of one code cell into waves. Calls that overlapped in time share a wave. A
+    call without a recorded end is assumed to end at ``end_s``."""
     waves: list[list[Call]] = []
     over = float("-inf")
     for call in sorted(calls, key=lambda each: each.started_s):
@@ -154,7 +155,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
 
 
 def _until(wave: list[Call], end_s: float) -> float:
-    """Return the seconds from the beginning of a wave of calls to the end of the last one."""
+    """Return the seconds from the first call's start in a wave until its last call ends."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)
 

@@ -1,4 +1,4 @@
-"""The scheduler job for a recipe's plan, and the script that each of its nodes runs.
+"""Build the scheduler job that runs a recipe's plan, and the script that each node of the job runs.
 
     recipe with pools       Ray on all nodes; the head also runs `ramify train --placement ray`
     recipe without pools    one node: `ramify train`; several (fsdp): torchrun on each
@@ -27,18 +27,19 @@ from ramify.extras.cluster.plan import ClusterResourcePlan
 from ramify.train.config import Run
 
 DNS_NAME = 40
-"""Maximum length of a job's name; names of its parts, which are longer, must fit 63 characters."""
+"""Maximum length of a job's name. Names derived from it are longer, and must fit into 63
+characters."""
 
 
 class NodeGroup(msgspec.Struct, frozen=True):
-    """A number of nodes of the same size, which a job requests together."""
+    """A group of identical nodes that a job requests together."""
 
     nodes: int
     gpus: int
-    """Per node, like ``cpus`` and ``memory_gb``."""
+    """GPUs per node. ``cpus`` and ``memory_gb`` are per node, too."""
     cpus: int
     memory_gb: int | None
-    """10^9 bytes; None: not requested."""
+    """Memory per node in 10^9 bytes. None: not requested."""
 
     def __str__(self) -> str:
         gpus = f"{self.gpus} GPUs and " if self.gpus else ""
@@ -47,12 +48,13 @@ class NodeGroup(msgspec.Struct, frozen=True):
 
 
 class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run in the form of a job that a scheduler can start."""
+    """A training run as a job that a cluster scheduler can start."""
 
     name: str
     """Name of the job: letters, digits and hyphens, as in a DNS name."""
     groups: tuple[NodeGroup, ...]
-    """The first node of the first group is the head: it has the run's own process."""
+    """Groups of nodes. The first node of the first group is the head, where the run's main process
+    runs."""
     device: DeviceHardwareSpec
     """Device type of the nodes with GPUs."""
     recipe: str
@@ -62,22 +64,22 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     """Folder on the nodes in which the recipe's path is valid."""
     restarts: int
-    """Maximum number of restarts after a failure without progress in between."""
+    """Maximum number of consecutive restarts after failures, without progress in between."""
     by: str
-    """Program that connects the nodes: "ray" or "torchrun". Empty: one node, which needs
+    """Program that connects the nodes: "ray" or "torchrun". Empty for a single node, which needs
     neither."""
     ranks_per_node: int = 1
     """Ranks that torchrun starts on each node."""
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all groups together."""
+        """The total number of nodes, over all groups."""
         return sum(group.nodes for group in self.groups)
 
     @property
     def needs_cluster_secret(self) -> bool:
-        """True if the job has several nodes, whose processes must prove to each other that they
-        belong to the run."""
+        """True if the job has several nodes. Their processes then need a shared secret to prove
+        that they belong to the run."""
         return self.nodes > 1
 
 
@@ -94,7 +96,7 @@ def job_of(
     nodes: int | None = None,
 ) -> SchedulerJob:
     """Return the scheduler job that starts a run on the nodes and devices of its plan. ``nodes`` is
-    used only for a recipe without pools of nodes. Raises ConfigError if the ranks cannot be divided
+    used only for a recipe without node pools. Raises ConfigError if the ranks cannot be divided
     evenly among the nodes."""
     per_node = 1
     if plan.pools:
@@ -117,8 +119,8 @@ def job_of(
 
 
 def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
-    """Return a group of nodes for each pool that has processes. The first one contains the node of
-    the run's own process."""
+    """Return a node group for each pool that has processes. The first group includes the node of
+    the run's main process."""
     used: dict[str, set[int]] = {}
     for slot in plan.placement_slots:
         used.setdefault(slot.pool, set()).add(slot.node)
@@ -136,8 +138,7 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
 def _without_pools(
     run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
 ) -> tuple[NodeGroup, int]:
-    """Return the group of nodes for a recipe without pools, and the number of ranks on each
-    node."""
+    """Return the node group for a recipe without pools, and the number of ranks per node."""
     counts = {part.role: part.count for part in plan.parts}
     ranks = counts.get("other ranks", 0) + 1
     if nodes > 1 and (run.compute.backend != "fsdp" or ranks % nodes):
@@ -224,7 +225,7 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 
 
 def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
-    """Return the text of ``node.sh``, which each node runs. If ``is_in_cluster`` is true, the
+    """Return the text of ``node.sh``, the script that every node runs. With ``is_in_cluster``, the
     script is for a Ray cluster that is already running."""
     about = f"Trains {job.name}."
     if job.nodes > 1 and not is_in_cluster:

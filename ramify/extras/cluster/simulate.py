@@ -1,5 +1,5 @@
-"""A training run in simulated time: groups of rollouts begin when their staleness allows it,
-engines and a trainer work, and new weights are published.
+"""Simulate a training run to predict its speed: rollouts begin when their allowed staleness
+permits, engines sample, and a trainer learns and publishes new weights.
 
     queue and rollouts (simulated_rollout.py) on engines ───────────────────────▶ a step's groups
           ▲                                       (simulated_engine.py)                 │
@@ -42,16 +42,16 @@ from ramify.progress import report_progress
 
 
 class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one simulation, such as the numbers of engines and trainer ranks and the
-    allowed staleness."""
+    """The settings of one simulation, such as the number of engines, the number of trainer ranks,
+    and the maximum staleness."""
 
     engines: int = 1
     slots: int = 128
-    """Slots of each engine."""
+    """Concurrent sequences in each engine."""
     ranks: int = 1
     """Ranks of the trainer."""
     shared: bool = False
-    """Engines and trainer share devices: engines pause while the trainer learns."""
+    """True if engines and trainer share devices, so that engines pause while the trainer learns."""
     staleness: int = 0
     """``rl.sample.max_staleness``. The next four fields are also those of ``rl.sample``."""
     grace_steps: int = 4
@@ -59,21 +59,21 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
     max_items: int = 0
     straggler_factor: float = 0.0
     group: int
-    """Rollouts per item."""
+    """Rollouts in a group, that is, per item."""
     concurrency: int
-    """Concurrent rollouts."""
+    """Maximum number of concurrent rollouts."""
     on_wire: int = 1_000_000
-    """Concurrent requests of all rollouts (``limits.max_concurrency``)."""
+    """Maximum number of concurrent requests over all rollouts (``limits.max_concurrency``)."""
     keeps: bool = False
-    """An engine's cache is its slots: what it computed for a call is lost when another takes the
-    slot."""
+    """True if an engine caches only what is in its slots. A call's cached prefix is lost when
+    another call takes its slot."""
     cache_tokens: int = 0
-    """Capacity of an engine's cache in tokens; 0: unlimited."""
+    """Capacity of an engine's cache in tokens. 0 means unlimited."""
     evaluate: int = 0
-    """Steps between evaluations; 0: never."""
+    """Number of steps between evaluations. 0 means never."""
     embedded: bool = False
-    """The engine is in the trainer's process. It shares CPU cores with the other parts if their use
-    of them is known."""
+    """True if the engine runs in the trainer's process. It then competes for CPU cores, if the CPU
+    use of the other parts is known."""
 
     @property
     def max_staleness(self) -> int:
@@ -81,7 +81,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_token_staleness(self) -> int:
-        """The maximum number of weight versions between sampling a token and learning from it."""
+        """The maximum staleness of a token: how many weight versions may lie between sampling it
+        and learning from it."""
         return self.staleness + self.grace_steps if self.staleness else 0
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted speed, load and staleness of a run with one setting. The first and the last few
+    """The predicted speed, load and staleness of a run with one setting. The first and last few
     steps are excluded, because fewer groups are in progress then."""
 
     setting: SimulationSetting
@@ -112,36 +113,37 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Median seconds from the end of one step to the end of the next."""
     step_90_s: float
-    """90th percentile of these seconds."""
+    """90th percentile of the seconds per step."""
     step_mean_s: float
     engine_busy: float
-    """Share of time in which an engine decodes, averaged over engines."""
+    """Fraction of time in which an engine decodes, averaged over engines."""
     at_once: float
     """Mean number of sequences in the slots of an engine."""
     trainer_busy: float
-    """Share of time in which the trainer learns or publishes."""
+    """Fraction of time in which the trainer learns or publishes weights."""
     staleness: float
-    """Mean number of versions between sampling and learning, over tokens."""
+    """Mean number of weight versions between sampling a token and learning from it."""
     staleness_max: int
     sampled_per_s: float
     """Tokens per second sampled by all engines."""
     learnt_per_s: float
     """Tokens per second processed by the trainer."""
     stragglers: float
-    """Rollouts given up per step."""
+    """Mean number of rollouts per step that are dropped for being too slow."""
     computed_s: float = 0.0
-    """CPU seconds of a step's rollouts (embedded engine, event loop and sessions), if known."""
+    """CPU seconds that a step's rollouts take in the embedded engine, the event loop and sessions,
+    if known."""
     evaluating_s: float = 0.0
-    """Seconds of evaluation per step, which are not part of ``step_s``."""
+    """Seconds of evaluation per step. They are not part of ``step_s``."""
 
     @property
     def steps_per_hour(self) -> float:
-        """The number of steps per hour, including the time of evaluations."""
+        """The number of training steps per hour, with the time for evaluations included."""
         return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
 class _StepCounts(msgspec.Struct):
-    """The cumulative counters of a simulation at the end of one step."""
+    """Cumulative counters of a simulation at the end of one training step."""
 
     at_s: float
     evaluating_s: float
@@ -153,7 +155,8 @@ class _StepCounts(msgspec.Struct):
     computed_s: float = 0.0
     learnt: int = 0
     behind: list[tuple[int, float]] = []
-    """(staleness in versions, tokens) of the spans that this step learns from."""
+    """One (staleness in versions, number of tokens) pair for each span that this step learns from.
+    """
 
 
 def simulate(
@@ -165,7 +168,7 @@ def simulate(
     in_order: bool = False,
 ) -> SimulationResult:
     """Simulate a number of training steps with one setting. Groups of rollouts are drawn at random
-    from the measured ones, or used in their measured order if ``in_order`` is true."""
+    from the measured ones. If ``in_order`` is true, they are used in their measured order."""
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     return _Simulation(measured, setting, seed, in_order).run(steps)
@@ -213,8 +216,8 @@ class _Simulation:
         return self._result(around, steps)
 
     def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
-        """Draw the rollouts of a group, and whether all of them get the same reward, in which case
-        nothing can be learned from the group."""
+        """Draw the rollouts of one group, and decide whether all of them get the same reward.
+        Nothing can be learned from a group with equal rewards."""
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)
@@ -242,8 +245,8 @@ class _Simulation:
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """Let the trainer learn for the given seconds, on the engines' devices, on shared CPU cores
-        or on separate devices, depending on the setting."""
+        """Spend the given seconds of learning, on the engines' devices, on shared CPU cores, or on
+        separate devices. The setting decides which."""
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
@@ -290,8 +293,7 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
-        """Return the CPU seconds that rollouts have used so far, without the CPU time of
-        learning."""
+        """Return the CPU seconds that rollouts have used so far. CPU time for learning is excluded."""
         cores = self._stage.cores
         if cores is None:
             return 0.0
@@ -330,8 +332,8 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of ``values``: the smallest one that is at least as large as a given share
-    of all of them.
+    """Return the ``share`` quantile of ``values``: the smallest value that is at least as large as
+    that fraction of them.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
     2.0
@@ -343,7 +345,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 MOST_ROLLOUTS = 300_000
-"""Limit on the rollouts of all simulations together. A few hundred are simulated per second."""
+"""Maximum number of rollouts over all simulations of one call. A few hundred are simulated per
+second."""
 
 
 class DeviceSplit(NamedTuple):
@@ -355,9 +358,8 @@ class DeviceSplit(NamedTuple):
 
 
 def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
-    """Return all ways to divide a number of devices between engines and trainer ranks, if each
-    engine takes ``engine_devices`` of them. Raises ConfigError if there are too few for one engine.
-    """
+    """Return all ways to divide devices between engines and trainer ranks. Each engine takes
+    ``engine_devices`` of them. Raises ConfigError if there are too few for one engine."""
     if devices < engine_devices or min(devices, engine_devices) < 1:
         raise ConfigError(
             f"{devices} devices have no room for an engine of {engine_devices}: give at least as "
@@ -380,8 +382,8 @@ def setting_combinations(
     straggler_factor: float | None = None,
     grace_steps: int | None = None,
 ) -> Iterator[SimulationSetting]:
-    """Yield every combination of the given values as a simulation setting. A value that is empty or
-    None is taken from the measured run."""
+    """Yield a simulation setting for every combination of the given values. A value that is empty
+    or None is taken from the measured run."""
     sizes = measured.sizes
     for split, num_slots, most in itertools.product(
         device_splits, slots or [sizes.slots], staleness or [sizes.staleness]
@@ -415,7 +417,7 @@ def predict(
     steps: int = 20,
     seed: int = 0,
 ) -> list[SimulationResult]:
-    """Simulate several settings with the same work, and return a result for each. Raises
+    """Simulate each setting with the same work, and return one result per setting. Raises
     ConfigError if that would take more than about an hour."""
     num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
     if num > MOST_ROLLOUTS:
@@ -433,8 +435,8 @@ def predict(
 
 
 def best(results: Sequence[SimulationResult]) -> SimulationResult:
-    """Return the result with the most steps per hour. Among results within one per cent of it, the
-    one with the lowest staleness wins, and then the one with the fewest devices."""
+    """Return the result with the most steps per hour. If several are within one percent of it,
+    prefer the lowest staleness, then the fewest devices."""
     most = max(each.steps_per_hour for each in results)
     near = [each for each in results if each.steps_per_hour >= 0.99 * most]
     return min(

@@ -1,5 +1,5 @@
-"""An inference engine in simulated time. It has a number of slots (concurrent sequences), all
-sequences decode at the same pace, and all of them wait while a prompt is read.
+"""A simulated inference engine with a fixed number of slots (concurrent sequences). All sequences
+decode at the same pace, and all of them pause while a prompt is read.
 
     request ──▶ waiting ── slot is free ──▶ prompt is read ──▶ decoding ──▶ event with its spans
                                             (others pause)
@@ -39,7 +39,8 @@ from ramify.inference.local.slots import SlotTable
 
 
 class _SlotRequest:
-    """A stand-in for a request, with the attributes that the engine's ``SlotTable`` uses."""
+    """A stand-in for a generation request. It has only the attributes that the engine's
+    ``SlotTable`` reads."""
 
     def __init__(self, ids: Ids, affinity: str) -> None:
         self.ids = ids
@@ -49,16 +50,16 @@ class _SlotRequest:
 
 
 class SimulatedCache:
-    """The contents of an engine's slots, which determine how much of a prompt must be read
-    again."""
+    """A simulated KV cache: it tracks what each slot of an engine holds, and so how much of a
+    prompt must be read again."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """Create a cache with a number of slots, each of which holds up to ``capacity`` tokens."""
+        """Create a cache of ``slots`` slots. Each holds up to ``capacity`` tokens."""
         self._slots = SlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
-        """Give a slot to a request, and return the slot with the number of prompt tokens that must
-        be read. Returns None if no slot is free."""
+        """Assign a slot to a request. Returns the slot and the number of prompt tokens that must be
+        read, or None if no slot is free."""
         request = _SlotRequest(prompt, affinity)
         admitted = self._slots.admit(cast("Any", request))
         if admitted is None:
@@ -68,33 +69,33 @@ class SimulatedCache:
         return slot, len(prompt) - request.num_reused
 
     def release(self, slot: int, ids: Ids) -> None:
-        """End the request in a slot. Its token ids remain there for later requests, except for the
-        last one, which has not been computed."""
+        """End the request in a slot. Its token ids remain cached for later requests, except the
+        last one, whose keys and values were never computed."""
         slots = self._slots
         slots._tokens_SC[slot, : len(ids)] = ids
         slots.length_S[slot] = len(ids) - 1
         slots.release(slot)
 
     def forget(self) -> None:
-        """Discard the contents of all slots, because the weights have changed."""
+        """Discard the contents of all slots. Call this when the weights change."""
         self._slots.invalidate_cache()
 
 
 Spans = list[tuple[int, float]]
-"""(version of the weights, tokens sampled with it), in order."""
+"""(weight version, number of tokens sampled with it) pairs, in order."""
 
 
 class RecordedRequestIds(NamedTuple):
-    """The token ids of a simulated request, if the measured run recorded them."""
+    """The recorded token ids of a request in the measured run, which the cache simulation replays."""
 
     ids: Ids
-    """Ids of prompt and reply."""
+    """Token ids of the prompt, then of the reply."""
     affinity: str
-    """Id of the call."""
+    """Id of the call. Turns of one call prefer the same slot."""
 
 
 class _RunningSequence:
-    """A sequence that waits for a slot of the engine or decodes in one."""
+    """A sequence that is waiting for a slot or decoding in one."""
 
     def __init__(
         self,
@@ -112,16 +113,16 @@ class _RunningSequence:
         self.owner = owner
         self.known = known
         self.slot: int | None = None
-        """Its slot in the cache."""
+        """Index of the sequence's slot in the cache."""
         self.begun: float | None = None
-        """Steps of the engine when it got its slot; None while it waits."""
+        """The engine's step count when the sequence got its slot. None while it waits."""
         self.spans: Spans = []
         self.num_recorded = 0.0
         """Number of tokens in ``spans``."""
 
 
 class SimulatedEngine:
-    """An inference engine in simulated time, which answers the requests of rollouts."""
+    """An inference engine in simulated time. It answers the requests of simulated rollouts."""
 
     def __init__(
         self,
@@ -131,24 +132,24 @@ class SimulatedEngine:
         cache: SimulatedCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
-        """Create an engine with the given speed and number of slots. ``cache`` models the contents
-        of the slots, if they are the engine's only cache. ``cache_tokens`` is the capacity of all
-        slots together, where 0 means unlimited."""
+        """Create an engine with the given speed and number of slots. ``cache`` models what the
+        slots hold, if slots are the engine's only cache. ``cache_tokens`` is the total capacity in
+        tokens, where 0 means unlimited."""
         self.version = 0
         self.in_flight = 0
-        """Number of requests that wait or run."""
+        """Number of requests that are waiting or running."""
         self.trees = 0
         """Number of rollouts assigned to this engine."""
         self.busy_s = 0.0
         self.sequence_s = 0.0
-        """Number of sequences in slots, integrated over time."""
+        """Number of sequences in slots, integrated over time (sequence-seconds)."""
         self.sampled = 0.0
         self.read = 0.0
         """Number of prompt tokens read."""
         self.on_wants_changed: Callable[[], None] = lambda: None
         """Called when ``wants`` changes."""
         self.wants = False
-        """True if there is something to compute."""
+        """True if the engine has something to compute."""
         self._pace = 1.0
         self._cache = cache
         self._cache_tokens = cache_tokens
@@ -157,7 +158,7 @@ class SimulatedEngine:
         self._slots = slots
         self._steps = 0.0
         self._debt_s = 0.0
-        """Seconds of prompts that are still to be read."""
+        """Seconds that reading the remaining prompt tokens will take."""
         self._at = env.now
         self._running: list[tuple[float, int, _RunningSequence]] = []
         self._waiting: deque[_RunningSequence] = deque()
@@ -167,8 +168,8 @@ class SimulatedEngine:
 
     @property
     def speed_factor(self) -> float:
-        """The seconds of engine time that pass in one second of simulated time. It is below 1 if
-        the engine has to share CPU cores."""
+        """Seconds of engine work per second of simulated time. The factor is below 1 if the engine
+        shares CPU cores."""
         return self._pace
 
     @speed_factor.setter
@@ -186,7 +187,12 @@ class SimulatedEngine:
         owner: object = None,
         known: RecordedRequestIds | None = None,
     ) -> Event:
-        """Request a reply from the engine. Returns an event that occurs when the reply is complete.
+        """Request a reply of ``sampled`` tokens, and return an event that occurs when the reply is
+        complete.
+
+        ``context`` is the length of the prompt in tokens, of which ``new`` are not cached. The
+        event's value lists how many tokens were sampled with which version of the weights.
+        ``cancel_requests_of`` ends all requests with the same ``owner``.
 
         ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
         tokens are in no cache (all in tokens). The value of the event is a list that says how many
@@ -201,7 +207,7 @@ class SimulatedEngine:
         return done
 
     def cancel_requests_of(self, owner: object) -> None:
-        """End all requests of an owner (a rollout) at their current length."""
+        """Cancel all requests of an owner (a rollout). Replies end at their current length."""
         self._catch_up()
         cancelled = [each for _, _, each in self._running if each.owner is owner]
         cancelled += [each for each in self._waiting if each.owner is owner]
@@ -213,7 +219,7 @@ class SimulatedEngine:
         self._reschedule()
 
     def pause(self) -> None:
-        """Stop the engine until ``resume`` has been called as often as ``pause``."""
+        """Pause the engine until ``resume`` has been called as often as ``pause``."""
         self._catch_up()
         self._paused += 1
         self._reschedule()
@@ -224,8 +230,8 @@ class SimulatedEngine:
         self._reschedule()
 
     def load_weights(self, version: int) -> None:
-        """Load a new version of the weights. This invalidates all caches, so running sequences are
-        read again up to their current length."""
+        """Load a new version of the weights and drop all caches. Running sequences are read again
+        up to their current length."""
         self._catch_up()
         for _, _, each in self._running:
             self._record(each)
@@ -236,14 +242,14 @@ class SimulatedEngine:
         self._reschedule()
 
     def settle(self) -> None:
-        """Bring all counters up to the current simulated time."""
+        """Bring all counters up to date with the simulated clock."""
         self._catch_up()
         self._reschedule()
 
     # --- time -------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Account for the time that has passed since the last change."""
+        """Update progress and counters for the time that has passed since the last change."""
         passed, self._at = self._env.now - self._at, self._env.now
         if self._paused or not self._running or passed <= 0:
             return
@@ -255,8 +261,8 @@ class SimulatedEngine:
         self._steps += (own_s - read_s) / self._rate.step_s(len(self._running))
 
     def _reschedule(self) -> None:
-        """Fill free slots with waiting requests, and schedule a wake-up for the time when the next
-        sequence ends."""
+        """Move waiting requests into free slots, then schedule a wake-up for the next end of a
+        sequence."""
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
@@ -269,8 +275,8 @@ class SimulatedEngine:
         self._ring()
 
     def _room(self) -> int:
-        """Return how many slots fit into the cache. All slots have the length of the longest
-        sequence, running or next, rounded up to a power of two."""
+        """Return how many slots fit in the cache. Every slot is as long as the longest sequence,
+        running or next in line, rounded up to a power of two."""
         if not self._cache_tokens:
             return self._slots
         inside = itertools.chain((entry[2] for entry in self._running), [self._waiting[0]])
@@ -280,8 +286,7 @@ class SimulatedEngine:
         )
 
     def _ring(self) -> None:
-        """Schedule a wake-up for the time when the next sequence ends. Earlier wake-ups become
-        invalid."""
+        """Schedule a wake-up for the next end of a sequence. Earlier wake-ups become invalid."""
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
             left = max(self._running[0][0] - self._steps, 0.0)
@@ -294,8 +299,7 @@ class SimulatedEngine:
         self._debt_s += self._rate.prompt_token_s * tokens
 
     def _to_read(self, each: _RunningSequence) -> int:
-        """Return how many prompt tokens must be computed for a sequence that has just got a
-        slot."""
+        """Return how many prompt tokens must be read for a sequence that has just got a slot."""
         if self._cache is None or each.known is None:
             return each.new
         admitted = self._cache.admit(each.known.ids[: each.context], each.known.affinity)
@@ -324,7 +328,7 @@ class SimulatedEngine:
         each.done.succeed(each.spans)
 
     def _record(self, each: _RunningSequence) -> None:
-        """Record which version of the weights sampled the tokens since the last record."""
+        """Record how many tokens were sampled with the current weights since the last record."""
         if each.begun is None:
             return
         tokens = min(self._steps - each.begun, each.sampled) - each.num_recorded
@@ -334,9 +338,9 @@ class SimulatedEngine:
 
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """Choose the engine for a new rollout: the one with the fewest requests in flight and, among
-    equals, the one that was given the fewest rollouts. The real choice in
-    ``inference/http/fleet.py`` is the same."""
+    """Choose an engine for a new rollout: the one with the fewest requests in flight and, among
+    equals, the fewest rollouts so far. ``inference/http/fleet.py`` makes the same choice in real
+    runs."""
     engine = min(engines, key=lambda each: (each.in_flight, each.trees))
     engine.trees += 1
     return engine

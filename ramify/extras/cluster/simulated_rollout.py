@@ -1,5 +1,5 @@
-"""A rollout in simulated time, whose calls run on engines, in sessions and on the host's CPU cores,
-and the queue of groups of rollouts from which the trainer takes its steps.
+"""Simulate rollouts, whose calls use engines, sessions and the host's CPU cores, and the queue from
+which the trainer takes groups of rollouts.
 
     call:  request ──▶ host_s ──▶ cell ──▶ wave of concurrent calls ──▶ next wave … ──▶ next request
 
@@ -50,12 +50,12 @@ from ramify.train.rollouts.group_queue import (
 
 
 class SimulatedCores:
-    """The CPU cores of the trainer's host, shared by sessions, the event loop and possibly an
-    engine."""
+    """Simulated CPU cores of the trainer's host. Sessions, the event loop and possibly an engine
+    share them."""
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """Create ``num`` cores. ``engine`` is the engine in the trainer's process, which uses them
-        too, or None if the engines have separate devices."""
+        """Create ``num`` cores. ``engine`` is the engine that runs in the trainer's process and
+        uses these cores, too. None: engines have their own devices."""
         self._env = env
         self._num = num
         self._engine = engine
@@ -63,11 +63,12 @@ class SimulatedCores:
         self._alarm = 0
         self._ids = count()
         self._done_s = 0.0
-        """CPU seconds that a session would have had if it had run since the beginning."""
+        """CPU seconds that a session would have received so far if it had run from the start."""
         self._sessions: list[tuple[float, int, Event]] = []
         """Sessions, ordered by the ``_done_s`` at which they end."""
         self._loop: deque[tuple[float, Event]] = deque()
-        """Work of the event loop in order: remaining CPU seconds and the event of its end."""
+        """Queued work of the event loop: (remaining CPU seconds, event that marks its end), oldest
+        first."""
         self._pace = self._loop_pace = 0.0
         self.used_s = 0.0
         """CPU seconds used on all cores together."""
@@ -76,8 +77,8 @@ class SimulatedCores:
             engine.on_wants_changed = self.settle
 
     def session(self, seconds: float) -> Event:
-        """Compute in a separate process. Returns an event that occurs when ``seconds`` of CPU time
-        have been used."""
+        """Run work in a session, a separate process. Returns an event that occurs when ``seconds``
+        of CPU time have been used."""
         done = self._env.event()
         self._catch_up()
         heapq.heappush(self._sessions, (self._done_s + seconds, next(self._ids), done))
@@ -85,8 +86,8 @@ class SimulatedCores:
         return done
 
     def loop(self, seconds: float) -> Event:
-        """Compute in the event loop, after the work that is already queued there. Returns an event
-        that occurs when ``seconds`` of CPU time have been used."""
+        """Queue work on the event loop, behind what is already queued. Returns an event that occurs
+        when ``seconds`` of CPU time have been used."""
         done = self._env.event()
         self._catch_up()
         self._loop.append((seconds, done))
@@ -94,8 +95,8 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to date and divide the cores again, because the engine may have
-        begun or stopped to need one."""
+        """Bring all counters up to date and divide the cores again. Called when the engine starts
+        or stops needing a core."""
         self._catch_up()
         self._reschedule()
 
@@ -110,8 +111,7 @@ class SimulatedCores:
             self._loop[0] = (left - passed * self._loop_pace, done)
 
     def _reschedule(self) -> None:
-        """Set the pace of all work, and schedule a wake-up for the time when the first piece of it
-        ends."""
+        """Set the pace of all work, and schedule a wake-up for the first completion."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
@@ -146,22 +146,22 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class SimulatedRollout:
-    """A rollout in the simulation, from its request to its end."""
+    """One rollout in the simulation, from its request to its end."""
 
     def __init__(self, rollout: RolloutWorkload, over: Event) -> None:
         self.rollout = rollout
         self.over = over
-        """Succeeds when the rollout has ended or was given up."""
+        """Succeeds when the rollout ends or is dropped."""
         self.began_at: float | None = None
-        """None while it waits for a place."""
+        """Start in simulated time. None while the rollout waits to be admitted."""
         self.took_s: float | None = None
-        """None until it has ended, and if it was given up."""
+        """Duration in seconds. None until the rollout ends, and for dropped rollouts."""
         self.is_given_up = False
         self.engine: SimulatedEngine | None = None
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Give up this rollout, so that its group continues without it, and cancel its requests."""
+        """Drop this rollout and cancel its requests. Its group continues without it."""
         self.is_given_up = True
         if self.engine is not None:
             self.engine.cancel_requests_of(self)
@@ -169,14 +169,15 @@ class SimulatedRollout:
 
 
 class RolloutHostCpuUse(msgspec.Struct, frozen=True):
-    """How rollouts use the CPU of the trainer's machine, apart from the engine and from
-    learning."""
+    """The CPU use of rollouts on the trainer's host. Work of the engine and of learning is
+    excluded."""
 
     cores: int
     request_s: float
-    """CPU seconds of the event loop per request."""
+    """CPU seconds that the event loop spends on each request."""
     session_share: float
-    """Share of the measured session time that was computing; the rest was waiting for a core."""
+    """Fraction of the measured session time that was spent computing. The rest was waiting for a
+    core."""
 
 
 class RolloutSimulator:
@@ -193,9 +194,9 @@ class RolloutSimulator:
         *,
         embedded: bool = False,
     ) -> None:
-        """Create a simulator in which at most ``at_once`` rollouts run concurrently, with at most
-        ``on_wire`` concurrent requests. ``host`` describes the shared CPU cores, which the first
-        engine uses too if ``embedded`` is true."""
+        """Create a simulator with at most ``at_once`` concurrent rollouts and at most ``on_wire``
+        concurrent requests. ``host`` describes shared CPU cores. If ``embedded`` is true, the first
+        engine runs on them, too."""
         self.env = env
         self.engines = engines
         self.cores = (
@@ -209,7 +210,7 @@ class RolloutSimulator:
         self._wire = Resource(env, on_wire)
 
     def play(self, attempt: SimulatedRollout) -> Process:
-        """Wait until the rollout may begin, and run it to its end."""
+        """Wait until the rollout may begin, then run it to its end."""
         with self._room.request() as place:
             yield place
             attempt.began_at = self.env.now
@@ -223,8 +224,8 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def session(self, seconds: float) -> Event:
-        """Spend the time that a session took in the measured run, of which only a part was
-        computing if cores are shared."""
+        """Spend the time that a session took in the measured run. If cores are shared, only the
+        computing part of it counts."""
         if self.cores is None or self._host is None:
             return self.env.timeout(seconds)
         return self.cores.session(seconds * self._host.session_share)
@@ -283,19 +284,19 @@ class RolloutSimulator:
 
 
 Draw = Callable[[int], tuple[Sequence[RolloutWorkload], bool]]
-"""Group number -> its rollouts, and whether the group has no signal."""
+"""Maps a group's number to its rollouts, and to True if all their rewards are equal."""
 
 
 class StragglerOptions(RolloutAdmissionOptions, Protocol):
-    """The options that the simulated queue reads: how many groups may be in progress, and when a
-    slow rollout counts as a straggler."""
+    """The options of the simulated queue: how many groups may be in progress, and when a slow
+    rollout is dropped as a straggler."""
 
     @property
     def straggler_factor(self) -> float: ...
 
 
 class SimulatedGroup:
-    """A group of rollouts that has begun and has not yet been used by a training step."""
+    """A group of rollouts that has begun but has not been used in a training step yet."""
 
     def __init__(
         self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool
@@ -304,7 +305,7 @@ class SimulatedGroup:
         self.attempts = attempts
         self.will_have_no_signal = has_no_signal
         self.step: int | None = None
-        """Version of the weights when its first rollout began; None before."""
+        """Version of the weights when the group's first rollout began. None before that."""
         self.is_whole = False
 
     @property
@@ -313,7 +314,7 @@ class SimulatedGroup:
 
 
 class SimulatedGroupSchedule:
-    """The queue of groups of rollouts in a run of a given number of steps."""
+    """The simulated queue of rollout groups from which training steps take their data."""
 
     def __init__(
         self,
@@ -336,7 +337,7 @@ class SimulatedGroupSchedule:
         self._news = env.event()
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedGroup]]:
-        """Wait until there are enough groups for a training step, and return them."""
+        """Wait until enough groups are complete for a training step, then return them."""
         self._at(step)
         while True:
             self._note_begun()
@@ -351,7 +352,7 @@ class SimulatedGroupSchedule:
             )
 
     def on_new_weights(self, step: int) -> None:
-        """Handle the arrival of new weights, after which more groups may begin."""
+        """Begin more groups if the new weights allow it."""
         if self._rules.max_staleness:
             self._at(step)
             self._begin()
@@ -395,8 +396,8 @@ class SimulatedGroupSchedule:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up the rollouts that alone hold up the step. If there are none, return the seconds
-        after which there may be some, or None if only the end of another group can change that."""
+        """Drop the rollouts that alone delay the step. If there are none, return the seconds until
+        there may be some. Returns None if only the end of another group can change that."""
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
@@ -415,8 +416,8 @@ class SimulatedGroupSchedule:
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
     def _take_groups(self) -> list[SimulatedGroup]:
-        """Remove the groups of a step from the queue and return them. Groups from which something
-        can be learned come first; groups whose rewards are all equal fill the rest."""
+        """Remove the groups of one step from the queue and return them. Groups with differing
+        rewards come first; if they are too few, groups with equal rewards fill the step."""
         rules = self._rules
         whole = self._whole()
         zero_variance = [group for group in whole if group.has_no_signal]

@@ -47,8 +47,7 @@ CPU_CACHE_BYTES = 2 << 30
 
 
 class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and settings of the measured run, which a simulation uses unless it is given
-    others."""
+    """The sizes and settings of the measured run. A simulation uses them unless it is given others."""
 
     items: int
     group: int
@@ -64,14 +63,14 @@ class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
     keeps: bool = False
     embedded: bool = False
     evaluate: int = 0
-    """Steps between evaluations; 0: only at the end."""
+    """Steps between evaluations. 0 means only at the end."""
     cache_tokens: int = 0
     """Capacity of one engine's cache in tokens; 0 if unknown."""
 
 
 class SimulationInputs(msgspec.Struct, kw_only=True):
-    """The measurements of a run from which a simulation draws: rollouts, the speed of an engine,
-    and the times of learning and publishing."""
+    """The measurements of a run that feed a simulation: its rollouts, the speed of an engine, and
+    the times for learning and publishing."""
 
     groups: list[list[RolloutWorkload]]
     rate: EngineRate
@@ -79,7 +78,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     learn_base_s: float
     """Seconds of learning per step, independent of the number of tokens."""
     learn_token_s: float
-    """Seconds per trained token, on ``sizes.ranks`` ranks."""
+    """Seconds per trained token, when ``sizes.ranks`` ranks share the work."""
     learn_off: list[float] = msgspec.field(default_factory=lambda: [1.0])
     """Ratio of measured to fitted learning time, for each step."""
     publish_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
@@ -87,30 +86,30 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     prepare_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
     """Seconds from the end of the last rollout to the beginning of learning."""
     zero_variance: float = 0.0
-    """Share of groups that dynamic sampling discarded because they had no signal."""
+    """Fraction of groups that dynamic sampling discarded because all rewards were equal."""
     evaluate_s: float = 0.0
     """Mean seconds of an evaluation."""
     scaling: float = 1.0
-    """Parallel efficiency: the speed-up of doubling the ranks, divided by two."""
+    """Parallel efficiency: the speed-up from doubling the ranks, divided by two."""
     host: RolloutHostCpuUse | None = None
-    """CPU use of the trainer's machine other than learning. None if unknown; no work then waits for
-    a core."""
+    """CPU use of rollouts on the trainer's host. None if unknown, and then no work waits for a
+    core."""
     computed_s: list[float] = msgspec.field(default_factory=list)
-    """CPU seconds of each step's rollouts, if they were measured."""
+    """CPU seconds of each step's rollouts. Empty if they were not measured."""
     step_s: list[float] = msgspec.field(default_factory=list)
     """Measured seconds of each step, without evaluations."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
-        """Return ``num`` rollouts of one measured group, given its index, or of a random group if
-        the index ``of`` is None. If the group has too few rollouts, some are repeated."""
+        """Return ``num`` rollouts of one measured group, chosen by its index ``of``, or at random
+        if that is None. If the group has too few rollouts, some are repeated."""
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
             return draw.sample(rollouts, num)
         return [*rollouts, *draw.choices(rollouts, k=num - len(rollouts))]
 
     def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
-        """Return how many seconds one step spends on learning from a number of tokens with a number
-        of trainer ranks, and how many on publishing the weights."""
+        """Return two times for one step: the seconds to learn from ``tokens`` tokens with ``ranks``
+        trainer ranks, and the seconds to publish the weights."""
         times = ranks / self.sizes.ranks
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
         learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
@@ -120,14 +119,13 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The length of the longest sequence in tokens, including prompt and reply."""
+        """The length of the longest sequence in tokens, prompt and reply together."""
         rollouts = (rollout for group in self.groups for rollout in group)
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def prepare(self, draw: random.Random) -> float:
-        """Draw the seconds between the end of a step's rollouts and the beginning of its
-        learning."""
+        """Draw the seconds between the end of a step's rollouts and the start of learning."""
         return draw.choice(self.prepare_s)
 
 
@@ -210,8 +208,8 @@ def measured(
 
 
 def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_file.StepMetrics]:
-    """Return the steps of reinforcement learning that have measured times, by number. Raises
-    ConfigError if there are fewer than two."""
+    """Return the metrics of each reinforcement-learning step with measured times, by step number.
+    Raises ConfigError if there are fewer than two."""
     done = {
         each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
     }
@@ -243,8 +241,8 @@ def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Group trajectories by the names of their runs, which end with ``/rollout=N``, or by item if
-    they have no such names."""
+    """Group trajectories by run name, without its ending ``/rollout=N``. Trajectories without such
+    a name are grouped by item."""
     groups: dict[str, list[Trajectory]] = defaultdict(list)
     for tree in trees:
         name, is_named, _ = tree.id.rpartition("/rollout=")
@@ -253,8 +251,8 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> MeasuredRunSettings:
-    """Return the sizes and settings from the run's configuration. Sizes that are missing there are
-    counted in the saved rollouts."""
+    """Read the run's sizes and settings from its configuration. Missing sizes are counted in the
+    saved rollouts."""
     checkpoint = CheckpointStore(run).latest()
     config: dict[str, Any] = read_state(checkpoint).config if checkpoint is not None else {}
     rl, policy = config.get("rl") or {}, config.get("policy") or {}
@@ -286,8 +284,8 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Measur
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """Return how many tokens fit into the cache of an engine in the trainer's process, or 0 if the
-    size of the cache or of the model is unknown."""
+    """Return how many tokens fit in the cache of an engine in the trainer's process. Returns 0 if
+    the size of the cache or of the model is unknown."""
     num_bytes = policy.get("cache_bytes") or (
         CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0
     )
@@ -306,15 +304,15 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
     """Fit the engine's speed to the recorded requests. Discarded rollouts ran at the same time but
-    were not recorded; ``hidden``, the number of rollouts for each recorded one, accounts for them.
+    were not recorded. ``hidden`` corrects for them: it is the number of rollouts per recorded one.
     """
     requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
 def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
-    """Fit the speed of an engine in the trainer's process to the CPU time that its steps used.
-    Returns None if no steps were recorded."""
+    """Fit the speed of an engine in the trainer's process to the CPU time of its steps. Returns
+    None if no steps were recorded."""
     paces = [pace for each in spent for pace in each.engine]
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
     rows = [
@@ -335,9 +333,9 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
 def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
 ) -> RolloutHostCpuUse | None:
-    """Measure how rollouts use the CPU of the trainer's host: the event loop's CPU time per
-    request, and the share of their working time in which sessions compute. Returns None if the
-    engine recorded no CPU time."""
+    """Measure how rollouts use the CPU of the trainer's host: the event loop's time per request,
+    and the fraction of session time spent computing. Returns None if the engine recorded no CPU
+    time."""
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
@@ -354,16 +352,16 @@ def _host(
 
 
 def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
-    """Yield each root call of a rollout with the time at which it began."""
+    """Yield each root call of a rollout, with the time at which it began."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
     for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
 def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests of a call and its descendants, and the time at which the call ended, if
-    it begins at ``at_s``. Requests are timed by their order alone: turns and waves of concurrent
-    calls follow each other without gaps, and the calls of a wave begin together."""
+    """Return the requests of a call and its descendants, and the time at which the call ends if it
+    begins at ``at_s``. Turns and waves of calls follow one another without gaps, and the calls of
+    one wave begin together."""
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
         requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))
@@ -378,10 +376,9 @@ def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], f
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Return the share of groups, from 0 to 1, in which all rollouts got the same reward, so that
-    nothing can be learned from them. Groups that were lost or skipped do not count. ``otherwise``
-    is a rough estimate of the share: it is returned if the run has no record of its groups, and if
-    it is 0, the result is 0."""
+    """Return the fraction of groups in which all rollouts got the same reward, so that nothing can
+    be learned from them. Lost and skipped groups do not count. ``otherwise`` is a rough estimate:
+    it is returned if the run has no record of its groups, and if it is 0, the result is 0."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
@@ -391,8 +388,8 @@ def _zero_variance(run: Path, otherwise: float) -> float:
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Fit how long learning takes. Returns the seconds per step, the seconds per token, and the
-    ratio of measured to fitted time for each step."""
+    """Fit the time that learning takes. Returns seconds per step, seconds per token, and the ratio
+    of measured to fitted time for each step."""
     if len(set(tokens)) > 2:
         base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
     else:
@@ -403,8 +400,8 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Return, for each step, the seconds since the end of the step before it, without evaluations.
-    A step is left out if the one before it was not logged."""
+    """Return the seconds from the end of the previous step to the end of each step, without
+    evaluations. Steps whose predecessor was not logged are left out."""
     seconds: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0
@@ -419,7 +416,7 @@ def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
 
 
 def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
-    """Return the mean seconds that an evaluation between two steps takes."""
+    """Return the mean seconds of an evaluation between two steps."""
     first = min(each.step for each in lines if "learn_s" in each.values)
     last = max(each.step for each in lines if "learn_s" in each.values)
     between = [each for each in lines if first <= each.step < last] or lines
@@ -430,8 +427,8 @@ def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
 def _publishing(
     done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
 ) -> list[float]:
-    """Return the seconds of each step in which the trainer neither waited for rollouts nor learned,
-    which is mainly the time to publish weights."""
+    """Return the publishing time of each step: the seconds in which the trainer neither waited for
+    rollouts nor learned."""
     remaining = [
         step_seconds[step] - done[step].values["work_s"] - done[step].values["learn_s"]
         for step in step_seconds
@@ -445,8 +442,8 @@ def _preparing(
     steps: Sequence[int],
     sizes: MeasuredRunSettings,
 ) -> list[float]:
-    """Return how much longer than its rollouts the work of each step took, if the run was
-    synchronous. An asynchronous run yields a single 0."""
+    """Return the preparation time of each step: by how many seconds its work took longer than its
+    rollouts. For an asynchronous run, this is a single 0."""
     if sizes.staleness:
         return [0.0]
     seconds = []

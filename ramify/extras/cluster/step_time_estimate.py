@@ -1,5 +1,5 @@
-"""Estimates of the time of each part of a training step, from the speeds of known devices or from
-the measurements of a run.
+"""Estimate how long each part of a training step takes, from the known speed of devices or from a
+measured run.
 
     sampling    prompts read and tokens sampled, by all engines together
     learning    the passes of the trainer, by all ranks together
@@ -49,26 +49,27 @@ class MeasuredSpeeds(msgspec.Struct, frozen=True):
 
     tokens: StepTokens
     learnt_per_s: float
-    """Tokens per second that one rank learns from."""
+    """Tokens per second that one trainer rank learns from."""
     sampled_per_s: float
-    """Tokens per second that one engine samples, including all that a rollout waits for."""
+    """Tokens per second that one engine samples, with everything that rollouts wait for included.
+    """
     why: str
 
 
 class StepSeconds(msgspec.Struct, frozen=True):
-    """The estimated seconds of the parts of one training step, with the origin of each number."""
+    """The estimated seconds of each part of a training step, and where each number comes from."""
 
     sampling: float
     learning: float
     sync: float
     step: float
     why: dict[str, str]
-    """Part -> origin of its number."""
+    """Part of the step -> where its number comes from."""
 
 
 def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
-    """Read the speeds of a finished run from its metrics, given its numbers of trainer ranks and
-    engines. The first step is excluded. Raises ConfigError if no step was measured."""
+    """Read tokens and speeds from the metrics of a finished run, without its first step. Speeds are
+    per trainer rank and per engine. Raises ConfigError if no step was measured."""
     rows = [
         row.values
         for row in read_metrics(folder)
@@ -117,8 +118,8 @@ def seconds(
     link_gb_per_s: float = LINK_GB_PER_S,
     from_run: MeasuredSpeeds | None = None,
 ) -> StepSeconds:
-    """Estimate how many seconds one step of reinforcement learning takes. ``devices`` contains the
-    device of the trainer and then the device of the engines."""
+    """Estimate the seconds of one reinforcement-learning step. ``devices`` holds the trainer's
+    device, then the engines' device."""
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
@@ -170,8 +171,8 @@ def _sampling(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Estimate the seconds of sampling in one step, with an explanation in words. Reading prompts
-    is limited by FLOP/s. Generating tokens is limited by memory bandwidth or by FLOP/s, whichever
+    """Estimate the seconds of sampling in one step, and explain the estimate in words. Reading
+    prompts is limited by FLOP/s. Generation is limited by memory bandwidth or by FLOP/s, whichever
     takes longer."""
     products = device.tflops * 1e12 * shares.prefill
     reading = (

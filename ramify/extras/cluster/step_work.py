@@ -1,5 +1,4 @@
-"""The amount of work in one training step: its tokens, and the floating-point operations that each
-of them costs.
+"""The work in one training step: its number of tokens, and the FLOP that each token costs.
 
 In a forward pass, a token costs 2 FLOP per weight that multiplies it, and 4 per pair of tokens and
 element of the heads. A backward pass costs twice that, and recomputation of layers costs another
@@ -16,14 +15,15 @@ from ramify.train.config import Run
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """The numbers of prompt tokens and sampled tokens in one training step, over all rollouts."""
+    """The tokens in one training step, summed over all rollouts: how many are prompts and how many
+    are sampled."""
 
     sampled: float
     given: float
-    """Prompt tokens. A turn's common prefix with the previous turn counts once."""
+    """Prompt tokens. A prefix shared with the previous turn counts once."""
     rollouts: float
     why: str
-    """Origin of the numbers."""
+    """Where the numbers come from."""
 
     @property
     def learnt(self) -> float:
@@ -35,9 +35,9 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Guess the tokens of a step before a run. Each rollout is assumed to take half of the
-        turns that it may take. In each of them, the reply has half of the maximum length, limited
-        by the window, and the prompt is as long as the reply."""
+        """Guess the tokens of a step before any run exists. Each rollout takes half of its allowed
+        turns. Each reply has half of the maximum length, limited by the context window, and each
+        prompt is as long as its reply."""
         rl = run.rl
         if rl is None:
             return cls(0, 0, 0, "no reinforcement learning")
@@ -52,14 +52,14 @@ class StepTokens(msgspec.Struct, frozen=True):
 
 
 def forward_pass_equivalents(run: Run) -> float:
-    """Return the compute of a training step, in units of forward passes over its tokens. Training
-    takes three: the forward pass, and the backward pass, which costs as much as two. Recomputed
-    activations and additional log-probabilities take more."""
+    """Return the compute of a training step in units of forward passes over its tokens. A forward
+    and a backward pass together count as three. Recomputed activations and extra log-probabilities
+    add more."""
     return 3.0 + run.compute.recompute + _more_passes(run)
 
 
 def _more_passes(run: Run) -> int:
-    """Return the number of additional forward passes for the log-probabilities of the reference
+    """Return how many extra forward passes a step needs, for log-probabilities of the reference
     model and of the policy before the update."""
     if run.rl is None:
         return 0
@@ -68,6 +68,6 @@ def _more_passes(run: Run) -> int:
 
 
 def forward_flop_per_token(shape: ModelShape, length: float) -> float:
-    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens, half of which
-    precede the token on average."""
+    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens. On average,
+    half of the sequence precedes the token."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

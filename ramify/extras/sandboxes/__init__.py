@@ -1,4 +1,5 @@
-"""Sandboxes of other vendors: Monty, IPython, and the services E2B, Modal, Daytona and Prime.
+"""Sandboxes that other vendors provide: Monty, IPython, and the cloud services E2B, Modal, Daytona
+and Prime.
 
 Each provider is one file with a function ``open_provider(spec)``, and is chosen by its name in
 ``SandboxSpec.provider``. Code that several services share is in ``sdk.py``.

@@ -1,5 +1,5 @@
-"""The provider ``daytona``: every session runs in a separate Daytona sandbox, and its bytes pass
-through the websocket of a terminal session.
+"""The sandbox provider ``daytona``. Each session runs in its own Daytona sandbox, and its bytes
+travel over the websocket of a terminal.
 
 The sandbox has no network and is deleted when it stops. A terminal is used because it is the only
 two-way stream of the SDK: for a session command, each input is a separate request, and the output
@@ -38,7 +38,8 @@ SDK = sdk.Sdk(
 
 
 class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """The configuration of the provider ``daytona``, which runs sessions in Daytona sandboxes.
+    """Configuration of the provider ``daytona``, which runs each session in its own Daytona
+    sandbox.
 
     Example:
         DaytonaSpec(image="python:3.12-slim")
@@ -46,12 +47,12 @@ class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "daytona"
     image: str = ""
-    """Image of a registry. It must have python3, version 3.11 or later, and ``packages``. Empty:
-    the service's snapshot for Python."""
+    """Container image. It must contain Python 3.11 or later as python3, and ``packages``. Empty:
+    the service's Python snapshot."""
 
 
 class DaytonaService:
-    """Creates Daytona sandboxes and starts a command in each. Implements
+    """Creates Daytona sandboxes and starts one command in each. Implements
     ``remote.SandboxService``."""
 
     name = "daytona"
@@ -78,7 +79,7 @@ class DaytonaService:
         return DaytonaStream(client, box, terminal, inbox)
 
     async def _create(self) -> Any:
-        """Create and start a sandbox, and delete it if that fails.
+        """Create and start a sandbox. If the start fails, the sandbox is deleted.
 
         The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists
         already and is deleted by its name.
@@ -117,8 +118,7 @@ class DaytonaService:
 
 
 class DaytonaStream:
-    """The two-way byte stream over the terminal of one sandbox. Implements
-    ``remote.ByteStream``."""
+    """The two-way byte stream over a Daytona sandbox's terminal. Implements ``remote.ByteStream``."""
 
     def __init__(self, client: Any, box: Any, terminal: Any, inbox: SdkCallbackQueue) -> None:
         self._client = client
@@ -140,8 +140,8 @@ class DaytonaStream:
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
-    """Return a sandbox that opens sessions at Daytona. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if the SDK or the key is missing."""
+    """Return a sandbox provider whose sessions run at Daytona. ``base.open_sandbox`` calls this
+    function. Raises SandboxError if the SDK or the API key is missing."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     return RemoteSandbox(spec, DaytonaService(daytona, spec))

@@ -1,5 +1,5 @@
-"""The provider ``e2b``: every session runs in a separate E2B sandbox, and its bytes pass through
-the input and output of a background command.
+"""The sandbox provider ``e2b``. Each session runs in its own E2B sandbox, and its bytes travel over
+the standard input and output of a background command.
 
 The sandbox has no internet access and a limited lifetime. The SDK returns output as text, so bytes
 are sent as base64. This provider has not been tested against the real service, but against a double
@@ -35,7 +35,7 @@ SDK = sdk.Sdk(
 
 
 class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """The configuration of the provider ``e2b``, which runs sessions in E2B sandboxes.
+    """Configuration of the provider ``e2b``, which runs each session in its own E2B sandbox.
 
     Example:
         E2BSpec(image="my-template")
@@ -43,12 +43,12 @@ class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "e2b"
     image: str = ""
-    """Name of a template. It must have python3, version 3.11 or later, and ``packages``. Empty: the
-    plain Python of the service."""
+    """Name of a template. It must contain Python 3.11 or later as python3, and ``packages``. Empty:
+    the service's plain Python."""
 
 
 class E2BService:
-    """Creates E2B sandboxes and starts a command in each. Implements ``remote.SandboxService``."""
+    """Creates E2B sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
 
     name = "e2b"
     carries: Carries = "text"
@@ -79,12 +79,12 @@ class E2BService:
         return E2BStream(box, handle, inbox)
 
     async def close(self) -> None:
-        """Do nothing: no resources are held between sessions."""
+        """Do nothing, because the service holds no resources between sessions."""
 
 
 class E2BStream:
-    """The two-way byte stream over the input and output of a background command. Implements
-    ``remote.ByteStream``."""
+    """The two-way byte stream over the standard input and output of a background command.
+    Implements ``remote.ByteStream``."""
 
     def __init__(self, box: Any, handle: Any, inbox: SdkCallbackQueue) -> None:
         self._box = box
@@ -101,8 +101,8 @@ class E2BStream:
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:
-    """Return a sandbox that opens sessions at E2B. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if the SDK or the key is missing."""
+    """Return a sandbox provider whose sessions run at E2B. ``base.open_sandbox`` calls this
+    function. Raises SandboxError if the SDK or the API key is missing."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
     return RemoteSandbox(spec, E2BService(e2b, spec))

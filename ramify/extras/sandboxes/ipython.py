@@ -1,4 +1,5 @@
-"""The provider ``ipython``: sessions in separate processes whose cells run in a real IPython.
+"""The sandbox provider ``ipython``. Each session is a separate process that runs its code cells in
+IPython.
 
 It is meant for users who know IPython from notebooks, with ``%timeit``, ``!command``, ``Out[3]``
 and ``obj?``. IPython is imported ahead of time and set up in every session by ``ipython_cells.py``,
@@ -28,7 +29,7 @@ _LOADED = ("IPython", "IPython.core.interactiveshell")
 
 
 class IPythonSandbox:
-    """A sandbox whose sessions run cells in IPython. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions run code cells in IPython. Implements ``base.Sandbox``."""
 
     warning: str | None = WARNING
 
@@ -57,6 +58,6 @@ class IPythonSandbox:
 
 
 def open_provider(spec: SandboxSpec) -> IPythonSandbox:
-    """Return a sandbox whose sessions run IPython. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if IPython is not installed."""
+    """Return a sandbox whose sessions run code cells in IPython. ``base.open_sandbox`` calls this
+    function. Raises SandboxError if IPython is not installed."""
     return IPythonSandbox(spec)

@@ -1,4 +1,5 @@
-"""The code inside a session of the provider ``ipython`` that passes its cells to IPython.
+"""Guest code of the provider ``ipython``: it runs inside a session and passes code cells to
+IPython.
 
 The session still decides where output goes, how errors and the value of the last expression are
 shown, and which names are reserved. IPython handles magics, ``!commands``, ``In`` and ``Out``,
@@ -32,7 +33,8 @@ else:
 
 
 class CellNamingCompiler(compilerop.CachingCompiler):
-    """A compiler that names cells as other sessions do, so that tracebacks look the same."""
+    """A compiler that gives IPython's cells the names used by all other sessions, so that
+    tracebacks look the same."""
 
     name = "<cell>"
 
@@ -41,7 +43,7 @@ class CellNamingCompiler(compilerop.CachingCompiler):
 
 
 class CellDisplayHook(DisplayHook):
-    """A display hook that keeps the value of a cell's last expression for the session and prints
+    """A display hook that stores the text of a cell's last expression for the session, and prints
     nothing."""
 
     text: str | None = None
@@ -61,14 +63,14 @@ class CellDisplayHook(DisplayHook):
 
 
 class HeadlessIPythonShell(interactiveshell.InteractiveShell):
-    """An IPython shell without a terminal, a history on disk, or a profile."""
+    """An IPython shell without a terminal, a profile, or a history on disk."""
 
     displayhook_class = CellDisplayHook
     compiler_class = CellNamingCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:
-        """Do nothing, because the session shows errors itself."""
+        """Do nothing, because the session formats errors itself."""
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
         pass
@@ -94,15 +96,15 @@ def make_shell() -> HeadlessIPythonShell:
 
 
 def restore_exit_builtins() -> None:
-    """Bind ``exit`` and ``quit`` to Python's builtins again. IPython replaces them by versions that
-    need a terminal."""
+    """Restore Python's own ``exit`` and ``quit``. IPython replaces them with versions that need a
+    terminal."""
     for name in ("exit", "quit"):
         notebook.namespace[name] = getattr(builtins, name)
 
 
 def run_cell(source: str, name: str) -> tuple[str | None, str | None]:
-    """Run a cell in IPython. Returns the text of its last value and the text of its error, either
-    of which may be None."""
+    """Run a code cell in IPython. Returns the text of its last value and the text of its error.
+    Either may be None."""
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals

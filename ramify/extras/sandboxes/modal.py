@@ -1,5 +1,5 @@
-"""The provider ``modal``: every session runs in a separate Modal sandbox, and its bytes pass
-through the streams of one ``exec``.
+"""The sandbox provider ``modal``. Each session runs in its own Modal sandbox, and its bytes travel
+over the streams of one ``exec``.
 
 The sandbox has no network, limits on memory and CPU, and a limited lifetime. This provider has not
 been tested against the real service, but against a double with the SDK's names and signatures.
@@ -33,7 +33,7 @@ SDK = sdk.Sdk(
 
 
 class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """The configuration of the provider ``modal``, which runs sessions in Modal sandboxes.
+    """Configuration of the provider ``modal``, which runs each session in its own Modal sandbox.
 
     Example:
         ModalSpec(image="python:3.12-slim")
@@ -41,13 +41,12 @@ class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "modal"
     image: str = ""
-    """Image of a registry. It must have python3, version 3.11 or later, and ``packages``. Empty:
-    a plain Python."""
+    """Container image. It must contain Python 3.11 or later as python3, and ``packages``. Empty: a
+    plain Python image."""
 
 
 class ModalService:
-    """Creates Modal sandboxes and starts a command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates Modal sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
 
     name = "modal"
     carries: Carries = "bytes"
@@ -80,7 +79,7 @@ class ModalService:
             raise
 
     async def close(self) -> None:
-        """Do nothing: no resources are held between sessions."""
+        """Do nothing, because the service holds no resources between sessions."""
 
 
 class ModalStream:
@@ -104,8 +103,8 @@ class ModalStream:
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:
-    """Return a sandbox that opens sessions at Modal. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if the SDK or the key is missing."""
+    """Return a sandbox provider whose sessions run at Modal. ``base.open_sandbox`` calls this
+    function. Raises SandboxError if the SDK or the API key is missing."""
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)

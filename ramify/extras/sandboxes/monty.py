@@ -1,5 +1,5 @@
-"""The provider ``monty``: sessions in Monty, a small Python interpreter (``pydantic-monty``), on
-any platform that it supports.
+"""The sandbox provider ``monty``. Sessions run in Monty, a small Python interpreter from the
+package ``pydantic-monty``, on every platform that it supports.
 
 Cells are fed to Monty's worker process, since the usual code inside a session cannot run there.
 Modules that the engine installs are trusted: they run in the host process, and the session can call
@@ -45,10 +45,10 @@ from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
 SETTLE_S = 0.05
-"""Pause at the end of a process that had sessions in Monty."""
+"""Seconds that a process with Monty sessions waits before it exits."""
 _AGAIN = "_lent_"
-"""Prefix of the name under which a lent function is passed in again, after a cell has rebound its
-own name."""
+"""Prefix for passing a host function into the session again, after a cell has rebound the
+function's name."""
 _INPUT = re.compile(r"<python-input-(\d+)>")
 CAPS = SandboxCapabilities(
     isolates_files=True,
@@ -133,7 +133,7 @@ class MontySession:
         self._is_closed = False
         self._reserved: dict[str, Any] = {}
         self._states: dict[str, dict[Any, Any]] = {}
-        """Dicts that both modules and cells change."""
+        """Dicts that both installed modules and cells may change."""
         self._lent: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._names: set[str] = set()
@@ -142,7 +142,7 @@ class MontySession:
         self._last_output = ""
 
     async def begin(self, state: bytes | None = None) -> None:
-        """Start a worker, either a fresh one or one that continues from a saved state."""
+        """Start a worker process, either fresh or from a saved state."""
         limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
         self._checkout = self._pool.checkout(limits=limits)
         self._worker = await self._checkout.__aenter__()
@@ -213,9 +213,8 @@ class MontySession:
     async def _within(
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
-        """Wait until the cell ends, is interrupted, or has used up its working time of ``limit_s``
-        seconds. Returns the value and the error of the cell, both of which are None if it was
-        stopped."""
+        """Wait until a cell ends, is interrupted, or has worked for ``limit_s`` seconds. Returns
+        the cell's value and error. Both are None if the cell was stopped."""
         stop = asyncio.ensure_future(cell.stop.wait())
         try:
             while not work.done() and cell.stopped is None:
@@ -295,8 +294,8 @@ class MontySession:
             return step.resume({"exception": to_builtin_exception(error)})
 
     def _plain(self, value: Any) -> Any:
-        """Return a value in which objects of the session's own classes are replaced by plain data:
-        dataclasses by a dict of their fields, and other objects by a short text."""
+        """Replace objects of the session's own classes by plain data. A dataclass becomes a dict of
+        its fields, and any other object a short text."""
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
         if type(value) in (list, tuple):
@@ -317,8 +316,8 @@ class MontySession:
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Return True if the worker survived a lack of memory. It raises MemoryError if it can, and
-        is killed otherwise."""
+        """Return True if the worker survived running out of memory. It either raises MemoryError or
+        is killed."""
         try:
             await self._feed("None")
         except self._monty.MontyError:
@@ -365,9 +364,8 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Update the namespace that installed modules read after a cell. It gets the session's
-        variables, and the dicts that modules share with cells get the contents that the cell left.
-        """
+        """Update the namespace that installed modules read after a cell. Variables of the session
+        are copied into it, and dicts shared with cells get their new contents."""
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
@@ -446,8 +444,8 @@ class MontySession:
                         self._states[name] = value
 
     def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the host from an installed module. The module's functions run in a
-        thread, so this method blocks until the host has answered."""
+        """Call a host function from an installed module. The module's code runs in a thread, so
+        this call blocks until the host answers."""
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
@@ -501,9 +499,9 @@ class MontySession:
 
 
 def _settle() -> None:
-    """Wait briefly before Python exits. If a thread of Monty's runtime releases a Python object
-    during the exit, it aborts the process (pydantic-monty 1.4.0: one exit in seven on a busy
-    machine), and there is no way to know when the last thread has done so."""
+    """Wait briefly before Python exits, to avoid a crash in Monty. A thread of its runtime that
+    releases a Python object during the exit aborts the process (pydantic-monty 1.4.0: one exit in
+    seven on a busy machine). Nothing tells when the last thread has finished."""
     time.sleep(SETTLE_S)
 
 

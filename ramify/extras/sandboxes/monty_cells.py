@@ -1,5 +1,5 @@
-"""The state of a cell that runs in the Monty interpreter, and the analysis of a cell's code. The
-cells are run by ``monty.py``."""
+"""State of a code cell that runs in the Monty interpreter, and analysis of its source. ``monty.py``
+runs the cells."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ramify.sandbox.guest.values import CodecError, ValueEncoder
 
 
 class MontyCell:
-    """The state of a cell that is running: its output, its working time, and whether it was
-    stopped."""
+    """The state of a running cell: its output, its working time, and the reason if it was stopped."""
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer
@@ -42,7 +41,7 @@ class MontyCell:
 
 def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
     """Return the names that a cell may bind, whether it ends in an expression, and whether it uses
-    ``_``, the value of the last expression."""
+    ``_``, the value of the previous expression."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -70,8 +69,8 @@ def is_plain(value: Any) -> bool:
 
 
 def to_builtin_exception(error: Exception) -> Exception:
-    """Convert an exception to one that Monty can raise in its session: a builtin exception
-    unchanged, and any other as a RuntimeError with the same message."""
+    """Convert an exception to one that Monty can raise in its session. A builtin exception stays
+    unchanged. Any other becomes a RuntimeError with the same message."""
     kind = type(error)
     if kind.__module__ == "builtins" and kind is not HostError:
         return error

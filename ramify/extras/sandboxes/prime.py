@@ -1,4 +1,4 @@
-"""The provider ``prime``: every session runs in a separate Prime sandbox.
+"""The sandbox provider ``prime``. Each session runs in its own Prime sandbox.
 
 The way in which bytes are sent depends on the sandbox. A virtual machine has live processes with
 input and output. A container has only files, so the stream is relayed through files. SDKs since 0.4
@@ -54,11 +54,11 @@ CONTAINER_CALLS = (
     sdk.ExpectedSdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
     sdk.ExpectedSdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
 )
-"""Calls that are also needed if the SDK supports containers."""
+"""SDK calls that are needed only if the SDK supports containers."""
 
 
 class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """The configuration of the provider ``prime``, which runs sessions in Prime sandboxes.
+    """Configuration of the provider ``prime``, which runs each session in its own Prime sandbox.
 
     Example:
         PrimeSpec(image="python:3.12-slim")
@@ -66,13 +66,12 @@ class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "prime"
     image: str = ""
-    """Image of the boxes. It must have python3, version 3.11 or later, and ``packages``. Empty:
-    a plain Python."""
+    """Container image. It must contain Python 3.11 or later as python3, and ``packages``. Empty: a
+    plain Python image."""
 
 
 class PrimeService:
-    """Creates Prime sandboxes and starts a command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates Prime sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
 
     name = "prime"
     carries: Carries = "text"
@@ -125,7 +124,7 @@ class PrimeService:
 
 
 class PrimeProcess:
-    """The two-way byte stream over a live process in a virtual machine. Implements
+    """The two-way byte stream over a running process in a virtual machine. Implements
     ``remote.ByteStream``."""
 
     def __init__(self, client: Any, id: str, process: Any) -> None:
@@ -150,8 +149,8 @@ class PrimeProcess:
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:
-    """Return a sandbox that opens sessions at Prime. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if the SDK or the key is missing."""
+    """Return a sandbox provider whose sessions run at Prime. ``base.open_sandbox`` calls this
+    function. Raises SandboxError if the SDK or the API key is missing."""
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()

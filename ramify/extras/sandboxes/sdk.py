@@ -1,5 +1,5 @@
-"""Code that the providers of cloud sandboxes share: loading an SDK and checking its interface,
-checking for a key, and deleting remote machines (boxes) reliably.
+"""Code shared by the providers of cloud sandboxes: load and check an SDK, check for an API key, and
+delete remote machines reliably. A remote machine is called a box here.
 
 An SDK with a different interface is refused before a box is created. A box is deleted however the
 work in it ends: with an error, a cancelled task, or a second cancellation during the deletion.
@@ -25,14 +25,14 @@ from ramify.logging import ComponentLogger
 
 _log = ComponentLogger("sandbox")
 LIFETIME_S = 3600
-"""Lifetime after which a service ends a machine, in case this process does not live to do it."""
+"""Seconds after which the service ends a machine, in case this process dies before it can."""
 NUM_CPUS = 1.0
 OVERHEAD_BYTES = 256 << 20
-"""Memory for Python and the guest, in addition to ``memory_bytes``."""
+"""Memory for Python and the guest code, in addition to ``memory_bytes``."""
 CREATE_GRACE_S = 30.0
-"""Seconds that a cancelled start waits for the box that is being created, in order to delete it."""
+"""Seconds that a cancelled start waits for a box under creation, so that it can be deleted."""
 DELETE_S = 8.0
-"""Time limit of one attempt to delete a box."""
+"""Time limit in seconds of one attempt to delete a box."""
 NUM_DELETES = 3
 _PAUSE_S = 0.5
 
@@ -41,34 +41,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExpectedSdkCall:
-    """A call that a provider makes to an SDK, so that it can be checked before it is needed. For
-    example, ``ExpectedSdkCall("Client.read", 2, ("limit",))`` stands for ``client.read(path,
+    """A call that a provider will make to an SDK, so that its signature can be checked in advance.
+    For example, ``ExpectedSdkCall("Client.read", 2, ("limit",))`` describes ``client.read(path,
     limit=…)``."""
 
     name: str
     """Dotted name, starting from the SDK's module."""
     num_positional: int = 0
-    """Number of positional arguments; includes ``self`` if ``name`` is a method that is looked up
-    on its class."""
+    """Number of positional arguments. If ``name`` is a method looked up on its class, ``self``
+    counts."""
     keywords: tuple[str, ...] = ()
     is_awaited: bool = False
 
 
 @dataclass(frozen=True)
 class Sdk:
-    """The SDK of a cloud service, with the calls that a provider makes to it."""
+    """The SDK of a cloud service, and the calls that a provider makes to it."""
 
     provider: str
     module: str
     package: str
     """Package name for ``pip``."""
     versions: str
-    """Versions whose interface was compared with these calls; the same range as in the extra."""
+    """Versions whose interface was checked, as in the package's extra."""
     calls: tuple[ExpectedSdkCall, ...]
 
     def load(self) -> Any:
-        """Import the SDK's module and check its interface. Raises SandboxError if the module cannot
-        be imported or lacks one of the calls."""
+        """Import the SDK's module and check its interface. Raises SandboxError if the import fails
+        or a call is missing."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -94,7 +94,7 @@ class Sdk:
 
 
 def _fault(module: Any, call: ExpectedSdkCall) -> str:
-    """Return the reason why a call to the SDK would fail, or an empty string if it is possible."""
+    """Return why a call to the SDK would fail, or an empty string if it is possible."""
     target = module
     for part in call.name.split("."):
         target = getattr(target, part, None)
@@ -115,8 +115,8 @@ def _fault(module: Any, call: ExpectedSdkCall) -> str:
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
-    """Raise SandboxError if no key for a service is found. It may be given by all of ``variables``,
-    by the variable ``instead``, or by the existence of a login file."""
+    """Raise SandboxError if no API key for a service is found. A key is given by all of
+    ``variables``, by the variable ``instead``, or by an existing login file."""
     if all(os.environ.get(name) for name in variables) or os.environ.get(instead):
         return
     if file and Path(file).expanduser().is_file():
@@ -126,7 +126,7 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
 
 
 async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
-    """Return the next output of a process, or empty bytes once it has ended."""
+    """Return the next output of a process, or empty bytes after it has ended."""
     async for data in stdout:
         if data:
             return bytes(data)
@@ -166,8 +166,8 @@ async def _create_and_delete(
 
 
 async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box (a remote machine) after a failure. If the deletion fails, only a warning is
-    given, since the original failure is the error to report."""
+    """Delete a box (a remote machine) after a failure. A failed deletion only warns, because the
+    original failure is the error to report."""
     try:
         await delete_with_retries(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
@@ -185,8 +185,8 @@ def _warn(provider: str, box: str, why: str) -> None:
 
 
 async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box (a remote machine), with several attempts and even if this task is cancelled
-    meanwhile. Raises the error of the last attempt if all of them fail."""
+    """Delete a box (a remote machine), with several attempts. A cancellation of this task does not
+    stop the deletion. If all attempts fail, the last error is raised."""
     await _uninterrupted(_attempts(delete))
 
 
@@ -203,7 +203,7 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:
-    """Wait until an operation is done even if this task is cancelled. The cancellation is raised
+    """Wait until an operation is done, even if this task is cancelled. The cancellation is raised
     afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,5 +1,5 @@
-"""A byte stream made of files, for a service that can write and read files but has no two-way
-stream.
+"""A byte stream made of files, for a cloud service that can read and write files but offers no
+two-way stream.
 
 The host polls for output: at once after it has sent something, and then less and less often. The
 program at the other end is ``stream_over_files_remote.py``, and the service is defined in
@@ -18,13 +18,13 @@ from ramify.extras.sandboxes import sdk
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40
-"""Maximum number of consecutive failed reads; the first ones may fail until the file exists."""
+"""Maximum number of consecutive failed reads. The first reads may fail because the file does not
+exist yet."""
 _READ_BYTES = 1 << 20
 
 
 class PrimeFiles:
-    """Reads and writes files in a container of the service Prime. Closing the object deletes the
-    container."""
+    """Reads and writes files in a container of the Prime service. ``close`` deletes the container."""
 
     def __init__(self, client: Any, id: str) -> None:
         self._client = client
@@ -35,8 +35,8 @@ class PrimeFiles:
         await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``. If the file does
-        not exist, the SDK raises some exception."""
+        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``. Raises the SDK's
+        error if the file does not exist."""
         reply = await self._client.read_file(self._id, path, offset=offset, length=length)
         return str(reply.content).encode()
 
@@ -45,13 +45,13 @@ class PrimeFiles:
 
 
 def relay_program() -> bytes:
-    """Return the source of the program that relays a command's input and output through files. The
-    service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``."""
+    """Return the source code of the program that relays a command's input and output through files.
+    The service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``."""
     return (Path(__file__).parent / "stream_over_files_remote.py").read_bytes()
 
 
 class ByteStreamOverFiles:
-    """A two-way byte stream that consists of files in one container. Implements
+    """A two-way byte stream that is relayed through files in a container. Implements
     ``remote.ByteStream``."""
 
     def __init__(self, files: PrimeFiles, folder: str) -> None:
@@ -83,7 +83,7 @@ class ByteStreamOverFiles:
         return b""
 
     async def _read(self) -> bytes:
-        """Return new output. If there is none, wait a little and return empty bytes."""
+        """Return new output. If there is none, wait briefly and return empty bytes."""
         path = f"{self._folder}/out.{self._number}"
         try:
             data = await self._files.get(path, self._offset, _READ_BYTES)
@@ -106,9 +106,8 @@ class ByteStreamOverFiles:
         self._wait_s = min(self._wait_s * 1.5, _LONGEST_S)
 
     def _lines(self, data: bytes) -> bytes:
-        """Return the lines of output that ``data`` completes, and keep the incomplete line at its
-        end for the next call. Control lines say that the next file continues or that the output has
-        ended."""
+        """Return the complete lines of output, and keep the unfinished last line for the next call.
+        Control lines switch to the next file or end the output."""
         *lines, self._line = (self._line + data).split(b"\n")
         output = []
         for line in lines:
