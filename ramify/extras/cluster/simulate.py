@@ -293,7 +293,8 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
-        """Return the CPU seconds that rollouts have used so far. CPU time for learning is excluded."""
+        """Return the CPU seconds that rollouts have used so far. CPU time for learning is
+        excluded."""
         cores = self._stage.cores
         if cores is None:
             return 0.0

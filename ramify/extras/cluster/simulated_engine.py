@@ -86,7 +86,8 @@ Spans = list[tuple[int, float]]
 
 
 class RecordedRequestIds(NamedTuple):
-    """The recorded token ids of a request in the measured run, which the cache simulation replays."""
+    """The recorded token ids of a request in the measured run, which the cache simulation
+    replays."""
 
     ids: Ids
     """Token ids of the prompt, then of the reply."""

@@ -47,7 +47,8 @@ CPU_CACHE_BYTES = 2 << 30
 
 
 class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and settings of the measured run. A simulation uses them unless it is given others."""
+    """The sizes and settings of the measured run. A simulation uses them unless it is given
+    others."""
 
     items: int
     group: int

@@ -118,7 +118,8 @@ class DaytonaService:
 
 
 class DaytonaStream:
-    """The two-way byte stream over a Daytona sandbox's terminal. Implements ``remote.ByteStream``."""
+    """The two-way byte stream over a Daytona sandbox's terminal. Implements
+    ``remote.ByteStream``."""
 
     def __init__(self, client: Any, box: Any, terminal: Any, inbox: SdkCallbackQueue) -> None:
         self._client = client

@@ -48,7 +48,8 @@ class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class E2BService:
-    """Creates E2B sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
+    """Creates E2B sandboxes and starts one command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "e2b"
     carries: Carries = "text"

@@ -46,7 +46,8 @@ class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class ModalService:
-    """Creates Modal sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
+    """Creates Modal sandboxes and starts one command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "modal"
     carries: Carries = "bytes"

@@ -15,7 +15,8 @@ from ramify.sandbox.guest.values import CodecError, ValueEncoder
 
 
 class MontyCell:
-    """The state of a running cell: its output, its working time, and the reason if it was stopped."""
+    """The state of a running cell: its output, its working time, and the reason if it was
+    stopped."""
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer

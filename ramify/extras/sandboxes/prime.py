@@ -71,7 +71,8 @@ class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class PrimeService:
-    """Creates Prime sandboxes and starts one command in each. Implements ``remote.SandboxService``."""
+    """Creates Prime sandboxes and starts one command in each. Implements
+    ``remote.SandboxService``."""
 
     name = "prime"
     carries: Carries = "text"

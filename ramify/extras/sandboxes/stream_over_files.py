@@ -24,7 +24,8 @@ _READ_BYTES = 1 << 20
 
 
 class PrimeFiles:
-    """Reads and writes files in a container of the Prime service. ``close`` deletes the container."""
+    """Reads and writes files in a container of the Prime service. ``close`` deletes the
+    container."""
 
     def __init__(self, client: Any, id: str) -> None:
         self._client = client
