@@ -1,4 +1,4 @@
-"""Formats counts, dollars and durations for people, in terminals, in sentences and on web pages.
+"""Format counts, dollars and durations for people: in terminals, in sentences and on web pages.
 
     count(45_210)  -> "45.2k"      dollars(0.00049) -> "$0.00049"     seconds(600) -> "10 min"
     many(2, "turn") -> "2 turns"   dollars(1234.5)  -> "$1,234.50"    seconds(0.42) -> "420 ms"
@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 
 LEAST_DOLLARS = 1e-6
-"""Smaller costs are only called smaller."""
+"""Costs in dollars below this amount are shown only as being below it."""
 
 
 def format_count(number: float) -> str:
-    """Format a count, shortening large ones: ``1,234``, ``45.2k``, ``1.2M``."""
+    """Format a count and shorten large ones: ``1,234``, ``45.2k``, ``1.2M``."""
     for limit, size, unit in ((9.995e8, 1e9, "G"), (9.995e5, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{plain(number / size)}{unit}"
@@ -32,8 +32,8 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def plain(number: float, digits: int = 3) -> str:
-    """Format a number with a given number of significant digits and without an exponent:
-    ``0.000049``, ``0.5``, ``1234``."""
+    """Format a number with ``digits`` significant digits and without an exponent: ``0.000049``,
+    ``0.5``, ``1234``."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     places = digits - 1 - math.floor(math.log10(abs(number)))
@@ -42,8 +42,8 @@ def plain(number: float, digits: int = 3) -> str:
 
 
 def dollars(cost: float | None) -> str:
-    """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``. If the cost is None, the text
-    is ``cost unknown``."""
+    """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``. None becomes ``cost
+    unknown``."""
     if cost is None:
         return "cost unknown"
     if cost == 0 or cost >= 0.0995:
@@ -72,8 +72,7 @@ def seconds(value: float) -> str:
 
 def _two(whole: int, size: int, unit: str, part: str) -> str:
     """Format an amount in two units, such as ``3 min 5 s``. ``whole`` is the amount in the smaller
-    unit, and ``size`` is how many of those make one larger unit. The smaller unit is omitted if it
-    is 0."""
+    unit, and ``size`` of these make one larger unit. A remainder of 0 is omitted."""
     units, rest = divmod(whole, size)
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 
@@ -84,6 +83,6 @@ def format_rounded_duration(value: float) -> str:
 
 
 def format_growing_duration(value: float) -> str:
-    """Format a duration that is displayed while it grows. Below a minute, it always has one decimal
-    place, so that its width changes little."""
+    """Format a duration that is displayed while it grows. Below a minute it always has one decimal
+    place, so that the text does not jump in width."""
     return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)

@@ -1,5 +1,5 @@
-"""Hindsight hints: after a rollout has ended, a judge may write one short hint that would have
-helped it, from which the policy then learns.
+"""Hindsight hints: after a rollout, a judge may write a short hint that would have helped, and the
+policy learns from it.
 
     finished trajectory ── judge ── accepted? ── filters ──> hint (expected for 35-40 %)
                                        │            └─ rejected: short, long, sentences, leak,
@@ -42,11 +42,11 @@ from ramify.types.traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
-"""Number of digits from which a number of the gold answer in a hint is not a coincidence."""
+"""A number from the expected answer gives it away if it has at least this many digits."""
 
 
 class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The rules that a hint must pass to be used, such as limits on its length."""
+    """Rules for accepting a hint, such as limits on its length."""
 
     min_chars: int = 10
     """A hint must have more characters than this."""
@@ -54,7 +54,7 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_sentences: int = 3
 
     def rejects(self, hint: str, item: Item, question: str) -> str:
-        """Return the reason why a hint is rejected, in one word, or an empty string if it
+        """Return the reason for rejecting a hint as one word, or an empty string if the hint
         passes."""
         text = hint.strip()
         if len(text) <= self.min_chars or len(text.split()) < 2:
@@ -69,9 +69,9 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def leaks(hint: str, item: Item) -> bool:
-    """Return True if a hint gives away the expected answer. It may contain the answer as a separate
-    word (``7`` in "the answer is 7", but not in "f7"), or a number of ``LONG_NUMBER`` digits or
-    more from it."""
+    """Return True if a hint gives away the expected answer. It does so if it contains the answer as
+    a separate word (``7`` in "the answer is 7", but not in "f7"), or a number of at least
+    ``LONG_NUMBER`` digits from the answer."""
     hint_text = _plain(hint)
     for gold in accepted(item.gold):
         text = _plain(as_text(gold) or "")
@@ -86,8 +86,8 @@ def leaks(hint: str, item: Item) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text without formatting that could hide a number: thousands separators, dollar
-    signs, surrounding blanks and upper case."""
+    """Normalize a text so that formatting cannot hide a number. Removes thousands separators,
+    dollar signs and surrounding blanks, and folds case."""
     return re.sub(r"(?<=\d)[,_\u2009 ](?=\d{3})", "", text.casefold().replace("$", "")).strip()
 
 
@@ -99,28 +99,28 @@ class Hindsight(
     tag_field="name",
     tag="hindsight",
 ):
-    """A source of hints that a judge writes after a rollout has ended. Implements ``HintSource``,
-    and ``Signal``, so that hints can be inspected without learning from them."""
+    """A source of hints written by a judge after a rollout has ended. Implements ``HintSource``. It
+    also implements ``Signal``, so that hints can be inspected without training on them."""
 
     judge: Any
     """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``accept`` and ``hint``
     are used."""
     filter: HintFilter = HintFilter()
     per_turn: bool = False
-    """Ask for a hint for each turn, shown right before it; otherwise for one hint per trajectory,
-    shown at its beginning."""
+    """If true, ask for a hint per turn and show it right before that turn. Otherwise ask for one
+    hint per trajectory, shown at its beginning."""
     only: Literal["all", "failed"] = "all"
     """Which trajectories are judged."""
     passed: float = 0.5
-    """Minimum total reward of a trajectory that did not fail."""
+    """Total reward from which a trajectory counts as passed."""
     cut_off: bool = False
     """Also judge trajectories that were cut off by a limit."""
     choose: Literal["shortest", "longest"] = "shortest"
-    """Which of several accepted hints comes first. ``longest`` favours verbosity."""
+    """Which of several accepted hints comes first. ``longest`` favours verbose hints."""
     keep: int = 3
     """Maximum number of candidate hints."""
     once: bool = False
-    """Give the same hint to only one trajectory of a group, the first that it was found for."""
+    """Use equal hints only once in a group, for the first trajectory that got one."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
@@ -181,8 +181,8 @@ class Hindsight(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Filter the hints in a judge's verdict, and add those that pass to the turn that will be
-        retried with them."""
+        """Filter the hints of a judge's verdict, and add those that pass to the turn that they are
+        for."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(
@@ -211,7 +211,8 @@ class Hindsight(
 
 
 def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
-    """Reject each hint that an earlier trajectory of the group also has, and return all hints."""
+    """Reject hints that an earlier trajectory of the group already has. Returns all trajectories'
+    hints."""
     earlier: list[str] = []
     for hints in all_hints:
         if any(_is_same(text, other) for text in hints.reading.notes.values() for other in earlier):
@@ -236,16 +237,17 @@ class DemonstrationHints(
     tag="demonstrations",
 ):
     """A source of hints that are solutions of the same item. The teacher sees a solution, and the
-    policy learns to do without it (self-distillation as in SDFT, OPSD, and SDPO with ``siblings``).
-    A solution fits only one item, so policies learn better from rules (see ``docs/signals.md``)."""
+    policy learns to do without it. This is self-distillation as in SDFT, OPSD and (with
+    ``siblings``) SDPO. A solution fits only one item, so policies learn better from rules (see
+    ``docs/signals.md``)."""
 
     source: Literal["siblings", "item"] = "siblings"
-    """``siblings``: the replies of a solved rollout of the same group; ``item``:
+    """``siblings``: replies of a solved rollout of the same group. ``item``:
     ``metadata[field]``."""
     field: str = "solution"
     passed: float = 0.5
     skip_solved: bool = True
-    """Skip trajectories that already solved the task."""
+    """Give no hint to trajectories that already solved the task."""
     max_chars: int = 8000
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
@@ -299,18 +301,18 @@ class NextMessageHints(
     tag_field="name",
     tag="next_message",
 ):
-    """A source of hints for recorded conversations (``task.traffic``): the hint for a reply is what
-    the user wrote after it. Implements ``HintSource``.
+    """A source of hints for recorded conversations (``task.traffic``). The hint for a reply is the
+    user's next message. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.NextMessageHints())
     """
 
     only: Literal["all", "failed"] = "failed"
-    """Which replies get a hint: after a good reply, the next message is often about something
+    """Which replies get a hint. After a good reply, the next message is often about something
     else."""
     passed: float = 0.5
-    """Minimum total reward of a reply that did not fail."""
+    """Total reward from which a reply counts as passed."""
     max_chars: int = 1000
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
@@ -341,8 +343,8 @@ class FeedbackHints(
     tag_field="name",
     tag="feedback",
 ):
-    """A source of hints from the environment: the hint is the last error of the trajectory, as in
-    SDPO. Implements ``HintSource``.
+    """A source of hints from the environment: the last error of a trajectory becomes its hint, as
+    in SDPO. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))

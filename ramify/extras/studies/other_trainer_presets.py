@@ -1,4 +1,4 @@
-"""The default settings of TRL, SkyRL, prime-rl, verl and AReaL, as presets for ``ramify train
+"""Default settings of TRL, SkyRL, prime-rl, verl and AReaL, as presets for ``ramify train
 --preset``.
 
     TRL.optim["lr"]                  1e-06
@@ -125,7 +125,7 @@ TRL = TrainerPreset(
         "the recipe says so (`rl.sample.items`, `limits.max_reply_tokens`).",
     ),
 )
-"""The defaults of TRL 1.16.0, GRPOTrainer with vLLM."""
+"""The defaults of TRL 1.16.0's GRPOTrainer with vLLM."""
 
 SKYRL = TrainerPreset(
     trainer="SkyRL at a956457 (2026-08-21)",
@@ -424,4 +424,4 @@ AREAL = TrainerPreset(
         _DECAY,
     ),
 )
-"""The defaults of AReaL at 4aef98d (2026-05-21), its examples/math."""
+"""The defaults of AReaL at 4aef98d (2026-05-21), taken from its examples/math."""

@@ -1,5 +1,5 @@
-"""A task of finding evidence in several papers: the model must choose the papers that matter, and
-find the passages in them that answer a question.
+"""A task of finding evidence in scientific papers: choose the relevant papers, and locate the
+passages in them that answer a question.
 
     context = {"P1": "# Title\\n\\n## Abstract\\n…\\n\\n## Methods\\n…", "P2": …}
 
@@ -40,7 +40,7 @@ from ramify.tasks.scoring.rubric import Rubric, RubricScorer
 from ramify.types.trajectory import Trajectory
 
 Place = tuple[str, int, int]
-"""(id of a paper, first character, character after the last)"""
+"""A passage: (id of its paper, index of its first character, index after its last character)."""
 SECTIONS = ("Introduction", "Methods", "Results", "Discussion")
 MIN_CHARS = 1_500
 RUBRIC = Rubric(
@@ -126,12 +126,12 @@ _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "arch
 
 
 class EvidenceTask(msgspec.Struct, frozen=True):
-    """The task of finding the passages in several papers that answer a question. Implements
+    """A task that asks for the passages in several papers that answer a question. Implements
     ``tasks.Task``."""
 
     splits: Mapping[str, Sequence[Item]]
     judge: RubricScorer | None = None
-    """Grades the passages in addition, as the reward ``judged``."""
+    """Optional judge that also grades the passages. Its grade is the reward ``judged``."""
     weights: Mapping[str, float] = {}
     name: str = "evidence"
 
@@ -166,7 +166,7 @@ def evidence(
     judge_weight: float = 0.5,
     seed: int = 0,
 ) -> EvidenceTask:
-    """Return a task whose questions are answered by passages in several papers.
+    """Return a task whose questions are answered by locating passages in several papers.
 
     Args:
         papers: Bounds of the number of papers, at least 2.
@@ -215,9 +215,8 @@ async def _install(session: Session) -> None:
 
 
 def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
-    """Parse the passages of an answer. They may be given as ``[[id, start, end], …]``, as the same
-    in JSON, or as quotes that occur in exactly one place. Returns None if the answer is none of
-    these."""
+    """Parse the passages in an answer. It may be ``[[id, start, end], …]``, the same as JSON text,
+    or quotes that each occur exactly once. Returns None for anything else."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -258,9 +257,8 @@ def _quoted(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """Return the F1 score of the given passages, counted in characters. For this, the papers are
-    laid end to end, so that passages are intervals of one text. Without an answer, the score is 0.
-    """
+    """Return the F1 score of the given passages, counted in characters over all papers. Without an
+    answer, the score is 0."""
     if given is None:
         return 0.0
     lengths = [len(text) + 1 for text in item.context.values()]
@@ -273,7 +271,7 @@ def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> flo
 
 
 def _child_scores(item: Item, trajectory: Trajectory) -> Any:
-    """Yield the id and the rewards of each child call whose context is one of the papers."""
+    """Yield the id and rewards of each child call whose context is one of the papers."""
     ids = {digest_of(text): id for id, text in item.context.items()}
     for call in trajectory.calls:
         id = ids.get(call.context.digest) if call.context is not None else None
@@ -318,8 +316,8 @@ def _make(
 def _paper(
     rng: random.Random, substance: str, outcome: str, facts: int, chars: int, distractors: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Generate the text of one paper. Returns the text and the places of the facts that were
-    planted in it."""
+    """Generate one paper. Returns its text and the (start, end) positions of the facts planted in
+    it."""
     short = f"{substance[:2].upper()}-{rng.randint(10, 99)}"
     is_near = facts > 0 or rng.random() < 0.5
     about = substance if is_near else _substance(rng)
@@ -383,8 +381,8 @@ def _substance(rng: random.Random) -> str:
 def _elsewhere(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
-    """Choose as many random passages as there are gold passages, none of which overlaps a gold
-    passage. They are the example of a wrong answer."""
+    """Choose random passages that overlap no gold passage, as many as there are gold passages. They
+    serve as an example of a wrong answer."""
     found: list[list[Any]] = []
     while len(found) < len(gold):
         id = rng.choice(list(context))
@@ -408,8 +406,8 @@ def _loaded(split: str, source: Any, num_papers: int) -> Sequence[Item]:
 def item_of(row: Row) -> Item:
     """Convert a row of a data set to an item. The row has ``question``, ``papers`` (each with
     ``id`` or ``paper_id``, ``title``, ``abstract``, ``full_text``) and ``evidence`` (each with
-    ``paper_id`` and ``text``). Raises KeyError if a column is missing, and ValueError for evidence
-    that is in no paper."""
+    ``paper_id`` and ``text``). Raises KeyError if a column is missing, and ValueError if a piece of
+    evidence is in no paper."""
     context = {str(each.get("id") or each["paper_id"]): _text_of(each) for each in row["papers"]}
     gold = [_found(each, context) for each in row["evidence"]]
     if not gold:
@@ -433,15 +431,15 @@ def _text_of(paper: Row) -> str:
 
 
 def _sections(full_text: Any) -> Any:
-    """Return the name and the paragraphs of each section. A paper's full text is a list of
-    sections, or two columns, as in the data set QASPER."""
+    """Return the name and paragraphs of each section. The full text is a list of sections, or two
+    columns as in the QASPER data set."""
     if isinstance(full_text, Mapping):
         return zip(full_text["section_name"], full_text["paragraphs"], strict=True)
     return ((each["section_name"], each["paragraphs"]) for each in full_text)
 
 
 def _flat(rows: Sequence[Row], num_papers: int) -> Any:
-    """Convert the rows of a file to the form that ``item_of`` reads.
+    """Convert the rows of a file to the format that ``item_of`` reads.
 
     A row of the data set QASPER has one paper and several questions. It becomes one row for each
     question, with the paper and the next ones in the file, ``num_papers`` in all. Questions are
@@ -464,8 +462,8 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
 
 
 def _asked(qas: Any) -> Any:
-    """Yield each question with its evidence, a list of paragraphs from the first answer that has
-    any. The list is empty if no answer has evidence."""
+    """Yield each question with its evidence: the paragraphs from the first answer that has any. The
+    list is empty if no answer has evidence."""
     if isinstance(qas, Mapping):  # columns instead of rows
         rows = [dict(zip(qas, values, strict=True)) for values in zip(*qas.values(), strict=True)]
     else:

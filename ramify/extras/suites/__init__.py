@@ -1,5 +1,5 @@
-"""Suites, which are tasks for measuring: questions over long contexts, generated from a seed or
-read from public files.
+"""Benchmark suites: tasks with questions over long contexts, generated from a seed or read from
+public files.
 
     suite.py              options, splits and public files, as all suites have them
     planting.py           facts among filler

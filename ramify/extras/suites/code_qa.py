@@ -1,4 +1,4 @@
-"""The suite ``code_qa``: questions with four choices about a package of Python modules, as in the
+"""The suite ``code_qa``: multiple-choice questions about a package of Python modules, as in the
 code domain of LongBench-v2.
 
     code_qa(tokens=65_536)
@@ -58,7 +58,7 @@ _FILLER = (
     "    return sum(steps) + {1} * {2}",
     "def {0}(value=1):\n    return max({1}, value * {2}) + {3}",
 )
-"""Functions of the filler: name, constant, and two numbers."""
+"""Templates of filler functions: name, constant, and two numbers."""
 _NTH = {2: "second", 3: "third", 4: "fourth"}
 
 
@@ -72,8 +72,8 @@ def code_qa(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of questions with four choices about a Python package, which is generated or
-    comes from LongBench-v2.
+    """Return a task of multiple-choice questions about a Python package, generated or read from
+    LongBench-v2.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -124,7 +124,7 @@ def _asked(question: str, choices: Sequence[str]) -> str:
 
 
 Asked = tuple[str, list[str], str, list[str]]
-"""(question, planted modules, right choice, three other choices)"""
+"""A question: (text, modules to plant, right choice, three wrong choices)."""
 
 
 # --- planted modules ------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def _function(function: str, *lines: str) -> str:
 
 
 def _value(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about what a function returns. The value depends on constants in three
-    modules."""
+    """Make a question about the value that a function returns. The value depends on constants in
+    three modules."""
     top, middle, low, other = used[:4]
     asked, inner, deep = rng.sample(_FUNCTIONS, 3)
     first, second, third = rng.sample(_CONSTANTS, 3)
@@ -183,8 +183,8 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about which function calls a given one. Only one of the four choices does;
-    the others merely mention it, or call another function of its module."""
+    """Make a question about which function calls a given one. Only one of the four choices calls
+    it. The others mention it or call another function of its module."""
     target, callers = used[0], used[1:5]
     asked, sibling = rng.sample(_FUNCTIONS, 2)
     own = [rng.choice(_FUNCTIONS) for _ in callers]
@@ -216,8 +216,8 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin to run. They call each other,
-    so a function and everything that it calls come before the next call of its caller."""
+    """Make a question about the order in which four functions begin to run. A function and
+    everything that it calls begin before the next call of its caller."""
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]
@@ -267,12 +267,12 @@ FAMILIES = tuple(_QUESTIONS)
 
 
 def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
-    """Return a function that generates filler modules, each with a constant and up to three
-    functions. Every second module imports the one before it."""
+    """Return a function that generates filler modules. Each has a constant and up to three
+    functions, and every second one imports the module before it."""
     at, step = rng.randrange(NUM_WORDS), 7_654_321
 
     def one(imported: str) -> tuple[str, str]:
-        """Generate one module, and return its name and its text."""
+        """Generate one module. Returns its name and its text."""
         nonlocal at
         at = (at + step) % NUM_WORDS
         while numbered_word(at) in used:
@@ -323,8 +323,8 @@ def _longbench_item(row: Row) -> Item:
 
 
 def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Sequence[Item]:
-    """Return the items whose domain is one of the given ones. Raises ConfigError for a domain that
-    no item has."""
+    """Return the items that belong to the given domains. Raises ConfigError for a domain without
+    items."""
     known = [item.kind for item in items]
     for domain in domains:
         if domain not in known:

@@ -1,6 +1,6 @@
-"""The strategy with which the offline model, a stand-in for a real one, answers the suite
-``code_qa``. Code finds the modules that a question needs by following their imports, and a call to
-a sub-model (a leaf) reads them.
+"""How the offline model answers the suite ``code_qa``. The offline model is a program that replaces
+a language model. Its code follows imports to the modules that a question needs, and one sub-model
+call reads them.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. A leaf
 knows the kinds of statements that matter in generated packages; the questions of LongBench-v2
@@ -58,7 +58,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 class _Package:
-    """The functions and constants of all modules that a text contains, by their full names."""
+    """The functions and constants of all modules in a text, by full name."""
 
     def __init__(self, text: str) -> None:
         self.functions: dict[str, ast.FunctionDef] = {}
@@ -74,19 +74,20 @@ class _Package:
                     self.constants[f"depot.{module}.{name}"] = int(str(node.value.value))
 
     def calls(self, place: str) -> list[str]:
-        """Return the functions of other modules that the one at ``place`` calls, in order."""
+        """Return the functions of other modules that the function ``place`` calls, in order."""
         node = self.functions.get(place)
         found = [] if node is None else list(_calls_in(node))
         return [f"depot.{each}" for each in found]
 
     def order(self, place: str) -> Iterator[str]:
-        """Yield the functions in the order in which they begin."""
+        """Yield the functions that run when the function ``place`` is called, in the order in which
+        they begin."""
         for each in self.calls(place):
             yield each
             yield from self.order(each)
 
     def value(self, place: str) -> int | None:
-        """Return what a function that only calculates returns; None if it does more."""
+        """Return the value of a function that only calculates, or None if it does anything else."""
         node = self.functions.get(place)
         last = node.body[-1] if node else None
         if not isinstance(last, ast.Return) or last.value is None:
@@ -110,7 +111,7 @@ class _Package:
 
 
 def _calls_in(node: ast.AST) -> Iterator[str]:
-    """Yield ``module.function`` of each call, in the order of the source."""
+    """Yield ``module.function`` for each call in the source, in order."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=function)):
@@ -120,9 +121,10 @@ def _calls_in(node: ast.AST) -> Iterator[str]:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return another letter."""
+    """Return a wrong answer: the letter of another choice."""
     return draw.choice([letter for letter in "ABCD" if letter != right])
 
 
 CODE_QA = OfflineModelSuiteStrategy("code_qa", r"`depot\.\w+\.\w+", solve, answer_from_text, spoil)
-"""Code finds the modules through their imports, and a leaf reads them."""
+"""How the offline model answers ``code_qa``: code follows imports, and a sub-model call reads the
+modules."""

@@ -1,4 +1,4 @@
-"""Invented names and sentences, of which the suites make their filler text.
+"""Invented names and sentences for the filler text of benchmark suites.
 
     The baker of Lodavi counts the quiet stone.
 
@@ -28,17 +28,17 @@ SYLLABLES = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou
 
 _PAIRS = [one + other for one in SYLLABLES for other in SYLLABLES]
 NUM_WORDS = len(_PAIRS) ** 2
-"""Number of different words of four syllables."""
+"""Number of different four-syllable words."""
 
 
 def numbered_word(number: int) -> str:
-    """Return one of the invented words, by its number. All words have four syllables and eight
-    letters, so none is a part of another."""
+    """Return the invented word with this number. All such words have four syllables and eight
+    letters, so none is part of another."""
     return _PAIRS[number // len(_PAIRS)] + _PAIRS[number % len(_PAIRS)]
 
 
 def sentence(rng: random.Random) -> str:
-    """Return a random filler sentence that does not help to answer any question."""
+    """Return a random filler sentence. It never helps to answer a question."""
     where = f" of {name(rng, 3)}" if rng.random() < 0.3 else ""
     return (
         f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "
@@ -47,19 +47,19 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentence_pool(rng: random.Random, chars: int) -> list[str]:
-    """Return the sentences that are repeated at random to fill a text of ``chars`` characters. A
-    short text needs few, so that its item is made in a few milliseconds."""
+    """Return a pool of sentences from which a text of ``chars`` characters is filled at random. A
+    short text gets a small pool, so that its item is generated in a few milliseconds."""
     return [sentence(rng) for _ in range(pool_size(chars))]
 
 
 def pool_size(chars: int) -> int:
-    """Return how many different passages the filler of a text consists of, from 100 to 2,000
-    depending on its length."""
+    """Return how many different filler passages a text of ``chars`` characters needs, between 100
+    and 2,000."""
     return min(2_000, max(100, chars // 100))
 
 
 def name(rng: random.Random, num_syllables: int) -> str:
-    """Return an invented name; for example, ``Lodavi`` has three syllables."""
+    """Return an invented name with this many syllables, such as ``Lodavi`` with three."""
     return "".join(rng.choices(SYLLABLES, k=num_syllables)).capitalize()
 
 

@@ -1,5 +1,5 @@
-"""The suite ``mrcr``: repeat the reply to the nth of several equal requests in a long conversation,
-as in OpenAI's MRCR.
+"""The suite ``mrcr``: repeat the reply to the nth of several identical requests in a long
+conversation, as in OpenAI's MRCR.
 
     mrcr(tokens=65_536)
     mrcr(families=("needles_8",))
@@ -58,13 +58,13 @@ _SENTENCES = 5
 _ALPHABET = string.ascii_letters + string.digits
 _MARK_CHARS = 10
 _MAX_RATIO = 4
-"""Length of an answer, in lengths of the right one, from which it scores 0."""
+"""Answers at least this many times as long as the right answer score 0."""
 _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
 class MrcrScorer(msgspec.Struct, frozen=True):
-    """A reward function that measures how similar an answer is to the right one. Both must begin
-    with the random text of the question; the reward is the ratio of ``difflib.SequenceMatcher`` for
+    """A reward function for the similarity between an answer and the right text. The answer must
+    begin with the question's random text. The reward is the ``difflib.SequenceMatcher`` ratio of
     what follows. It is 0 for other answers, and for answers at least four times as long as the
     right one."""
 
@@ -88,7 +88,7 @@ def mrcr(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of repeating the reply to the nth of several equal requests, in a generated
+    """Return a task of repeating the reply to the nth of several identical requests, in a generated
     conversation or one from MRCR's files.
 
     Args:
@@ -139,8 +139,8 @@ def _turns(form: str, topic: str, reply: str) -> str:
 def _other_turns(
     rng: random.Random, chars: int, form: str, topic: str
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates other requests with their replies. Some have the form or the
-    topic of the question, but none has both."""
+    """Return a function that generates filler: other requests with their replies. Some share the
+    text form or the topic of the question, but none shares both."""
     pool = sentence_pool(rng, chars)
     other_forms = tuple(each for each in _FORMS if each != form)
     other_topics = tuple(each for each in _TOPICS if each != topic)
@@ -162,8 +162,8 @@ def _other_turns(
 
 
 def _mrcr_item(row: Row) -> Item:
-    """Convert a row of OpenAI's file to an item. The last message is the question, and the messages
-    before it are the context."""
+    """Convert a row of OpenAI's file to an item. The last message becomes the question, and the
+    messages before it the context."""
     try:
         messages = msgspec.json.decode(row["prompt"], type=list[dict[str, str]])
         *before, last = [(each["role"].capitalize(), each["content"]) for each in messages]

@@ -1,5 +1,5 @@
-"""The strategy with which the offline model, a stand-in for a real one, answers the suite ``mrcr``.
-Code finds the equal requests, and no sub-model is called.
+"""How the offline model answers the suite ``mrcr``. The offline model is a program that replaces a
+language model. Its code finds the identical requests without any sub-model call.
 
 The module contains the strategy of a root call, and the plausible errors of a model that reads
 everything at once. The accuracy of replies and the steps of a root call are in
@@ -29,8 +29,8 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer: the reply to another request with the same wording, or else
-    the first half of the right reply."""
+    """Return a plausible wrong answer: the reply to another request with the same wording or,
+    failing that, half of the right reply."""
     nth = int(re.findall(r"to the (\d+)", question)[0])
     others = [number for number in range(1, 9) if number != nth]
     draw.shuffle(others)
@@ -45,4 +45,5 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 MRCR = OfflineModelSuiteStrategy(
     "mrcr", r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ", solve, answer_from_text, spoil
 )
-"""Code finds the equal requests; no leaf is asked."""
+"""How the offline model answers ``mrcr``: code finds the identical requests, without a sub-model
+call."""

@@ -1,5 +1,5 @@
-"""The suite ``multihop``: questions over a graph of people and towns that is written as documents,
-as in BrowseComp-Plus.
+"""The suite ``multihop``: questions that follow relations between people and towns across several
+documents, as in BrowseComp-Plus.
 
     multihop(tokens=65_536)
     multihop(families=("hops_3", "hops_4"))
@@ -52,7 +52,7 @@ FAMILIES = tuple(f"hops_{hops}" for hops in range(1, 5))
 _PRIZES = ("Amber", "Cedar", "Coral", "Ivory", "Juniper", "Marble", "Opal", "Saffron", "Willow")
 _YEARS = range(1900, 1960)
 _TOWN_SHARE = 0.2
-"""Share of the documents that are about towns."""
+"""Fraction of the documents that are about towns."""
 _RELATIONS: Mapping[str, Mapping[str, str]] = {
     "person": {
         "teacher": "the teacher of {}",
@@ -62,11 +62,11 @@ _RELATIONS: Mapping[str, Mapping[str, str]] = {
     },
     "town": {"mayor": "the mayor of {}", "founder": "the founder of {}"},
 }
-"""Kind of an entity -> its relations -> words of a question."""
+"""Kind of entity -> its relations -> their wording in a question."""
 
 
 class Person(NamedTuple):
-    """The facts that the document of a person states."""
+    """The facts in a person's document."""
 
     name: str
     profession: str
@@ -80,7 +80,7 @@ class Person(NamedTuple):
 
 
 class Town(NamedTuple):
-    """The facts that the document of a town states."""
+    """The facts in a town's document."""
 
     name: str
     mayor: str
@@ -97,7 +97,7 @@ def multihop(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of questions that need one to four documents, which are generated or come from
+    """Return a task of questions that need one to four documents, generated or read from
     BrowseComp-Plus.
 
     Args:
@@ -153,7 +153,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 class _Names:
-    """A generator of invented names that uses each name only once."""
+    """A generator of invented names that never repeats a name."""
 
     def __init__(self, rng: random.Random) -> None:
         self.used: set[str] = set()
@@ -198,7 +198,8 @@ def _title(rng: random.Random, place: str) -> str:
 
 
 def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
-    """Generate a person who does not fit the description of the first person."""
+    """Generate a person who does not fit the description of the person at the start of the
+    question."""
     person = _person(rng, names_of)
     if (person.profession, person.prize) == (first.profession, first.prize):
         person = person._replace(year=first.year + 1)
@@ -206,8 +207,8 @@ def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
 
 
 def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]) -> list[Person]:
-    """Generate people who are easily confused with those in a question: some share two attributes
-    with the first person, and the others have the surname of a later one."""
+    """Generate people who are easily confused with those in the question. Some share two attributes
+    with the first person, and others the surname of a later one."""
     first = chain[0]
     assert isinstance(first, Person)
     profession = rng.choice([each for each in PEOPLE if each != first.profession])
@@ -243,8 +244,8 @@ def _document(entity: Person | Town, end: str) -> str:
 def _documents(
     rng: random.Random, chars: int, first: Person, used: AbstractSet[str]
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates documents about other people and towns, none of which fits
-    the description of the first person."""
+    """Return a function that generates filler documents about other people and towns. None fits the
+    description of the first person."""
     pool = sentence_pool(rng, chars)
     words = [word for word in names(rng, len(pool)) if word not in used]
     titles = [_title(rng, word) for word in words]
@@ -305,8 +306,8 @@ _DOCUMENTS = ("gold_docs", "evidence_docs", "negative_docs")
 
 
 def _browsecomp_item(row: Row) -> Item:
-    """Convert a row of BrowseComp-Plus to an item. Its documents are sorted by a hash of their ids,
-    so that their order does not show which of them have the answer."""
+    """Convert a row of BrowseComp-Plus to an item. Documents are sorted by a hash of their ids, so
+    that their order does not give away the answer."""
     texts: dict[str, str] = {}
     for column in _DOCUMENTS:
         for document in row[column] or ():

@@ -1,6 +1,6 @@
-"""The strategy with which the offline model, a stand-in for a real one, answers the suite
-``multihop``. Code finds the document of each hop, and a call to a sub-model (a leaf) reads in it
-who or what comes next.
+"""How the offline model answers the suite ``multihop``. The offline model is a program that
+replaces a language model. Its code finds the document of each hop, and a sub-model call reads from
+it who or what comes next.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
 questions of BrowseComp-Plus have another form and cannot be answered. The accuracy of replies and
@@ -26,11 +26,12 @@ _FACTS = {
     "book": r"first book by \w+ is '([^']+)'",
     "bridge": r"only bridge is the ([\w ]+)\.",
 }
-"""Relation -> how a document states it."""
+"""Relation -> pattern of the sentence that states it in a document."""
 
 
 def hops(question: str) -> tuple[str, list[str]]:
-    """Return the description of the first person, and the relations from there to the answer."""
+    """Split a question into the description of its first person and the relations that lead to the
+    answer."""
     forms = {
         "book": r"What is the title of the first book by (.+)\?.*",
         "bridge": r"What is the name of the only bridge of (.+)\?.*",
@@ -87,7 +88,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return another person, town, book or bridge that the text names."""
+    """Return a wrong answer: another person, town, book or bridge from the text."""
     form = r"\b[A-Z][a-z]+ [A-Z][a-z]+\b"
     if right.endswith(" Bridge"):
         form = r"\b[A-Z][a-z]+ [A-Z][a-z]+ Bridge\b"
@@ -107,4 +108,5 @@ MULTIHOP = OfflineModelSuiteStrategy(
     spoil,
     (hops,),
 )
-"""Code finds the document of each hop, and a leaf reads what comes next."""
+"""How the offline model answers ``multihop``: code finds each document, and a sub-model call reads
+from it."""

@@ -1,4 +1,4 @@
-"""The suite ``niah`` (needle in a haystack), with the tasks of RULER (Hsieh et al. 2024,
+"""The suite ``niah`` (needle in a haystack) with the tasks of RULER (Hsieh et al. 2024,
 2404.06654), and the task ``needle``, which asks for access codes.
 
     niah(tokens=65_536)                                          all families
@@ -57,7 +57,7 @@ from ramify.tasks.scoring import normalised
 from ramify.tasks.scoring.answer_text import as_text
 
 _POOL = 2000
-"""Number of different filler sentences in a haystack of the task ``needle``; they repeat."""
+"""Number of different filler sentences in a haystack of the task ``needle``. They repeat."""
 MIN_CHARS = 1000
 _NOISE = (
     "The grass is green.",
@@ -68,20 +68,20 @@ _NOISE = (
 )
 _NEEDLE = "One of the special magic {what} for {key} is: {value}."
 _REPLY_CHARS = 512
-"""Characters of an answer that are read: RULER cuts a reply at 128 tokens."""
+"""Number of characters of an answer that are scored. RULER cuts replies at 128 tokens."""
 _UUID = r"(?i:\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b)"
 _HOPS = 4
 _COMMON = 10
 _FULL_COUNTS = 4_096
-"""Tokens from which a list has RULER's full counts of common and of uncommon words."""
+"""Length in tokens from which word lists use RULER's full counts of common and uncommon words."""
 _FREQUENT = 3
 _DOTS = "..."
 
 
 class NeedleScorer(msgspec.Struct, frozen=True):
-    """A reward function that returns the share of the right values that an answer names in its
-    first 512 characters, as in RULER. An answer that names more values than there are right ones is
-    divided by that larger number: ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
+    """A reward function: the fraction of right values found in the first 512 characters of an
+    answer, as in RULER. Guessing is penalized: if an answer names more values than are right, that
+    larger number is the divisor. So ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
 
     The values that an answer names are the numbers, ids or variables in the form of the right ones,
     or the words that occur in the text. For RULER's questions over documents (kind ``qa``), one
@@ -105,8 +105,8 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a regular expression for all values that have the same form as the right ones, such as
-    numbers with the same number of digits. Returns None if the right values are words."""
+    """Return a regular expression that matches every value in the format of the right ones, such as
+    numbers with as many digits. Returns None if the right values are words."""
     for form in (rf"(?<!\d)\d{{{len(golds[0])}}}(?!\d)", _UUID, r"\b[A-Z]{5}\b"):
         if all(re.fullmatch(form, gold) for gold in golds):
             return form
@@ -114,8 +114,8 @@ def _form_of(golds: Sequence[str]) -> str | None:
 
 
 def _listed_words(text: str, context: str) -> Iterator[str]:
-    """Yield the words of a text that occur in the second half of the context, which contains no
-    instructions."""
+    """Yield the words of an answer that occur in the second half of the context. That half contains
+    no instructions."""
     for each in set(re.findall(r"\w+", text)):
         if context.find(f" {each} ", len(context) // 2) >= 0:
             yield each
@@ -130,8 +130,8 @@ def niah(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of RULER's needles, variables and word counts, which are generated or come from
-    its files.
+    """Return a task of RULER's needles, variables and word counts, generated or read from RULER's
+    files.
 
     Args:
         tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
@@ -158,7 +158,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 Asked = tuple[str, str, list[str], str]
-"""(question, text, right values, a wrong answer)"""
+"""A question: (text of the question, context, right values, one wrong answer)."""
 
 
 # --- needles --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _uuids(rng: random.Random, num: int) -> list[str]:
 
 Value = Callable[[random.Random], str]
 Passages = Callable[[int], list[str]]
-"""Number of passages of filler -> the passages."""
+"""Function that maps a number of filler passages to the passages."""
 
 
 def _noise(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
@@ -197,7 +197,7 @@ def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -
 
 
 def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    """Return a function that generates filler consisting only of needles with other keys."""
+    """Return a function that generates filler made only of needles with other keys."""
     if what == "uuids":
         return lambda num: [
             _NEEDLE.format(what=what, key=_uuid(rng), value=_uuid(rng)) for _ in range(num)
@@ -231,8 +231,8 @@ def _needles(
     num_values: int = 1,
     asked: int = 1,
 ) -> Asked:
-    """Make a question about needles. ``num_keys`` keys with ``num_values`` values each are planted,
-    and the question asks for the values of the first ``asked`` keys."""
+    """Make a question about needles. ``num_keys`` keys are planted with ``num_values`` values each.
+    The question asks for the values of the first ``asked`` keys."""
     keys = make_keys(rng, num_keys)
     values = {key: [value(rng) for _ in range(num_values)] for key in keys}
     facts = [
@@ -256,8 +256,8 @@ def _needles(
 
 
 def _variables(rng: random.Random, chars: int) -> Asked:
-    """Make a question about a chain of variables. The first one is assigned a value, and each later
-    one is assigned the variable before it."""
+    """Make a question about a chain of variables. The first is assigned a value, and each later one
+    the variable before it."""
     chain = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(_HOPS + 1)]
     while len(set(chain)) <= _HOPS:
         chain[-1] = "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))
@@ -274,8 +274,7 @@ def _variables(rng: random.Random, chars: int) -> Asked:
 
 
 def _common_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the ten most common words of a numbered list, which are six or ten
-    times as frequent as the others."""
+    """Make a question about the ten most common words of a numbered list. They are six or ten times as frequent as the others."""
     common = _codes(rng, _COMMON)
     is_full = chars >= _FULL_COUNTS * CHARS_PER_TOKEN
     often, seldom = (30, 3) if is_full else (6, 1)
@@ -311,8 +310,8 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the three most frequent words of a coded text. The frequency of a word
-    is proportional to 1 / rank². The most frequent entry is dots, which the question excludes."""
+    """Make a question about the three most frequent words of a coded text. A word's frequency is
+    proportional to 1 / rank². Dots are the most frequent entry, and the question excludes them."""
     top = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(_FREQUENT)]
     while len(set(top)) < _FREQUENT:
         top[-1] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))
@@ -351,7 +350,7 @@ def _codes(rng: random.Random, num: int) -> list[int]:
 
 
 def _list_length(chars: int) -> int:
-    """Return how many entries such as ``17. bodafiku`` fit into a list of a given length in
+    """Return how many entries such as ``17. bodafiku`` fit in a numbered list of ``chars``
     characters."""
     num, digits = 0, 1
     while True:
@@ -375,7 +374,7 @@ def _shuffle(entries: array[int], rng: random.Random) -> None:
 def needle_task(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Return a task in which one sentence of a long generated text answers the question.
+    """Return a task in which one sentence of a long, generated text answers the question.
 
     Args:
         chars: Length of the text, to within a sentence.
@@ -400,8 +399,8 @@ def needle_task(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """Make an item of the task ``needle``. Its kind is the tenth of the text in which the needle
-    is."""
+    """Generate an item of the task ``needle``. Its kind names the tenth of the text that contains
+    the needle."""
     question, needles, codes = _access_codes(rng, distractors)
     text, at = _haystack(rng, chars, needles, depth)
     tenth = min(9, 10 * at // len(text))
@@ -411,8 +410,8 @@ def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float 
 
 
 def _access_code(rng: random.Random, chars: int) -> Asked:
-    """Make a question of the family ``needle``. The facts of an item and their relative positions
-    are the same at all lengths."""
+    """Make a question about an access code (family ``needle``). Its facts and their relative
+    positions are the same at every text length."""
     question, needles, codes = _access_codes(rng, 6)
     facts = [(rng.random(), text) for text in needles]
     text = plant(facts, _sentences(filler_rng(rng), chars, "", ()), chars, " ")
@@ -420,8 +419,8 @@ def _access_code(rng: random.Random, chars: int) -> Asked:
 
 
 def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str], list[str]]:
-    """Return a question about a person's access code, the sentence that states it followed by
-    misleading sentences, and the code in each of these sentences."""
+    """Generate a question about a person's access code. Returns the question, the sentence that
+    answers it followed by misleading ones, and the code in each sentence."""
     person = name(rng, 4)
     codes = [str(code) for code in rng.sample(range(100_000, 1_000_000), distractors + 1)]
     needles = [f"The access code of {person} is {codes[0]}."]
@@ -437,8 +436,8 @@ def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str],
 def _haystack(
     rng: random.Random, chars: int, needles: Sequence[str], depth: float | None
 ) -> tuple[str, int]:
-    """Build a text of about ``chars`` characters with the needles at random places. Returns the
-    text and the offset of the first needle, which is at the relative ``depth`` if that is given."""
+    """Build a text of about ``chars`` characters with the needles at random positions. Returns the
+    text and the offset of the first needle. ``depth`` sets the relative position of that needle."""
     pool = [sentence(rng) for _ in range(_POOL)]
     room = chars - sum(map(len, needles)) - len(needles)
     mean = sum(map(len, pool)) / _POOL + 1
@@ -479,12 +478,12 @@ _RULER_KINDS = {
     "most common words": "cwe",
     "coded text": "fwe",
 }
-"""Words of a question -> the task that asks it. RULER's rows do not name it."""
+"""Words in a question -> the RULER task that asks it. RULER's rows do not name their task."""
 
 
 def _ruler_item(row: Row) -> Item:
-    """Convert a row of RULER's file to an item. Its last paragraph is the question, and the text
-    before that is the context."""
+    """Convert a row of RULER's file to an item. The last paragraph becomes the question, and the
+    text before it the context."""
     text, golds = row["input"], row["outputs"]
     if not isinstance(text, str) or not isinstance(golds, list) or not golds:
         raise ValueError("its input is not a text, or its outputs are not a list with values")

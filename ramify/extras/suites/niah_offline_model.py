@@ -1,6 +1,6 @@
-"""The strategy with which the offline model, a stand-in for a real one, answers the suites ``niah``
-and ``needle``. Code finds the sentences that contain the names in the question, and a call to a
-sub-model (a leaf) reads their values. Words are counted by code alone.
+"""How the offline model answers the suites ``niah`` and ``needle``. The offline model is a program
+that replaces a language model. Its code finds the sentences with the names in the question, and a
+sub-model call reads their values. Words are counted by code alone.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
 accuracy of replies and the steps of a root call are in ``ramify/testing/offline.py``.
@@ -17,7 +17,7 @@ from ramify.testing.offline import OfflineModelSuiteStrategy
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _FORMS = (rf"\b{_UUID}\b", r"(?<!\d)\d{7}(?!\d)", r"(?<!\d)\d{6}(?!\d)", r"\b[A-Z]{5}\b")
-"""Forms of values: UUIDs, numbers, access codes, variables."""
+"""Patterns of the possible values: UUIDs, numbers, access codes, variables."""
 
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
@@ -66,7 +66,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _chain(value: str, text: str) -> list[str]:
-    """Return the variables that have ``value``, directly or through others."""
+    """Return the variables that are assigned ``value``, directly or through other variables."""
     pairs = re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text)
     chain: list[str] = []
     while True:
@@ -79,8 +79,8 @@ def _chain(value: str, text: str) -> list[str]:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return the right values with one of them replaced: by another value in the text, if there is
-    one."""
+    """Return a wrong answer: the right values with one of them replaced, by another value from the
+    text if possible."""
     values = right.split(", ")
     place = draw.randrange(len(values))
     form = next((form for form in _FORMS if re.fullmatch(form, values[place])), "")
@@ -93,7 +93,7 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def _altered(value: str, draw: random.Random) -> str:
-    """Return ``value`` with its last character replaced by another one that its form allows."""
+    """Return ``value`` with a different last character that its format allows."""
     kind = "0123456789" if value[-1].isdigit() else "ABCDEF" if value.isupper() else "abcdef"
     return value[:-1] + draw.choice([each for each in kind if each != value[-1]])
 
@@ -107,4 +107,5 @@ NIAH = OfflineModelSuiteStrategy(
     answer_from_text,
     spoil,
 )
-"""Code finds the sentences that have the names, and a leaf reads their values."""
+"""How the offline model answers ``niah`` and ``needle``: code finds sentences, and a sub-model call
+reads values."""

@@ -1,4 +1,4 @@
-"""The OOLONG benchmark: questions that need every line of a long text (Bertsch et al. 2025,
+"""The OOLONG benchmark: questions that depend on every line of a long text (Bertsch et al. 2025,
 2511.02817).
 
     Date: Mar 07, 2024 || User: 48213 || Instance: How many miles is it to Lodavi ?
@@ -49,7 +49,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "entity": ("What animal guards the {} of {} ?", "What colour is the {} of {} ?"),
     "description": ("Why was the {} of {} closed ?", "How does the {} of {} work ?"),
 }
-"""Label -> forms of its instances."""
+"""Label -> templates of sentences with that label."""
 FAMILIES = ("counting", "user", "timeline")
 COMPARISONS = ("more common than", "less common than", "same frequency as")
 THINGS = ("bridge", "market", "lantern", "orchard", "tower", "river", "letter", "wheel")
@@ -57,7 +57,7 @@ FIRST_DAY = datetime.date(2023, 1, 1)
 _BASE = 0.75
 _DATE_FORM = "%b %d, %Y"
 _PLACES = len(SYLLABLES) ** 3
-"""Number of places, each a name of three syllables."""
+"""Number of invented place names. Each has three syllables."""
 _HEADER = (
     "The following lines contain {num} general-knowledge questions, one per line. Each line has a "
     "date, a user id and an instance. Each instance has one of these labels: {labels}."
@@ -67,40 +67,38 @@ _LABELLED = " || Label: {}"
 
 
 def header(num: int, labels: Sequence[str]) -> str:
-    """Return the header of a text: its first line, which states the number of lines and the
+    """Return the header of a generated text: a first line that states the number of lines and the
     labels."""
     return _HEADER.format(num=num, labels=", ".join(labels))
 
 
 def line(day: int, user: int, instance: str, label: str = "") -> str:
-    """Return one line of a text: its date, its user and a sentence, and the label if one is
+    """Return one line of a generated text: its date, user and sentence. The label is added only if
     given."""
     return _LINE.format(written_date(day), user, instance, _LABELLED.format(label) if label else "")
 
 
 @functools.lru_cache(maxsize=4_096)
 def written_date(day: int) -> str:
-    """Return the date of a day as it is written in a text. Days are counted from 0: day 2 is
-    ``Jan 03, 2023``."""
+    """Format a day as a date in the text. Days count from 0, so day 2 is ``Jan 03, 2023``."""
     return (FIRST_DAY + datetime.timedelta(days=day)).strftime(_DATE_FORM)
 
 
 class OolongLines(msgspec.Struct, frozen=True):
-    """The lines of a generated text, in order of their dates. They are stored as columns, because a
-    text of 40 MB has half a million lines."""
+    """The lines of a generated text, ordered by date. They are stored as columns, because a text of
+    40 MB has half a million lines."""
 
     days: array[int]
-    """Days since the first one."""
+    """Days since ``FIRST_DAY``."""
     users: array[int]
     labels: array[int]
-    """Indices of labels."""
+    """Indices into the list of labels."""
 
     def __len__(self) -> int:
         return len(self.days)
 
     def where(self, is_chosen: Callable[[int, int], bool]) -> OolongLines:
-        """Return the lines for which ``is_chosen``, called with a line's day and user, returns
-        True."""
+        """Return the lines for which ``is_chosen(day, user)`` is true."""
         places = [
             place
             for place, (day, user) in enumerate(zip(self.days, self.users, strict=True))
@@ -114,16 +112,16 @@ class OolongLines(msgspec.Struct, frozen=True):
         )
 
     def counts(self, labels: Sequence[str]) -> dict[str, int]:
-        """Return the number of lines with each label. A label that no line has is included, with
-        0."""
+        """Return the number of lines with each label. Labels that occur in no line are included
+        with 0."""
         found = Counter(self.labels)
         return {label: found[index] for index, label in enumerate(labels)}
 
 
 class OolongScorer(msgspec.Struct, frozen=True):
-    """The score of an answer to a question of OOLONG. If the right answer is a number, the score is
-    0.75^|difference|. Otherwise it is 1 for the same text or the same members of a list, and 0 for
-    anything else; upper and lower case, and additions such as ``Label:``, make no difference.
+    """The scoring rule of OOLONG. A number scores 0.75^|difference| against the right number. Any
+    other answer scores 1 if it is the same text or has the same list members, and 0 otherwise.
+    Case, and additions such as ``Label:``, make no difference.
 
     >>> tasks.OolongScorer()("Answer: 12", tasks.Item("How many?", gold=14))
     0.5625
@@ -159,7 +157,7 @@ def oolong(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task whose questions need every line of a long text, generated or from OOLONG's
+    """Return a task whose questions depend on every line of a long text, generated or from OOLONG's
     public files.
 
     Args:
@@ -175,7 +173,8 @@ def oolong(
             same for ``validation`` and ``test``.
         seed: Seed of the generated items.
 
-    Raises ConfigError for options with which no question can be asked."""
+    Raises ConfigError for options with which no question can be asked.
+    """
     chosen = chosen_families("oolong", families, FAMILIES, tokens)
     if not 2 <= labels <= len(LABELS) or users < 2 or days < 62:
         raise ConfigError(
@@ -218,8 +217,8 @@ def _wrong(gold: Any) -> Any:
 
 
 def _gold(text: str) -> Any:
-    """Parse the answer column of a row, which is plain text or a list in Python's notation, such as
-    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``. A list with one element becomes the
+    """Parse the answer column of a row: plain text, or a list in Python notation such as
+    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``. A list with one element becomes that
     element. Raises ValueError for an empty list."""
     dates = re.findall(r"datetime\.date\((\d+), (\d+), (\d+)\)", text)
     if dates:
@@ -240,7 +239,7 @@ def _gold(text: str) -> Any:
 
 
 def _stripped(text: str) -> str:
-    """Return an answer without what often surrounds it: ``Label: [spam]`` becomes ``spam``."""
+    """Strip what often surrounds an answer: ``Label: [spam]`` becomes ``spam``."""
     last = text.strip().splitlines()[-1] if text.strip() else ""
     last = last.rpartition(":")[2] if re.match(r"\W*[A-Za-z ]{1,30}:", last) else last
     return last.strip(" *[]'\"`.\t")
@@ -303,7 +302,7 @@ def _lines(
     days: int,
 ) -> tuple[OolongLines, str]:
     """Generate lines with a date, a user and a labelled sentence, about ``chars`` characters in
-    all. Returns the lines, and the text that consists of a header and these lines."""
+    total. Returns the lines, and the full text with its header."""
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
     label_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in labels]))
@@ -338,13 +337,13 @@ def _lines(
 
 
 class _Day(NamedTuple):
-    """The lines of one day, in the order in which they were made."""
+    """The lines of one day, in the order in which they were generated."""
 
     labels: array[int]
     users: array[int]
-    """Indices of users."""
+    """Indices into the list of users."""
     instances: array[int]
-    """Number of the form, of the thing and of the place, as one."""
+    """One number for each sentence, which encodes its template, thing and place."""
 
 
 def _written(
@@ -365,7 +364,7 @@ def _instance(label: str, number: int) -> str:
 
 
 Asked = tuple[str, Any]
-"""(question, right answer)"""
+"""A question: (text, right answer)."""
 
 
 def _most(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
@@ -377,8 +376,8 @@ def _least(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Ask
 
 
 def _extreme(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
-    """Ask for the most or the least common label. If several labels have the same count, the right
-    answer is the list of all of them."""
+    """Ask for the most or the least common label. If several labels tie, all of them together are
+    the right answer."""
     counts = lines.counts(labels)
     end = (max if which == "most" else min)(counts.values())
     found = sorted(label for label, count in counts.items() if count == end)
@@ -499,4 +498,4 @@ _QUESTIONS: Mapping[str, Sequence[tuple[str, Callable[..., Asked]]]] = {
         ("busiest", _busiest),
     ),
 }
-"""Family -> (name, how it is asked)"""
+"""Family -> (name, function that makes the question) of each kind of question."""

@@ -1,5 +1,5 @@
-"""The strategy with which the offline model, a program in place of a language model, answers
-OOLONG: sub-calls label the lines of each part of the text, and code counts the labels.
+"""How the offline model answers OOLONG. The offline model is a program that replaces a language
+model. Its sub-calls label the lines of each part of the text, and code counts the labels.
 
 This module decides how the root of a run proceeds, how a sub-call labels lines, and which plausible
 errors it makes. A sub-call recognizes the sentences of generated texts only; in the public files it
@@ -22,13 +22,14 @@ from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest
 
 _LABEL_TASK = re.compile(r"Which label has each line\? (.*)\. Reply with one number a line\.")
 _BEGINNINGS = {form.partition("{}")[0]: label for label, forms in LABELS.items() for form in forms}
-"""Beginning of an instance -> its label."""
+"""Beginning of a sentence -> its label."""
 
 
 def labelled_lines(
     context: str, ask: Callable[[list[str]], list[str]], chars: int
 ) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """Return the labels that occur, and (date, user, label) of each line."""
+    """Return the possible labels, and the (date, user, label) of each line. Unlabelled lines are
+    labelled by sub-model calls."""
     labels = re.findall(r"one of these labels: (.*?)\.\n", context)[0].split(", ")
     found = re.findall(
         r"^Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?$", context, re.M
@@ -58,7 +59,8 @@ def labelled_lines(
 
 
 def best_of(counts: dict[str, int], which: int) -> str:
-    """Return all names with the largest (0), the second largest (1) or the smallest count (-1)."""
+    """Return the names with the largest (0), second largest (1) or smallest (-1) count, joined by
+    commas."""
     sizes = sorted(set(counts.values()), reverse=True)
     size = sizes[-1 if which < 0 else min(which, len(sizes) - 1)]
     return ", ".join(sorted(name for name in counts if counts[name] == size))
@@ -124,9 +126,9 @@ def _label_of(instance: str) -> str:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer in the form of the right one. If the answer is a list of
-    labels, a few of them change. A number changes by at most 3. Any other answer is replaced by
-    another label, comparison, user or month."""
+    """Return a plausible wrong answer in the format of the right one. In a list of labels, a few
+    change. A number changes by at most 3. Otherwise it is another label, comparison, user or
+    month."""
     asked = _LABEL_TASK.fullmatch(question)
     if asked is not None:
         most = asked[1].count(" = ")
@@ -149,9 +151,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
-    """Return the right reply to a request of the plan ``aggregate``. For numbered records, it is
-    the value of each record that the question counts. For counts of these values, it is the answer
-    to the question. None for any other request."""
+    """Return the right reply to a request of the plan ``aggregate``, or None for any other request.
+    For numbered records, the reply is the value that the question counts in each. For counts of
+    these values, it is the answer to the question."""
     if turn.kind == "value":
         return [_counted(turn.question, *parts) for parts in map(date_user_label, turn.records)]
     if turn.kind != "answer":
@@ -160,7 +162,7 @@ def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
 
 
 def date_user_label(record: str) -> tuple[str, str, str]:
-    """Return date, user and label of a line; empty texts for a line in another form."""
+    """Return the date, user and label of a line. All are empty if the line has another format."""
     found = re.fullmatch(
         r"Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?", record
     )
@@ -168,8 +170,8 @@ def date_user_label(record: str) -> tuple[str, str, str]:
 
 
 def _counted(question: str, date: str, user: str, label: str) -> str:
-    """Return the value that ``question`` counts for one line, such as its label, user or month. It
-    is ``none`` if the question leaves the line out."""
+    """Return the value that a question counts for one line, such as its label, user or month.
+    Returns ``none`` if the question excludes the line."""
     if not date:
         return "none"
     day = datetime.datetime.strptime(date, "%b %d, %Y")
@@ -194,9 +196,8 @@ def _counted(question: str, date: str, user: str, label: str) -> str:
 
 
 def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
-    """Answer ``question`` from counts. ``counts`` maps each value, as ``_counted`` returns it,
-    to the number of lines that have it. ``spread`` maps each such number to how many values have
-    it."""
+    """Answer a question from counts. ``counts`` maps each value from ``_counted`` to its number of
+    lines. ``spread`` maps each such number to how many values have it."""
     named = re.findall(r"'([^']+)'", question)
     if times := re.search(r"in exactly (\d+) lines", question):
         return str(spread.get(times[1], 0))
@@ -226,4 +227,4 @@ OOLONG = OfflineModelSuiteStrategy(
     (labelled_lines, best_of, compared),
     plan_leaf,
 )
-"""Leaves label the lines, and code counts."""
+"""How the offline model answers OOLONG: sub-model calls label the lines, and code counts."""

@@ -45,7 +45,7 @@ from ramify.tasks.scoring.answer_text import as_text
 MIN_USERS, MAX_USERS = 6, 100
 _DAYS = 730
 _CHARS_PER_USER = 300
-"""Length of the planted lines of one user, at most three, as an upper bound."""
+"""Upper bound on the characters of one user's planted lines. There are at most three."""
 _PAIR = re.compile(
     r"[(\[{]\s*[\"']?(\d{1,12})[\"']?\s*,\s*[\"']?(\d{1,12})[\"']?\s*[)\]}]"
     r"|^[^\d\n]*(\d{1,12})\s*[,;&-]\s*(\d{1,12})[^\d\n]*$",
@@ -58,9 +58,9 @@ _FORM = (
 
 
 class PairScorer(msgspec.Struct, frozen=True):
-    """The F1 score of an answer that lists pairs: 2·shared / (pairs of the answer + pairs of the
-    right answer). The order within a pair does not matter. A pair is written in brackets, or alone
-    on a line: ``(12, 15)``, ``[[12, 15]]``."""
+    """The F1 score of an answer that lists pairs: 2·s / (a + r), with s shared pairs, a pairs in
+    the answer and r right pairs. The order within a pair does not matter. A pair is written in
+    brackets or alone on a line: ``(12, 15)``, ``[[12, 15]]``."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = {frozenset(map(int, pair)) for pair in item.gold}
@@ -82,8 +82,8 @@ def oolong_pairs(
     with_labels: bool = False,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task that asks for all pairs of users that satisfy a condition on the labels and
-    dates of their lines.
+    """Return a task that asks for all pairs of users whose lines satisfy a condition on labels and
+    dates.
 
     Args:
         tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
@@ -93,7 +93,8 @@ def oolong_pairs(
         with_labels: Write the labels into the text.
         seed: Seed of the generated items.
 
-    Raises ConfigError for options with which no question can be asked."""
+    Raises ConfigError for options with which no question can be asked.
+    """
     chosen = chosen_families("oolong_pairs", families, FAMILIES, tokens)
     chars = tokens * CHARS_PER_TOKEN
     if not MIN_USERS <= users <= min(MAX_USERS, chars // _CHARS_PER_USER):
@@ -106,21 +107,22 @@ def oolong_pairs(
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):
-    """A condition on pairs of users, the lines that decide which users satisfy it, and the pairs
-    that do."""
+    """A condition on pairs of users, the planted lines that decide who satisfies it, and the right
+    pairs."""
 
     text: str
-    """The condition, as the end of "pairs of users such that …"."""
+    """The condition in words. It completes "pairs of users such that …"."""
     labels: tuple[str, ...]
     """Labels that the condition names."""
     planted: Mapping[int, Sequence[str]]
-    """User -> labels of the planted lines in the period of the condition."""
+    """User -> labels of the lines planted within the condition's period."""
     closed: Mapping[int, Sequence[str]]
-    """User -> labels that no other line of the user may have in the period."""
+    """User -> labels that none of the user's other lines in the period may have."""
     pairs: Sequence[tuple[int, int]]
-    """The pairs that satisfy it."""
+    """The pairs of users that satisfy the condition."""
     first_day: int = 0
-    """Day on which the period begins. A user without a planted line in it has one before it."""
+    """Day on which the period begins. A user without a planted line in the period has one before
+    it."""
 
 
 def _make(
@@ -184,8 +186,8 @@ def _text(
 def _planted(
     rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
-    """Return the lines to plant in the text, by day. They decide which pairs of users satisfy the
-    condition, and each user has at least one of them."""
+    """Return the lines to plant, by day. They decide which pairs satisfy the condition. Every user
+    gets at least one."""
     planted: dict[int, list[str]] = {}
     neutral = [label for label in LABELS if label not in condition.labels]
     for user in ids:
@@ -273,7 +275,7 @@ def _cross(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
 
 
 def _some(rng: random.Random, ids: Sequence[int]) -> list[int]:
-    """Choose a third to a half of the users at random. They keep their order."""
+    """Choose a third to a half of the users at random, in ascending order."""
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 

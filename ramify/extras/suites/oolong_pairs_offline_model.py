@@ -1,5 +1,5 @@
-"""The strategy with which the offline model, a program in place of a language model, answers
-``oolong_pairs``: sub-calls label the lines as in OOLONG, and code finds the users that satisfy the
+"""How the offline model answers ``oolong_pairs``. The offline model is a program that replaces a
+language model. Its sub-calls label the lines as in OOLONG. Code finds the users that satisfy the
 condition and joins them into pairs.
 
 This module decides how the root of a run proceeds. How a sub-call labels lines is decided by
@@ -52,7 +52,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a few other labels, or other pairs."""
+    """Return a plausible wrong answer: other labels for a few lines, or other pairs."""
     if "pairs of users" not in question:
         return oolong_offline_model.spoil(question, text, right, draw)
     pairs = right.split("\n")
@@ -64,9 +64,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
-    """Return the right reply to a request of the plan ``pairwise``. For numbered records, it is the
-    user and the label of each record that the condition counts. For counts of these, it is the side
-    of a pair that each user can be on. None for any other request."""
+    """Return the right reply to a request of the plan ``pairwise``, or None for any other request.
+    For numbered records, the reply is the user and the label that the condition counts. For counts
+    of these, it is the side of a pair that each user can take."""
     labels = re.findall(r"'([^']+)'", turn.question)
     if turn.kind == "facts":
         after = re.search(r"on or after (\w+ \d+, \d+)", turn.question)
@@ -83,8 +83,8 @@ def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> di
 
 
 def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
-    """Return for each user on which side of a pair the user can be: ``first``, ``second``, ``both``
-    or ``neither``. ``counts`` maps each ``user | label`` to the number of records that have it."""
+    """Return on which side of a pair each user can be: ``first``, ``second``, ``both`` or
+    ``neither``. ``counts`` maps each ``user | label`` to its number of records."""
     found = {tuple(key.split(" | ")): count for key, count in counts.items()}
     users = sorted({user for user, _ in found})
     exact = re.search(r"exactly (\d+) instances? with", question)
@@ -111,4 +111,5 @@ PAIRS = OfflineModelSuiteStrategy(
     (labelled_lines,),
     plan_leaf,
 )
-"""Leaves label the lines, and code joins the users that satisfy the condition."""
+"""How the offline model answers OOLONG-Pairs: sub-model calls label the lines, and code joins users
+into pairs."""

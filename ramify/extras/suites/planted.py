@@ -1,4 +1,4 @@
-"""A benchmark of summaries: facts are planted in a long text, and a summary is scored by how many
+"""A summarization benchmark: facts are planted in a long text, and a summary is scored by how many
 of them it states.
 
     planted(tokens=65_536)
@@ -33,7 +33,7 @@ from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
 MAX_WORDS = 150
-"""Words of a summary that are read, of ten characters each on average."""
+"""Maximum words of a summary that are scored, at ten characters each on average."""
 _FACTS = 6
 _AMOUNT = re.compile(r"(?<!\d)(?:\d{1,3}(?:,\d{3})+|\d{4,12})(?!\d)")
 _SENTENCE_END = re.compile(r"[.;!?](?=\s)|\n")
@@ -44,8 +44,8 @@ _FORM = (
 
 
 class FactScorer(msgspec.Struct, frozen=True):
-    """The score of a summary: the share of the planted facts that its first 150 words state. Each
-    other amount in these words counts as one more fact that the summary does not state.
+    """The score of a summary: the fraction of planted facts stated in its first 150 words. Every
+    wrong amount in those words counts as one more fact that the summary misses.
 
     A fact is a place with an amount. If a sentence or line names as many places as amounts, the
     first place has the first amount, and so on. Otherwise a place has the next amount after it, or
@@ -74,7 +74,7 @@ def _plain(amount: str) -> str:
 
 
 def _stated(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each place in a sentence with the amount that the sentence states for it."""
+    """Yield each place that a sentence names, with the amount that it states for the place."""
     by_name = {place.casefold(): place for place in places}
     names_of = re.compile(rf"\b(?:{'|'.join(places)})\b", re.IGNORECASE)
     named = [(found.start(), by_name[found[0].casefold()]) for found in names_of.finditer(part)]
@@ -92,30 +92,30 @@ def _stated(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def planted(
     *, tokens: int = 8_192, families: str | Sequence[str] | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Return a task that asks for summaries of a long text, scored by the planted facts that they
-    state.
+    """Return a task that asks for summaries of a long text and scores them by the planted facts
+    that they state.
 
     Args:
         tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
         families: Which of ``grants``, ``updates`` and ``person`` are asked; None for all.
         seed: Seed of the generated items.
 
-    Raises ConfigError for an unknown family and a length outside these bounds."""
+    Raises ConfigError for an unknown family and a length outside these bounds.
+    """
     chosen = chosen_families("planted", families, FAMILIES, tokens)
     make = functools.partial(_make, tokens * CHARS_PER_TOKEN, chosen)
     return suite_task("planted", make, FactScorer(), seed=seed, families=chosen)
 
 
 class PlantedFacts(NamedTuple):
-    """The planted facts that a good summary of a text must state, and the sentences that contain
-    them."""
+    """The facts that a good summary must state, and the sentences that state them in the text."""
 
     asked: str
-    """Name of what is summarised."""
+    """What to summarize, as worded in the question."""
     facts: Mapping[str, str]
     """Place -> the amount that a summary should state."""
     sentences: Sequence[str]
-    """All planted sentences, in their order in the text."""
+    """All planted sentences, in text order."""
 
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
@@ -140,8 +140,8 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Make a report whose facts are the grants that a council made. It also mentions grants that
-    the council rejected, and grants of a guild."""
+    """Plant the grants that a council made, as the facts to summarize. Distractors are grants that
+    the council rejected, and grants made by a guild."""
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [
         f"The council granted {amount} crowns to the {rng.choice(NOUNS)} of {place}."
@@ -158,8 +158,8 @@ def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
 
 
 def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Make a report in which the yearly grants of places change. The fact about a place is the
-    amount in the last sentence about it."""
+    """Plant yearly grants that change. The fact to summarize is the last amount stated for each
+    place."""
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
     order = _mixed(rng, [place for place in own for _ in range(rng.randint(1, 3))])
     written: list[str] = []
@@ -171,8 +171,8 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
 
 
 def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Make a report whose facts are the purchases of one person. It also mentions purchases of
-    another person with the same surname."""
+    """Plant the purchases of one person, as the facts to summarize. Distractors are purchases of another
+    person with the same surname."""
     one, other, surname = names(rng, 3)
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [

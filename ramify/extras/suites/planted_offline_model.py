@@ -1,6 +1,6 @@
-"""The strategy with which the offline model, a program in place of a language model, answers
-``planted``: sub-calls extract the facts of each part of the text, in order, and code keeps the last
-amount of each place.
+"""How the offline model answers the benchmark ``planted``. The offline model is a program that
+replaces a language model. Its sub-calls extract the facts of each part of the text in order, and
+code keeps the last amount of each place.
 
 This module decides how the root of a run proceeds, what a sub-call reads, and which plausible
 errors it makes. How accurate replies are, and the steps of a root, are decided by
@@ -42,7 +42,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
-    """Return (place, amount) of each fact, in the order of the text."""
+    """Return the (place, amount) of each fact, in text order."""
     if bought := re.match(r"what (\w+ \w+) bought", wanted):
         form = rf"{bought[1]} bought the \w+ of (?P<place>\w+) for (?P<amount>\d+) crowns"
     elif "latest yearly grant" in wanted:
@@ -53,10 +53,9 @@ def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer. One of the facts gets another amount from the text, or if
-    there is no other amount, the answer is ``NONE``. If the right answer has no facts, a place
-    and an amount from the text are given as one; without amounts in the text, the answer stays
-    right."""
+    """Return a plausible wrong answer. One fact gets another amount from the text, or the answer is
+    ``NONE`` if there is no other amount. If the right answer has no facts, one is made up from the
+    text. Without any amounts in the text, the answer stays right."""
     lines = right.split("\n")
     amounts = re.findall(r"(\d+) crowns", text)
     place = draw.randrange(len(lines))
@@ -73,9 +72,9 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> str | None:
-    """Return the right reply to a request of the plan ``summarise``. For a passage, it states the
-    facts in the passage as sentences. For several summaries, it states the last amount of each
-    place. None for any other request."""
+    """Return the right reply to a request of the plan ``summarise``, or None for any other request.
+    For a passage, the reply states its facts as sentences. For several summaries, it states the
+    last amount of each place."""
     if turn.kind == "summarise":
         wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", turn.question)[0]
         facts = _facts(wanted, turn.text)
@@ -95,4 +94,5 @@ PLANTED = OfflineModelSuiteStrategy(
     spoil,
     leaf=plan_leaf,
 )
-"""Leaves extract the facts of each part, and code keeps the last amount of each place."""
+"""How the offline model answers ``planted``: sub-model calls extract facts, and code keeps the last
+amounts."""

@@ -1,5 +1,5 @@
-"""Functions that plant facts in filler: they make a text of a given length, with each fact at a
-given relative position.
+"""Plant facts in filler text: build a text of a given length with each fact at its relative
+position.
 
     plant([(0.5, "The code is 12.")], sentences, chars=4_000, separator=" ")
 
@@ -16,16 +16,17 @@ import random
 from collections.abc import Callable, Sequence
 
 BLOCK = 2_000
-"""Passages of filler that are made at once in a long text."""
+"""Maximum number of filler passages that are generated at once."""
 _FIRST_BLOCK = 16
-"""Passages that are made first, since a short text needs few. Blocks double in size."""
+"""Number of filler passages in the first block, which is small because short texts need few. Blocks
+then double in size."""
 Fact = tuple[float, str]
-"""(share of the text before it, from 0 to 1; passage)"""
+"""A fact to plant: (fraction of the text before it, from 0 to 1; passage)."""
 
 
 def filler_rng(rng: random.Random) -> random.Random:
-    """Return a separate random generator for an item's filler. Call it after everything that must
-    be the same at all lengths has been drawn from ``rng``."""
+    """Return a separate random generator for an item's filler. Call it after drawing from ``rng``
+    everything that must be the same at all lengths."""
     return random.Random(rng.getrandbits(64))
 
 
@@ -35,11 +36,12 @@ def plant(
     chars: int,
     separator: str = "\n",
 ) -> str:
-    """Return a text that consists of the facts and of filler between them. Its length is ``chars``
-    characters, to within one passage of filler.
+    """Return a text of about ``chars`` characters in which the facts are separated by filler. The
+    length is exact to within one filler passage.
 
     ``passages(num)`` makes ``num`` passages of filler. Facts with equal positions keep their order.
-    Raises ValueError if the facts alone are longer than the text."""
+    Raises ValueError if the facts alone are longer than the text.
+    """
     room = chars - sum(len(text) + len(separator) for _, text in facts)
     if room < 0:
         raise ValueError(f"its facts have {chars - room:,} characters, and the text {chars:,}")
@@ -66,8 +68,8 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return the first passages of a block that fit into ``chars`` characters, but at least one.
-    ``gap`` is the number of characters between two passages."""
+    """Return the passages of a block that fit in ``chars`` characters, at least one. ``gap`` is the
+    number of characters between passages."""
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block
     size = 0

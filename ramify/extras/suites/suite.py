@@ -1,5 +1,5 @@
-"""What all benchmark suites share: how they check their options, build their splits, and read rows
-of public files.
+"""Code shared by all benchmark suites: checking options, building splits, and reading rows of
+public files.
 
     niah(tokens=65_536, families=("single_1", "vt"))          generated, at a length
     niah(test="niah_single_1/validation.jsonl")               a file that its authors publish
@@ -28,19 +28,18 @@ Row = Mapping[str, Any]
 
 
 class BenchmarkFileFormat(msgspec.Struct, frozen=True):
-    """The format of a file that the authors of a benchmark publish: the columns that it must have,
-    and how a row becomes an item."""
+    """The format of a benchmark's published files: which columns a row has, and how it becomes an
+    item."""
 
     benchmark: str
     """Name of the benchmark, for errors."""
     columns: Sequence[str]
     """Columns that each row must have."""
     item: Callable[[Row], Item]
-    """Converts a row. It raises ValueError for a value in another form."""
+    """Converts a row to an item. Raises ValueError for values in another format."""
 
     def row_to_item(self, row: Row) -> Item:
-        """Convert a row of a file to an item. Raises ValueError with the names of the missing
-        columns."""
+        """Convert a row of a file to an item. Raises ValueError that names any missing columns."""
         missing = [column for column in self.columns if column not in row]
         if missing:
             raise ValueError(
@@ -51,12 +50,10 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
 
 
 class JsonArrayRows(LazySequence[Row]):
-    """The rows of a file that consists of one JSON array of objects. Each object is decoded when it
-    is accessed."""
+    """The rows of a file that is one JSON array of objects. Each row is decoded on access."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read the file at ``path``. Raises SourceError if the file cannot be read or is not a JSON
-        array."""
+        """Read the file. Raises SourceError if it cannot be read or is not a JSON array."""
         self._path = Path(path).expanduser()
         try:
             self._rows = msgspec.json.decode(self._path.read_bytes(), type=list[msgspec.Raw])
@@ -76,7 +73,7 @@ class JsonArrayRows(LazySequence[Row]):
 def chosen_families(
     suite: str, families: str | Sequence[str] | None, known: Sequence[str], tokens: int
 ) -> tuple[str, ...]:
-    """Check which families of questions were chosen, and return their names without duplicates.
+    """Check the chosen families of questions, and return their names without duplicates.
 
     Args:
         suite: Name of the suite, for errors.
@@ -85,7 +82,8 @@ def chosen_families(
         known: The families of the suite.
         tokens: Length of a text, which is checked, too.
 
-    Raises ConfigError for an unknown family, and for a length that a suite cannot have."""
+    Raises ConfigError for an unknown family, and for a length that a suite cannot have.
+    """
     named = families.split(",") if isinstance(families, str) else families
     if named is None:
         named = known
@@ -112,7 +110,8 @@ def suite_task(
     sources: Sequence[Any] = (),
     file: BenchmarkFileFormat | None = None,
 ) -> SimpleTask:
-    """Return the task of a suite. Its splits are generated, unless files or rows replace them.
+    """Return the task of a benchmark suite. Its splits are generated unless files or rows replace
+    them.
 
     Args:
         name: Name of the suite.
@@ -124,7 +123,8 @@ def suite_task(
             keeps a split generated.
         file: Form of those files.
 
-    Raises ConfigError if the first row of a file is not in that form."""
+    Raises ConfigError if the first row of a file is not in that form.
+    """
     splits = dict(generated(name, make, seed=seed))
     for split, source in zip(SPLITS, sources, strict=False):
         if source is not None and file is not None:

@@ -1,2 +1,2 @@
-"""A task with small programs of named operations, on which policies with under a million parameters
-can learn to use a tool."""
+"""A task of writing small programs from named operations. Policies with under a million parameters
+can learn tool use on it."""

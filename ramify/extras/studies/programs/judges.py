@@ -1,5 +1,5 @@
-"""Rule-based judges for the task ``programs``. They derive hints from a rollout's errors or from
-facts that the policy cannot know, and vote on turns.
+"""Rule-based judges for the task ``programs``. They turn a rollout's errors, or facts that the
+policy cannot know, into hints and votes.
 
     RuleJudge        rules that the errors revealed
     OracleJudge      also silent mistakes; privileged: an upper bound, to be reported as such
@@ -46,8 +46,8 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """A judge whose hints are the rules that error messages have revealed. It reads only what the
-    policy itself was shown. Implements ``Judge``.
+    """A judge whose hints repeat the rules that error messages revealed. It uses only what the
+    policy itself saw. Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.RuleJudge())    # for the task programs
@@ -74,8 +74,8 @@ class OracleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:OracleJudge",
 ):
-    """A judge that knows the secret meaning of the words, which the policy cannot know, so it also
-    finds mistakes that raise no error. Implements ``Judge``.
+    """A judge that knows the secret meaning of every word. So it also finds mistakes that raise no
+    error. The policy cannot have this knowledge. Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.OracleJudge())    # for the task programs
@@ -97,8 +97,8 @@ class StepRules(
     tag_field="name",
     tag="ramify.train.signals.programs:StepRules",
 ):
-    """A judge that votes +1 on a turn if its program ran, and -1 if it raised an error. A wrong
-    program that raises no error also gets +1, so this signal alone helps little. Implements
+    """A judge of single turns: it votes +1 if the turn's program ran, and -1 if the program raised
+    an error. A wrong program that runs also gets +1, so this signal alone helps little. Implements
     ``Judge``.
 
     Example:
@@ -123,9 +123,9 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """A control experiment in which each hint of another source is replaced by a hint about a
-    different problem of the same step. The hints are as many, as long and as true as before, but
-    irrelevant. Implements ``HintSource``.
+    """A control experiment: replaces each hint of another source by a hint about a different
+    problem. The new hints are as many, as long and as true as before, but irrelevant. Implements
+    ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.ShuffledHints(source=hints))
@@ -147,7 +147,7 @@ class ShuffledHints(
 
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
-    """Return a hint about another item that has as many rules as the given hint."""
+    """Return a hint about another item, with as many rules as the given hint has."""
     problem = ToyProgramExercise.read(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]

@@ -1,5 +1,5 @@
-"""A sandbox provider for training on the task ``programs``, which evaluates programs and answers in
-this process.
+"""A sandbox provider for the task ``programs``. It evaluates programs and answers within this
+process instead of running code.
 
 No code that a model wrote is ever executed. A cell is parsed with the grammar of
 ``toy_program_language.py`` and evaluated with plain arithmetic; any other cell gets a one-line
@@ -38,12 +38,12 @@ _CAPS = SandboxCapabilities(
     kill=True,
     full_python=False,
 )
-"""All isolation properties hold, because no code is executed."""
+"""Capabilities of the sandbox. All isolation properties hold, because no code is executed."""
 
 
 class ProgramInterpreterSession:
-    """A session that can only evaluate programs of this task. Implements ``sandbox.base.Session``
-    as far as programs need it."""
+    """A session that can only evaluate programs of the task ``programs``. Implements the part of
+    ``sandbox.base.Session`` that they need."""
 
     caps = _CAPS
 
@@ -52,8 +52,8 @@ class ProgramInterpreterSession:
         self._cells = 0
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Evaluate a cell, which is a program or a final answer. The result has the program's value
-        or the error that it raises."""
+        """Evaluate a cell, which is either a program or a final answer. The result holds the
+        program's value or its error."""
         self._cells += 1
         final = _ANSWER.fullmatch(code)
         if final is not None:
@@ -64,7 +64,7 @@ class ProgramInterpreterSession:
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
-        """Evaluate a program. Returns its value and its error, one of which is None."""
+        """Evaluate a program. Returns its value and its error. One of the two is None."""
         if self._library is None:
             raise SandboxError(
                 "the sandbox of programs was opened for another task: it needs the library "
@@ -108,17 +108,17 @@ class ProgramInterpreterSession:
         raise SandboxError("a program never waits for its host: there is nothing to resume")
 
     def interrupt(self, reason: str) -> None:
-        """Do nothing: no code is ever running."""
+        """Do nothing, because no code is ever running."""
 
     async def close(self) -> None:
-        """Do nothing: a session holds no resources."""
+        """Do nothing, because a session holds no resources."""
 
     async def close_tree(self) -> None:
-        """Do nothing: a session holds no resources."""
+        """Do nothing, because a session holds no resources."""
 
 
 class ProgramInterpreterSandbox:
-    """A sandbox whose sessions can only evaluate programs of this task. Implements
+    """A sandbox whose sessions can only evaluate programs of the task ``programs``. Implements
     ``sandbox.base.Sandbox``."""
 
     caps = _CAPS
@@ -134,9 +134,10 @@ class ProgramInterpreterSandbox:
         return ProgramInterpreterSession()
 
     async def close(self) -> None:
-        """Do nothing: the sandbox holds no resources."""
+        """Do nothing, because the sandbox holds no resources."""
 
 
 def open_provider(spec: SandboxSpec) -> ProgramInterpreterSandbox:
-    """Return the sandbox of this provider. ``sandbox.base.open_sandbox`` calls this function."""
+    """Return the sandbox that evaluates programs without executing code.
+    ``sandbox.base.open_sandbox`` calls this function."""
     return ProgramInterpreterSandbox()

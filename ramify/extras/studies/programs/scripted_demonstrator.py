@@ -1,4 +1,4 @@
-"""A scripted demonstrator for the task ``programs``. It is deliberately weak: it knows only part of
+"""A scripted demonstrator for the task ``programs``. It is weak on purpose: it knows only part of
 the vocabulary, corrects what an error message names, and follows every hint.
 
     78@w18@9@w9@6                     knows w18, mistakes w9 for one of its false friends
@@ -58,13 +58,13 @@ _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
 class HintedRule(msgspec.Struct, frozen=True):
-    """A rule that a hint states: which function a word stands for, or which function must be
+    """One rule in a hint: either which function a word means, or that a function must be
     imported."""
 
     word: int | None
-    """The word; None if the rule says that ``function`` must be imported."""
+    """The word, or None for a rule that ``function`` must be imported."""
     function: int
-    """The function that the word stands for, or that must be imported."""
+    """The function that the word means, or that must be imported."""
 
     @property
     def text(self) -> str:
@@ -76,8 +76,8 @@ class HintedRule(msgspec.Struct, frozen=True):
 
 
 def hint_text(rules: Iterable[HintedRule]) -> str:
-    """Format rules as a hint for a policy. Rules about words come first, then rules about imports.
-    The hint is empty if there are no rules.
+    """Format rules as a hint for a policy: rules about words first, then rules about imports.
+    Without rules, the hint is empty.
 
     >>> hint_text([HintedRule(None, 10), HintedRule(3, 9)])
     'use @w3@f9from ops import f10;'
@@ -87,7 +87,7 @@ def hint_text(rules: Iterable[HintedRule]) -> str:
 
 
 def from_errors(observed: Iterable[str]) -> list[HintedRule]:
-    """Return the rules that error messages name, in order of appearance. There are at most
+    """Return the rules named in error messages, in order of appearance and at most
     ``MAX_RULES``."""
     rules: dict[HintedRule, None] = {}
     for text in observed:
@@ -102,8 +102,8 @@ def broken_rules(
     problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
 ) -> list[HintedRule]:
     """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``. The
-    program is compared with the library itself, so that mistakes are found even if they raise no
-    error."""
+    program is compared with the library's secret, so mistakes that raise no error are found,
+    too."""
     program = next(filter(None, map(ToyProgram.read, replies)), None)
     if program is None:
         return []
@@ -122,21 +122,21 @@ MAX_CODE_TURNS = 2
 
 
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
-    """The weaknesses of the demonstrator, such as the share of words that it knows. All values are
-    from 0 to 1."""
+    """How weak the demonstrator is, such as the fraction of words that it knows. All values are
+    between 0 and 1."""
 
     knows: float = 0.5
-    """Share of words whose function it knows, drawn independently for each problem. Other words are
-    taken for one of three false friends."""
+    """Fraction of words whose function it knows, drawn independently for each problem. Any other
+    word is mistaken for one of three wrong functions."""
     remembers_import: float = 0.5
     hinted: float = 0.5
-    """Share of demonstrations with a hint."""
+    """Fraction of demonstrations that come with a hint."""
     counterfactual: float = 0.5
-    """Share of those hints that are wrong."""
+    """Fraction of those hints that are wrong on purpose."""
 
 
 class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one item, in the form of ``train.sft.Conversation``."""
+    """A demonstration of one item. It has the fields of ``train.sft.Conversation``."""
 
     item: str
     messages: tuple[Message, ...]
@@ -150,16 +150,15 @@ def demonstrations(
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield a list with one demonstration for each item."""
+    """Yield one demonstration per item, each in a separate list."""
     return ([demonstrate(item, habits, seed, texts)] for item in items)
 
 
 def program_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, **habits: float
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield demonstrations of the first ``num`` training items of the task ``programs``. The
-    weaknesses of the demonstrator can be set. A recipe selects this function by
-    ``sft.demos=programs``."""
+    """Yield demonstrations of the first ``num`` training items of the task ``programs``. ``habits``
+    sets the demonstrator's weaknesses. A recipe selects this function by ``sft.demos=programs``."""
     weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
     return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
 
@@ -167,14 +166,14 @@ def program_demos(
 def demonstrate(
     item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> ProgramTaskDemonstration:
-    """Return a demonstration: the conversation in which the demonstrator solves, or fails to solve,
-    one item."""
+    """Demonstrate one item: return the conversation in which the demonstrator solves it or
+    fails."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
 
 
 class _Demonstration:
-    """The state of one demonstration: the problem, and what the demonstrator believes about each
-    word."""
+    """The state of one demonstration: the problem, and which function the demonstrator believes
+    each word to mean."""
 
     def __init__(
         self,

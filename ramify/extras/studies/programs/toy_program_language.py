@@ -1,5 +1,5 @@
-"""The small language of the task ``programs``: words, the functions that they stand for, and the
-error messages for wrong calls.
+"""The toy language of the task ``programs``: words, the functions that they mean, and the error
+messages for wrong calls.
 
     50@w3@5@w9@2            a problem: start with 50, apply w3 with operand 5, then w9 with operand
                             2
@@ -28,7 +28,7 @@ import msgspec
 MODULUS = 97
 NUM_WORDS = 24
 NUM_CHECKED = 16
-"""Words below this number are checked: a wrong function raises."""
+"""Words with a smaller number are checked: calling a wrong function for them raises an error."""
 IMPORTED = (10, 20)
 """Functions that must be imported before use."""
 MAX_OPERAND = 9
@@ -43,7 +43,7 @@ _PROBLEM = re.compile(r"(\d{1,2})((?:@w\d{1,2}@\d)+)")
 
 
 class ToyProgramOperation(msgspec.Struct, frozen=True):
-    """One operation of a program: a word of the problem, the function called for it, and the
+    """One operation of a program: a word from the problem, the function called for it, and the
     operand."""
 
     word: int
@@ -52,7 +52,7 @@ class ToyProgramOperation(msgspec.Struct, frozen=True):
 
 
 class ToyProgram(msgspec.Struct, frozen=True):
-    """A program as a policy writes it: a start value, operations and imports."""
+    """A program written by a policy: a start value, operations and imports."""
 
     start: int
     steps: tuple[ToyProgramOperation, ...]
@@ -67,7 +67,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgram | None:
-        """Parse a text that must be a program and nothing else. Returns None if it is not."""
+        """Parse a text as a program. Returns None unless the whole text is a valid program."""
         match = _PROGRAM.fullmatch(text)
         if match is None:
             return None
@@ -82,7 +82,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
 
 class ToyProgramExercise(msgspec.Struct, frozen=True):
-    """A problem to be solved by a program: a start value, and words with their operands."""
+    """A problem for the policy to solve with a program: a start value, and words with operands."""
 
     start: int
     steps: tuple[tuple[int, int], ...]
@@ -94,8 +94,8 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgramExercise | None:
-        """Parse the problem at the beginning of a text, which a hint may follow. Returns None if
-        the text does not begin with a problem."""
+        """Parse the problem at the beginning of a text. A hint may follow it. Returns None if the
+        text does not begin with a problem."""
         match = _PROBLEM.match(text)
         if match is None:
             return None
@@ -105,7 +105,8 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
     def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
-        """Return the program for this problem that calls the given function for each word."""
+        """Return a program for this problem. ``functions`` says which function to call for each
+        word."""
         return ToyProgram(
             self.start,
             tuple(
@@ -116,24 +117,26 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
 
 class FirstBrokenRule(msgspec.Struct, frozen=True):
-    """The first rule that a program broke: a wrong function for a word, or a missing import."""
+    """The first rule that a program broke: it called a wrong function for a word, or lacked an
+    import."""
 
     word: int | None
-    """The word with a wrong function; None if an import is missing."""
+    """The word for which a wrong function was called, or None if an import is missing."""
     function: int
-    """The right function of the word, or the function that must be imported."""
+    """The right function for the word, or the function that must be imported."""
 
 
 class WordFunctionMap(msgspec.Struct, frozen=True):
-    """The library of functions that programs call, with the secret mapping of words to functions,
-    which a policy has to learn."""
+    """The secret mapping of words to functions, and what each function computes. A policy has to
+    learn this mapping."""
 
     secret: int
-    """Seed of the library."""
+    """Seed from which the mapping is drawn."""
     right: tuple[int, ...]
-    """Word -> its function."""
+    """Word -> the function that it means."""
     maps: tuple[tuple[int, int, int], ...]
-    """Function -> (a, b, c) in ``(a·x + b·n + c) mod 97``."""
+    """Function -> coefficients (a, b, c): it computes ``(a·x + b·n + c) mod 97`` from value x and
+    operand n."""
 
     def apply(self, function: int, value: int, operand: int) -> int:
         a, b, c = self.maps[function]
@@ -146,7 +149,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def run(self, program: ToyProgram) -> int | FirstBrokenRule:
-        """Return the value of a program, or the first rule that it breaks."""
+        """Run a program. Returns its value, or the first rule that it breaks."""
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
@@ -158,21 +161,21 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def error_message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
-        """Return the error message for a broken rule, as in the last line of the traceback that
-        Python prints."""
+        """Return the error message for a broken rule. It equals the last line of Python's
+        traceback."""
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"
         used = next(s.function for s in program.steps if s.word == broken.word)
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def decoy_functions(self, word: int) -> tuple[int, ...]:
-        """Return the three wrong functions for which a demonstrator may mistake the meaning of a
-        word. They are always the same three."""
+        """Return the three wrong functions that a demonstrator may confuse a word with. They never
+        change."""
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
     def source(self) -> str:
-        """Return the source of a Python module ``ops`` that implements the library in any
+        """Return the source code of a Python module ``ops`` that implements the library in any
         sandbox."""
         return _SOURCE.format(
             secret=self.secret,
@@ -185,7 +188,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_source(source: str) -> WordFunctionMap:
-        """Return the library that generated a given source. Raises ValueError for any other
+        """Return the library that generated this source code. Raises ValueError for any other
         text."""
         match = _OF_SOURCE.match(source)
         candidate = library(int(match[1])) if match else None
@@ -196,8 +199,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
 @functools.cache
 def library(secret: int = 0) -> WordFunctionMap:
-    """Return the library of words and functions that is generated from a seed. Libraries are
-    cached."""
+    """Return the library of words and functions that a seed generates. The result is cached."""
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
     maps = [
@@ -255,7 +257,7 @@ NOT_IMPORTED = (
     "".join(f'f{number} = "f{number}"\n' for number in IMPORTED)
     + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
 )
-"""Source of a second module. Until a function is imported, its name is bound to a text, which
+"""Source of a second module. It binds the name of a function that must be imported to a text, which
 cannot be called."""
 
 
@@ -291,5 +293,5 @@ Example:
 
 
 def answer_reply(number: int) -> str:
-    """Return the reply with which a policy gives a number as its answer."""
+    """Return the reply in which a policy gives a number as its answer."""
     return f"FINAL({number})"

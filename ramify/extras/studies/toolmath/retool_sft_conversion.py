@@ -1,5 +1,4 @@
-r"""The demonstrations of ReTool (JoeYing/ReTool-SFT), converted to the message format of this
-engine.
+r"""Convert the demonstrations of ReTool (JoeYing/ReTool-SFT) to the message format of this engine.
 
     {"messages": [
         {"role": "user", "content": "… *user question:* What is 7! ? Remember to place the final
@@ -49,12 +48,12 @@ _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
 class ToolMathDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one problem, in the form of ``train.sft.Conversation``."""
+    """A demonstration of one math problem. It has the fields of ``train.sft.Conversation``."""
 
     item: str
     messages: tuple[Message, ...]
     correct: bool = True
-    """Always True: the published demonstrations were filtered by their answers."""
+    """Always True, because the published demonstrations were filtered by their answers."""
     call: str = "0"
 
 
@@ -62,7 +61,7 @@ def retool_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, source: str = ""
 ) -> Iterator[list[ToolMathDemonstration]]:
     """Yield the demonstrations in the first ``num`` rows of a ReTool file. A recipe selects this
-    function by ``sft.demos=retool``. Raises ConfigError if no file is given."""
+    function by ``sft.demos=retool``. Raises ConfigError if ``source`` names no file."""
     if not source:
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
@@ -76,8 +75,8 @@ def demonstrations(
     num: int | None = None,
 ) -> Iterator[list[ToolMathDemonstration]]:
     """Yield the demonstrations in the first ``num`` rows of a ReTool file, or in all rows if
-    ``num`` is None. Rows in another form are skipped and logged. Raises ConfigError if no row has
-    the required form."""
+    ``num`` is None. Rows in another format are skipped and logged. Raises ConfigError if no row
+    fits."""
     rows = rows_of(source)
     num_rows = len(rows) if num is None else min(num, len(rows))
     skipped, first = 0, ""
@@ -100,8 +99,8 @@ def demonstrations(
 
 
 def conversation(row: Mapping[str, Any], texts: DemonstrationPromptFormat) -> tuple[Message, ...]:
-    """Convert a row of a ReTool file to messages. Raises ValueError that says what is wrong with
-    the row."""
+    """Convert a row of a ReTool file to messages. Raises ValueError with the reason if the row is
+    in another format."""
     contents = {message.get("role"): message.get("content") for message in _messages(row)}
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
@@ -126,8 +125,8 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def asked(text: str) -> str:
-    """Extract the problem from the first message of a demonstration, without the instructions
-    around it."""
+    """Extract the math problem from a demonstration's first message. The instructions around it are
+    dropped."""
     return bare_question(_FORM.sub("", _QUESTION.split(text, maxsplit=1)[-1]))
 
 
@@ -160,7 +159,7 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
 
 
 def _clean(text: str) -> str:
-    """Return a text unchanged, but raise ValueError if it contains a tag without its partner."""
+    """Return a text unchanged. Raises ValueError if it contains a tag without its partner."""
     stray = _TAG.search(text)
     if stray is not None:
         raise ValueError(f"{stray[0]} has no partner")

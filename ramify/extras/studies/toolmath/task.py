@@ -1,5 +1,5 @@
-r"""A task for a math agent with a Python session: problems are read from files, and the answer is
-the last ``\boxed{}`` of a reply.
+r"""A task of math problems for an agent with a Python session. Problems come from files, and the
+answer is the last ``\boxed{}`` of a reply.
 
     toolmath(train="dapo-math-17k.parquet", test="aime-2024.parquet")
     toolmath(test="aime-2025.jsonl")                                    evaluation only
@@ -62,8 +62,8 @@ _INSTRUCTIONS = (
 
 
 def item_of(row: Mapping[str, Any]) -> Item:
-    """Convert a row of a known dataset to an item. If its form is unknown, raises ValueError, which
-    names the columns."""
+    """Convert a row of a known math dataset to an item. Raises ValueError with the row's column
+    names if its format is unknown."""
     question, gold = _question(row), _gold(row)
     if question is None or gold is None:
         missing = "problem" if question is None else "answer"
@@ -76,7 +76,7 @@ def item_of(row: Mapping[str, Any]) -> Item:
 
 
 def bare_question(text: str) -> str:
-    """Remove a dataset's instructions about the form of the answer from a problem.
+    """Remove a dataset's instructions about the format of the answer from a problem.
 
     >>> bare_question("What is 1+1? Please put your final answer within \\\\boxed{}.")
     'What is 1+1?'
@@ -106,19 +106,20 @@ def _gold(row: Mapping[str, Any]) -> str | None:
 
 
 def _other(gold: str) -> str:
-    """Return a wrong answer, with which the scoring of an item can be checked."""
+    """Return a wrong answer, for checking an item's scoring."""
     return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
 
 
 _INTEGER = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
 HELD_OUT = 1 / 64
-"""Share of the training file that becomes the validation split if no validation file is given."""
+"""Fraction of the training file that becomes the validation split if no validation file is
+given."""
 
 
 def toolmath(
     *, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto"
 ) -> SimpleTask:
-    """Return a task of mathematical problems to be solved with a Python session.
+    """Return a task of math problems that are solved with a Python session.
 
     Args:
         train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``item_of``.
@@ -147,8 +148,7 @@ def toolmath(
 
 
 class _ToolMathScorer:
-    """A reward function that gives the reward ``correct``, with metrics about the use of the
-    tool."""
+    """A reward function with the reward ``correct`` and metrics about tool use."""
 
     def __init__(self, verifier: AnswerReward) -> None:
         self._verifier = verifier
@@ -159,7 +159,7 @@ class _ToolMathScorer:
 
 
 def usage(trajectory: Trajectory) -> dict[str, float]:
-    """Return metrics about how a rollout used the Python tool.
+    """Return metrics of how a rollout used the Python tool.
 
     ``tool_calls`` is the number of cells that ran. ``tool_errors`` and ``tool_silent`` are the
     shares of cells that raised an error and that showed nothing. ``used_tool`` is 1 if any cell
@@ -183,14 +183,13 @@ def usage(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _ends(turns: Sequence[Turn]) -> bool:
-    """Return True if the last reply gave the answer instead of running code."""
+    """Return True if the last reply gave an answer instead of running code."""
     return bool(turns) and not turns[-1].cells
 
 
 def score_auto(answer: Any, item: Item) -> float:
-    """Return 1 if an answer is right, and 0 otherwise. It is right if it is the same text or
-    integer as the expected one, or has the same value according to math-verify, if that is
-    installed."""
+    """Return 1.0 for a right answer and 0.0 otherwise. An answer is right if it is the expected
+    text or integer. If math-verify is installed, an equal mathematical value is right, too."""
     number, gold = parse_integer(answer), parse_integer(item.gold)
     if exact(answer, item) or (number is not None and number == gold):
         return 1.0
@@ -203,7 +202,7 @@ def score_auto(answer: Any, item: Item) -> float:
 
 
 def parse_integer(value: Any) -> int | None:
-    """Return the integer that a value denotes, or None if it does not denote one.
+    """Return the integer that a value denotes, or None if it denotes no integer.
 
     >>> whole("$1,024$"), whole("034"), whole("34.0"), whole(r"\\sqrt{34}")
     (1024, 34, 34, None)
@@ -214,7 +213,7 @@ def parse_integer(value: Any) -> int | None:
 
 
 def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
-    """Return the problems of a split without duplicates; the first occurrence of each is used."""
+    """Return the problems of a split without duplicates. The first occurrence of each is kept."""
     first: dict[bytes, int] = {}
     items = DatasetItems(f"toolmath/{split}", rows, item_of)
     for number in range(len(items)):
@@ -223,7 +222,7 @@ def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
 
 
 def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
-    """Hold out a part of the training problems as a validation split, and return both splits."""
+    """Split off part of the training problems for validation. Returns both splits."""
     held_out = [
         index
         for index in range(len(train))
