@@ -274,7 +274,8 @@ def _variables(rng: random.Random, chars: int) -> Asked:
 
 
 def _common_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the ten most common words of a numbered list. They are six or ten times as frequent as the others."""
+    """Make a question about the ten most common words of a numbered list. They are six or ten
+    times as frequent as the others."""
     common = _codes(rng, _COMMON)
     is_full = chars >= _FULL_COUNTS * CHARS_PER_TOKEN
     often, seldom = (30, 3) if is_full else (6, 1)

@@ -171,8 +171,8 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
 
 
 def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Plant the purchases of one person, as the facts to summarize. Distractors are purchases of another
-    person with the same surname."""
+    """Plant the purchases of one person, as the facts to summarize. Distractors are purchases of
+    another person with the same surname."""
     one, other, surname = names(rng, 3)
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [
