@@ -44,22 +44,22 @@ def main(control_fd: int) -> None:
     forkserver: Any = sys.modules["ramify_server_forkserver"]
     control = socket.socket(fileno=control_fd)
     config, _ = receive(control)
-    built = walls.build(
+    built = walls.isolate_zygote(
         config, control.close, lambda more: forkserver.preload([], forkserver.PRELOAD)
     )
-    forkserver.settle(built.proc if built.proc >= 0 else None)
+    forkserver.prepare_first_fork(built.proc if built.proc >= 0 else None)
     send(control, built.tier)
     while True:
         try:
             _, (wire,) = receive(control)
         except EOFError:
             os._exit(0)
-        prepared = built.confinement.prepare()
+        prepared = built.confinement.prepare_session()
         pid = os.fork()
         if not pid:
             _child(built.confinement, prepared, wire, control)
         prepared.drop_rules()
-        prepared.drop()
+        prepared.drop_scratch()
         os.close(wire)
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass
