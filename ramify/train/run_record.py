@@ -1,4 +1,4 @@
-"""Keeps the record of a run: the files in its folder, and the state that is needed to resume it.
+"""Keep the record of a training run: the files in its folder, and the state needed to resume it.
 
     OUT/metrics.jsonl     one line per step and evaluation      OUT/checkpoints/   see checkpoint.py
     OUT/groups.jsonl      the outcome of each group             OUT/rollouts/      whole rollouts
@@ -6,11 +6,11 @@
     OUT/policy.json       which checkpoint OUT/policy is
 
 This module also keeps the counts and the clocks of a run, and decides which lines are dropped when
-a run goes back to a checkpoint. The first item of a run is the first of its training split that no
-demonstration used, and each group takes the next one. Together with the checkpoint's list of groups
-that had begun (``CheckpointState.pending``), the numbers in ``groups.jsonl`` are complete: each
-occurs exactly once, which ``read_group_records`` checks. When something is written is decided in
-``trainer.py``, and the lines are defined in ``metrics.py``.
+a run goes back to a checkpoint. A run starts at the first training item that no
+demonstration used, and each group takes the next item. A group's number therefore occurs exactly
+once, either in ``groups.jsonl`` or in the checkpoint's list of groups that had begun
+(``CheckpointState.pending``). ``read_group_records`` checks this. ``trainer.py`` decides when
+something is written, and ``metrics.py`` defines the lines.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RewardConfidenceInterval(NamedTuple):
 
 
 class KeptPolicy(msgspec.Struct, frozen=True):
-    """Describes which checkpoint is stored in ``OUT/policy`` as the run's final policy, with its
-    scores. The description is written to ``OUT/policy.json``."""
+    """The checkpoint that was chosen as the run's final policy, with its scores. The policy itself
+    is in ``OUT/policy`` and this description in ``OUT/policy.json``."""
 
     checkpoint: str
     step: int
@@ -72,8 +72,8 @@ class KeptPolicy(msgspec.Struct, frozen=True):
     is_best: bool
     """True if this checkpoint is the best on the validation stream."""
     scores: dict[str, RewardConfidenceInterval]
-    """Score of each split, by the split's name. The choice of the best checkpoint was made by the
-    validation stream's score."""
+    """Score of each split, by the split's name. The validation score decided which checkpoint is
+    best."""
 
     def __str__(self) -> str:
         kinds = [*(["best"] if self.is_best else []), *(["last"] if self._is_last else [])]
@@ -92,7 +92,8 @@ class KeptPolicy(msgspec.Struct, frozen=True):
 
 
 class TrainingRunRecorder:
-    """Records one run in progress: its metrics, rollouts, checkpoints and lineage."""
+    """Record a training run in its folder: metrics, rollouts, checkpoints and configuration
+    changes."""
 
     def __init__(
         self,
@@ -105,10 +106,10 @@ class TrainingRunRecorder:
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """Create the recorder of a run in the folder ``out``. ``first_item`` is the number of a new
-        run's first item. ``measures`` are functions that return further metrics at each step, such
-        as the engines' own. ``meter`` measures CPU time; give it only if all parts of a rollout run
-        on the CPUs of this machine."""
+        """Create the recorder of the run in the folder ``out``. A new run starts at training item
+        number ``first_item``. Each function in ``measures`` returns further metrics for every step,
+        such as the engines' own. Pass ``meter``, which measures CPU time, only if rollouts run
+        entirely on this machine."""
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -117,8 +118,8 @@ class TrainingRunRecorder:
         self._measures = measures
         self._meter = meter
         self.account = TimeAccount(None if meter is None else descendant_cpu_s)
-        """Where the time of a step goes. Sessions count only if the child processes are known to
-        be sessions."""
+        """Divides the time of a step by activity. Sessions are counted only if a CPU meter was
+        given, since only then are the child processes known to be sessions."""
         self._metrics: MetricsFile | None = None
         self._since = self._saved_at = time.monotonic()
         self._cpu_since = 0.0
@@ -132,7 +133,8 @@ class TrainingRunRecorder:
         self.state.first_item = self.state.next_item
 
     def go_back(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint``, and delete all records of later steps."""
+        """Continue the run from ``checkpoint`` and delete all records of later steps. The
+        checkpoint may belong to another run, in which case this run becomes a fork of it."""
         self.out.mkdir(parents=True, exist_ok=True)
         config = self.state.config
         self.state = read_state(checkpoint)
@@ -161,7 +163,7 @@ class TrainingRunRecorder:
             )
 
     def roll_back(self, checkpoint: Path, factor: float) -> None:
-        """Go back to a checkpoint that this stage wrote, and multiply the current learning rates by
+        """Return to an earlier checkpoint of this stage, and multiply the current learning rates by
         ``factor``."""
         present = self.state
         self.go_back(checkpoint)
@@ -169,8 +171,7 @@ class TrainingRunRecorder:
         self.state.guard.rollbacks = present.guard.rollbacks + 1
 
     def _note_lineage(self, entry: LineageEntry) -> None:
-        """Record in the lineage file that the run was forked or continues with a changed
-        configuration."""
+        """Record in the lineage file that the run was forked or that its configuration changed."""
         LINEAGE.append(self.out, [entry])
         _log.info("run_changed", f"the run continues {entry}", shown=True, step=entry.step)
         state = self.state
@@ -181,16 +182,16 @@ class TrainingRunRecorder:
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
-        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``. Both
-        runs share this history up to the checkpoint; later lines are removed afterwards."""
+        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``. The
+        two runs share their history up to the checkpoint. Later lines are removed afterwards."""
         for lines in (METRICS, GROUPS, LINEAGE):
             source = checkpoint.resolve().parents[1] / lines.name
             if source.is_file():
                 shutil.copyfile(source, self.out / lines.name)
 
     def open_metrics(self) -> None:
-        """Open the metrics file, and continue the run's wall-clock and CPU time from the values in
-        the checkpoint."""
+        """Open the metrics file, and resume the wall-clock and CPU clocks from the checkpoint's
+        values."""
         self._metrics = MetricsFile(self.out, self._listener)
         self._saved_at = time.monotonic()
         self._since = time.monotonic() - self.state.seconds
@@ -198,7 +199,7 @@ class TrainingRunRecorder:
             self._cpu_since = time.process_time() - self.state.cpu_s
 
     def _cut(self, step: int) -> None:
-        """Delete the records of all steps after ``step``, since the run will repeat these steps."""
+        """Delete the records of all steps after ``step``, because the run will repeat them."""
         for lines in (METRICS, GROUPS, LINEAGE):
             lines.cut(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
@@ -232,8 +233,9 @@ class TrainingRunRecorder:
         state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
-        """Count a training step. ``memory`` is the state that the stage's algorithm keeps between
-        steps, and ``others`` holds this state for each additional policy, by name."""
+        """Advance the step counters after a training step. ``memory`` is the state that the stage's
+        algorithm keeps between steps. ``others`` holds the same for each additional policy, by
+        name."""
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
@@ -241,8 +243,8 @@ class TrainingRunRecorder:
         self.state.memories = others
 
     def add_step_metrics(self, values: dict[str, float]) -> dict[str, float]:
-        """Add further metrics to those of a step: throughput, the share of time spent on each
-        signal, and the engines' own metrics."""
+        """Add derived metrics to a step's ``values``: throughput, the share of time spent on each
+        signal, and the engines' own metrics. Returns ``values``."""
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
         for name in [name for name in values if name.endswith("/s")]:
@@ -265,8 +267,8 @@ class TrainingRunRecorder:
         *,
         is_step: bool = False,
     ) -> None:
-        """Write a line of metrics, with the faults that were diagnosed. A line about a training
-        step also contains how the step's time was divided."""
+        """Write one line of metrics, with any faults that were diagnosed. If ``is_step`` is True,
+        the line also shows how the step's time was divided."""
         assert self._metrics is not None
         self._tick()
         if is_step:
@@ -280,8 +282,8 @@ class TrainingRunRecorder:
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
-        """Write the outcomes of a step's groups, and the whole rollouts too if the schedule says so
-        for this step."""
+        """Write the outcomes of a step's groups. Also write the full rollouts if the schedule asks
+        for them at this step."""
         step = self.state.step
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
         if groups and self.saves_rollouts(self.state.stage_step):
@@ -293,26 +295,27 @@ class TrainingRunRecorder:
             )
 
     def saves_rollouts(self, stage_step: int) -> bool:
-        """Return True if the rollouts of this step of the stage are saved in full."""
+        """Return True if full rollouts are saved at this step of the stage."""
         every = self.schedule.save_rollouts_every
         return every is not None and stage_step % every == 0
 
     def restart_meter(self) -> None:
-        """Start measuring the CPU time of rollouts, if it is measured at all."""
+        """Restart the measurement of the rollouts' CPU time. Does nothing if CPU time is not
+        measured."""
         if self._meter is not None:
             self._meter.restart()
 
     def rollout_cpu_metrics(self, samples: bool) -> dict[str, float]:
-        """Return the CPU time of a step's rollouts as metrics. Returns an empty dict if the step
-        has no rollouts (``samples`` is False) or CPU time is not measured."""
+        """Return the CPU time of a step's rollouts as metrics. The result is empty if the step has
+        no rollouts (``samples`` is False) or CPU time is not measured."""
         return self._meter.measure_and_restart() if self._meter is not None and samples else {}
 
     def note_final_checkpoint(
         self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool
     ) -> None:
-        """Record which checkpoint is stored as the final policy, with its scores. ``final`` holds
-        the metrics of the final evaluation. ``is_best`` is True if the checkpoint is the best on
-        the validation split."""
+        """Record which checkpoint became the final policy, with its scores. ``final`` holds the
+        metrics of the final evaluation. ``is_best`` is True if the checkpoint scored best on the
+        validation split."""
         state = read_state(checkpoint)
         validation: Mapping[str, float] = {}
         for row in read_metrics(self.out):
@@ -334,7 +337,7 @@ class TrainingRunRecorder:
         self._note_score_errors()
 
     def _note_score_errors(self) -> None:
-        """Log how many rollouts of the whole run could not be scored, if there were any."""
+        """Log how many rollouts of the whole run could not be scored, if any."""
         rows = [row.values for row in read_metrics(self.out) if "score_errors" in row.values]
         failed = sum(row["score_errors"] for row in rows)
         if failed:
@@ -364,17 +367,17 @@ class TrainingRunRecorder:
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
-    """A summary of the outcomes of all rollout groups of a run, which shows whether any group was
-    lost or repeated."""
+    """A summary of what became of all rollout groups of a run. It shows whether any group was lost
+    or repeated."""
 
     outcomes: dict[str, int]
     """Number of groups with each outcome."""
     pending: list[int]
-    """Numbers of groups that had begun, but were not learned from, at the last checkpoint."""
+    """Numbers of groups that had begun but had not been trained on at the last checkpoint."""
     duplicated: list[int]
-    """Numbers that occur twice: learned from twice, or begun again after learning."""
+    """Numbers that occur twice: the group was trained on twice, or begun again after training."""
     missing: list[int]
-    """Numbers that do not occur: groups that were skipped without a record."""
+    """Numbers that do not occur: the group was skipped without a record."""
 
     @property
     def has_each_group_once(self) -> bool:
@@ -383,9 +386,9 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 
 def read_group_records(folder: Path) -> GroupRecords:
-    """Summarise the outcomes of all groups up to the last checkpoint of the run in ``folder``;
-    later groups will be repeated. The summary is empty before the first checkpoint. Raises
-    ConfigError if the folder does not hold a run.
+    """Summarise the outcomes of all groups up to the last checkpoint of the run in ``folder``.
+    Later groups are not counted, because a resumed run repeats them. The summary is empty before
+    the first checkpoint. Raises ConfigError if the folder does not hold a run.
 
     Example:
         train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once

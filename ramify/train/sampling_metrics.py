@@ -1,5 +1,5 @@
-"""Computes metrics of everything that was sampled for a step, including samples from which nothing
-is learned.
+"""Compute metrics of everything that was sampled for a step, including samples that are not trained
+on.
 
     rollouts  ── of_samples ──> rewards, lengths, ends, and what reward and length have in common
     replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
@@ -8,11 +8,11 @@ is learned.
                                    before and after the update
     scored rows ── note_gaps ────> the gap of each token, in rollouts that are saved
 
-These metrics exist in every step. Steps without a training signal have them too, since that is when
-they are needed most. In contrast, losses only measure tokens that carry loss
-(``losses/total_loss.py``), without zero-variance groups, masked calls and calls without an
-advantage. This module defines the formulas, and selects the calls of the sample. What the numbers
-mean for a run is decided in ``run_doctor.py``, and metrics by depth and task are in ``metrics.py``.
+These metrics exist in every step, even in steps without a training signal, when they are needed
+most. Losses, in contrast, cover only tokens that carry loss (``losses/total_loss.py``): they leave
+out zero-variance groups, masked calls and calls without an advantage. This module defines the
+formulas and selects the calls of the sample. ``run_doctor.py`` decides what the numbers mean for a
+run, and ``metrics.py`` has the metrics by depth and task.
 
 The entropy is the mean of -log p over sampled tokens. Its expectation is the entropy of the
 distribution that they were drawn from, at the tokens that the policy visits.
@@ -44,8 +44,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of the rewards and lengths of all rollouts, and of how they ended. ``weights``
-    are the task's weights of named rewards."""
+    """Return metrics of all rollouts of a step: their rewards, their lengths and how they ended.
+    ``weights`` are the task's weights of its named rewards."""
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:
         return {}
@@ -81,8 +81,8 @@ def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[st
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Return metrics of the rewards. ``groups`` holds a pair of reward and length for each scored
-    rollout of each group."""
+    """Return metrics of the rewards. Each group holds one pair (reward, length) for each scored
+    rollout."""
     rewards = [reward for group in groups for reward, _ in group]
     if not rewards:
         return {}
@@ -97,9 +97,8 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 
 def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the correlation between two numbers that each rollout has, within groups: both are
-    taken as differences from the group's mean. Returns None if one of the numbers never varies
-    within a group."""
+    """Return the correlation between two numbers of each rollout, after subtracting the group's
+    mean from both. Returns None if one of the numbers never varies within a group."""
     left: list[float] = []
     right: list[float] = []
     for group in groups:
@@ -115,9 +114,9 @@ def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) ->
 def advantage_reward_correlation(
     groups: Sequence[Group], rollouts: Sequence[RolloutAdvantages], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the correlation within groups between the advantages of root calls and the rewards of
-    their rollouts. It is 1 if rollouts are simply compared by reward, and negative if credit has
-    the wrong sign. ``rollouts`` are the rollouts with credit."""
+    """Return the within-group correlation between the advantages of root calls and their rollouts'
+    rewards. It is 1 if advantages simply follow the reward, and negative if credit has the wrong
+    sign. ``rollouts`` are the rollouts that have advantages."""
     credit: dict[str, float] = {}
     for rollout in rollouts:
         root = rollout.trajectory.root.id
@@ -141,9 +140,9 @@ def advantage_reward_correlation(
 
 
 def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
-    """Return the entropy in nats over all sampled tokens whose log-probabilities are known, and the
-    share of replies that contain a control token. ``control_ids`` are special tokens that should
-    end a reply or never occur in one."""
+    """Return the entropy of the sampled tokens, in nats, and the share of replies that contain a
+    control token. Tokens without known log-probabilities are ignored. ``control_ids`` are special
+    tokens that should end a reply or never occur in one."""
     replies = [turn.reply for _, call in _sampled(groups) for turn in call.turns]
     replies = [each for each in replies if each.logprobs]
     num = sum(len(each.logprobs or ()) for each in replies)
@@ -157,8 +156,8 @@ def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dic
 
 
 def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
-    """Return metrics of the advantages of all ``num_sampled`` tokens. Tokens that are not in
-    ``rows`` count with the advantage 0. The metric ``masked`` is the share of tokens without
+    """Return metrics of the advantages over all ``num_sampled`` tokens of a step. Tokens that are
+    not in ``rows`` count with advantage 0. The metric ``masked`` is the share of tokens without
     policy-gradient loss."""
     values = [row.advantages[row.rl != 0] for row in rows]
     values = [each for each in values if len(each)]
@@ -180,28 +179,30 @@ def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, floa
 
 
 def num_sampled(groups: Sequence[Group]) -> int:
-    """Return the number of tokens that a policy sampled and could learn from."""
+    """Return the number of sampled tokens that could be trained on. Replies of judges do not
+    count."""
     return sum(
         len(turn.reply.token_ids or ()) for _, call in _sampled(groups) for turn in call.turns
     )
 
 
 class UpdateProbe(NamedTuple):
-    """A sample of a step's calls with their log-probabilities before the update, from which the
-    effect of the update is measured."""
+    """A sample of a step's calls with their log-probabilities before the policy update. Scoring the
+    same calls after the update shows how far the policy moved."""
 
     rows: Sequence[TokenSequence]
-    """The calls, with the stream ``old_logprobs``: those of the trainer, before the update."""
+    """The sampled calls. Their stream ``old_logprobs`` holds the trainer's log-probabilities before
+    the update."""
     batches: Sequence[Batch]
     sampler: Floats
-    """[E] log-probabilities of the sampler, over the entries of all batches."""
+    """Log-probabilities given by the sampler. Shape [E], for the E scored tokens of all batches."""
     before: Floats
-    """[E] log-probabilities of the trainer, before the update."""
+    """Log-probabilities given by the trainer before the update, [E]."""
 
     @classmethod
     def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
-        """Score ``rows`` with the policy before its update, and return them as a probe. Returns
-        None if there are no rows."""
+        """Score ``rows`` with the policy before its update and return them as a probe. Returns None
+        if there are no rows."""
         batches = pack(rows, backend.packing) if rows else []
         if not batches:
             return None
@@ -212,7 +213,7 @@ class UpdateProbe(NamedTuple):
 
     @property
     def mismatch(self) -> dict[str, float]:
-        """Metrics of the gap between the log-probabilities of sampler and trainer, in nats."""
+        """Metrics of the gap between the sampler's and the trainer's log-probabilities, in nats."""
         gap = np.abs(self.before - self.sampler)
         return {
             "mismatch": float(gap.mean()),
@@ -221,14 +222,15 @@ class UpdateProbe(NamedTuple):
         }
 
     def moved(self, backend: ReferenceModel) -> dict[str, float]:
-        """Return the KL from the policy before the update to the policy after it, in nats per
-        token."""
+        """Return how far the update moved the policy: the KL from the policy before to the policy
+        after it, in nats per token."""
         return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
 
 
 def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
-    """Store the difference between the trainer's and the sampler's log-probability of each sampled
-    token in its rollout (``metadata["logprob_gaps"]``), so that saved rollouts show it.
+    """Store how far the trainer's and the sampler's log-probabilities differ, for each sampled
+    token. The differences go into the rollout's ``metadata["logprob_gaps"]``, so that saved
+    rollouts show them.
 
     For example, ``{"0.1/2": [0.01, -0.2]}`` holds the tokens of turn 2 of call 0.1. Turns are
     missing if the trainer did not score all their tokens (by the stream ``old_logprobs``).
@@ -250,9 +252,9 @@ def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
 
 
 def kl(drawn: Floats, other: Floats) -> float:
-    """Estimate KL(drawn, other) from the log-probabilities of tokens that were drawn from the first
-    distribution. The estimator is k3, the mean of exp(d) - d - 1 with d = other - drawn, which is
-    never negative."""
+    """Estimate KL(drawn, other) from the log-probabilities that both distributions give to tokens
+    sampled from the first. Uses the estimator k3, the mean of exp(d) - d - 1 with d = other -
+    drawn, which is never negative."""
     d = np.clip(other.astype(np.float64) - drawn, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return float((np.exp(d) - d - 1).mean())
 
@@ -260,8 +262,8 @@ def kl(drawn: Floats, other: Floats) -> float:
 def sample_rows(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
-    """Select the calls that are probed in a step, and return them as rows of all their sampled
-    tokens. They are selected by a hash of their names, so a resumed run selects the same ones."""
+    """Select the calls to probe in a step, and return each as a sequence of all its sampled tokens.
+    A hash of their names selects the calls, so a resumed run selects the same ones."""
     known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
@@ -280,8 +282,8 @@ def sample_rows(
 
 
 def _sampled(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
-    """Yield the calls of all rollouts with their trajectories. Calls of judges, which are recorded
-    in the same trees, are left out."""
+    """Yield each sampled call with its trajectory. Calls of judges are in the same trees and are
+    skipped."""
     for group in groups:
         for tree in group.trajectories:
             for call in tree.calls:
@@ -299,7 +301,7 @@ def _has_logprobs(call: Call) -> bool:
 
 
 def _size(call: Call) -> int:
-    """Return the number of tokens that the turns of a call add to its token sequence."""
+    """Return the number of tokens that the turns of a call add to its sequence."""
     replies = [turn.reply for turn in call.turns]
     return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
 

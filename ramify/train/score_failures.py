@@ -1,11 +1,11 @@
-"""Counts the rollouts of a training step whose answer the task could not score, such as those on
-which the user's reward function raised, and says what was raised and how often.
+"""Count the rollouts of a training step that the task could not score, and summarise their errors.
+A typical cause is a user's reward function that raises.
 
     rollouts ──> ScoreFailures(num=9, num_scored=1, …)
              ──> "9 of 12 rollouts could not be scored: 9 times: its score raised KeyError: 'b', …"
 
-Such rollouts have no reward, and nothing is learned from them. Which share of them ends a run is
-decided in ``run_doctor.py``.
+Such rollouts have no reward, and nothing is learned from them. ``run_doctor.py`` decides how many
+of them end a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ramify.types.trajectory import Group, Trajectory
 _MOST_NAMED = 3
 """Number of different errors that a message quotes."""
 _VARYING = re.compile(r"item \S+: |'[^']*'|\"[^\"]*\"|\b\d+\b(?! \()")
-"""Parts in which two errors of the same line of code differ: the item, quoted values, numbers."""
+"""Parts that may differ between two errors of the same line of code: item, quoted values,
+numbers."""
 
 
 class ScoreFailures(msgspec.Struct, frozen=True):
@@ -30,16 +31,16 @@ class ScoreFailures(msgspec.Struct, frozen=True):
     num: int
     """Rollouts whose score failed."""
     num_scored: int
-    """Rollouts with an answer that have a reward. Others, which gave no answer and got a reward all
-    the same, do not show that the score works."""
+    """Rollouts with both an answer and a reward. Rollouts without an answer may get a reward too,
+    but do not show that the scoring works."""
     num_rollouts: int
     """All rollouts of the step."""
     errors: str
-    """The errors and how often each occurred; empty if none failed."""
+    """The errors and how often each occurred. Empty if no score failed."""
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> ScoreFailures:
-        """Count the failures in the rollouts of ``groups``."""
+        """Count the rollouts of ``groups`` that could not be scored."""
         trees = [tree for group in groups for tree in group.trajectories]
         reasons = [tree.score_error for tree in trees if tree.score_error]
         scored = sum(bool(tree.rewards) and tree.answer is not None for tree in trees)
@@ -53,13 +54,14 @@ class ScoreFailures(msgspec.Struct, frozen=True):
 
 
 def failures_of(trajectories: Sequence[Trajectory]) -> str:
-    """Return the last error of each trajectory, with the number of trajectories that have it."""
+    """Summarise the last error of each trajectory that has errors: the most common ones, each with
+    its count."""
     return counted([each.errors[-1] for each in trajectories if each.errors])
 
 
 def counted(errors: Sequence[str]) -> str:
-    """Return each of the most common errors with its number. Errors that differ only in an item or
-    in a quoted value count as the same, and the first of them is quoted.
+    """Summarise errors as text: the most common ones, each with its count. Errors that differ only
+    in an item or a quoted value count as the same, and the first of them is quoted.
 
     >>> counted(["no number in 'a'", "no number in 'b'", "the grader is down"])
     "2 times: no number in 'a'; once: the grader is down"

@@ -1,5 +1,6 @@
-"""Checks that engines and trainer compute the same model, at the start of a run, at every weight
-sync and in every step. The costliest bugs in this field are numbers that are silently wrong.
+"""Check that the inference engines and the trainer compute the same model. The checks run at the
+start of a run, at every weight sync and in every step. They guard against numbers that are silently
+wrong, the costliest bugs in this field.
 
     fingerprint   trainer and engine hold the same weights
     canary        the log-probabilities of a sampled reply agree between the engine's cache and
@@ -43,41 +44,42 @@ Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 Weights = Iterable[tuple[str, "Tensor"]]
 CANARY_TOKENS = 16
 _MIN_CHANGE = 0.01
-"""Share of changed weights from which on an engine cannot score as before. Measured in bf16, with a
-model of half a million parameters and 87 positions: a change of 0.03 % left all bits unchanged in
-two of ten runs, 0.3 % changed 60 positions or more, and 2.4 % changed all."""
+"""Share of changed weights above which an engine cannot return the same scores as before. Measured
+in bf16, with a model of half a million parameters and 87 positions: a change of 0.03 % left all
+bits unchanged in two of ten runs, 0.3 % changed 60 positions or more, and 2.4 % changed all."""
 _MIN_POSITIONS = 32
 """Minimum number of positions for which bitwise equality is meaningful."""
 _NUM_COMPARED = 1024
 """Number of values compared per matrix."""
 _NUM_SAMPLES = 6
-"""Replies of the canary that are sampled at once in a deterministic run."""
+"""Number of canary replies sampled at once in a deterministic run."""
 
 
 class CanaryTolerance(NamedTuple):
-    """How much the log-probabilities of the canary (a short sampled reply) may differ between
-    engine and trainer."""
+    """Limits on how far engine and trainer may disagree about the log-probabilities of the canary,
+    a short sampled reply."""
 
     tolerance: float = 1e-4
-    """Limit of the largest difference; the limit of the mean is a tenth of it."""
+    """Limit of the largest difference. The limit of the mean difference is a tenth of it."""
     rounding: float = 0.0
-    """The same limit, as a share of the path's largest log-probability; the larger of the two
-    applies."""
+    """Limit of the largest difference as a share of the canary's largest log-probability. The
+    larger of the two limits applies."""
     hint: str = ""
-    """Text for the error: both precisions, and the options that set them."""
+    """Advice for the error message: both precisions, and the options that set them."""
 
 
 class TokenIdRecordingClient:
-    """A client that remembers which token ids went through it, as hashes. They are used to check
-    that trajectories contain exactly these ids. Everything else is delegated to the wrapped client.
+    """A client that records a hash of the token ids of every completion. The hashes are used to
+    check that trajectories contain exactly the ids that the engine processed. Everything else is
+    delegated to the wrapped client.
 
-    Rollout workers, whose clients record ids too, send their hashes to the run.
+    Clients of rollout workers record ids too, and the workers send their hashes to the run.
     """
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """Wrap ``client``. Ids are remembered for the latest ``max_token_staleness + 1`` periods
-        between calls of ``begin_next_window``, since rollouts of later steps may complete before
-        the current step is learned from."""
+        """Wrap ``client``. Hashes are kept for the latest ``max_token_staleness + 1`` windows, and
+        ``begin_next_window`` starts a new window. Older windows are needed because rollouts of
+        later steps may finish before the current step is trained on."""
         self.name = client.name
         self.window = client.window
         self.price = client.price
@@ -93,13 +95,12 @@ class TokenIdRecordingClient:
         return reply
 
     def add_hashes(self, paths: Iterable[int]) -> None:
-        """Add hashes of token ids that went through the client of another process, as returned by
-        its method ``take_hashes``."""
+        """Add the hashes recorded by a client in another process, as returned by its
+        ``take_hashes``."""
         self._paths[-1].update(paths)
 
     def take_hashes(self) -> tuple[int, ...]:
-        """Return the hashes of the token ids that were recorded since the last call of this method,
-        and forget them."""
+        """Return the hashes recorded since the last call of this method, and forget them."""
         paths = tuple(self._paths[-1])
         self._paths[-1].clear()
         return paths
@@ -115,18 +116,18 @@ class TokenIdRecordingClient:
 
 
 class CanaryLogprobs(NamedTuple):
-    """The log-probabilities that an engine returned for the canary (a short sampled reply),
-    recorded when they last changed."""
+    """The log-probabilities that an engine returned for the canary, a short sampled reply. They are
+    stored again only when they change."""
 
     path: tuple[int, ...]
     theirs: tuple[float, ...]
     some: Mapping[str, Tensor]
-    """A sample of the values of each matrix in the weights that the engine should have had."""
+    """A sample of the values of each weight matrix that the engine should have had at that time."""
     version: int
 
 
 class EngineConsistencyChecks:
-    """Checks during a run that its engines use the same weights, log-probabilities and token ids as
+    """Check during a run that its engines use the same weights, log-probabilities and token ids as
     the trainer."""
 
     def __init__(
@@ -138,8 +139,10 @@ class EngineConsistencyChecks:
     ) -> None:
         """Create the checks of a run. ``weights`` returns the trained weights as the engine should
         have them. ``prompt`` is the prompt of the canary, a short reply that is sampled and scored.
-        (In fp32, differences of up to 2e-5 occur at single tokens, and much less at most tokens.
-        bf16 rounds to three digits, so differences grow with the log-probabilities.)"""
+
+        In fp32, single tokens differ by up to 2e-5 and most tokens by much less. bf16 rounds to
+        three digits, so differences grow with the log-probabilities.
+        """
         self.seen = seen
         self._weights = weights
         self._limits = limits
@@ -151,13 +154,13 @@ class EngineConsistencyChecks:
         self.worst = 0.0
         """Largest difference seen in any canary."""
         self.good_version: int | None = None
-        """Version of the last weights that every reachable engine demonstrably used."""
+        """Version of the last weights that every reachable engine was shown to use."""
         self._scored: dict[str, CanaryLogprobs] = {}
         """The latest scores of each engine without a fingerprint, by the engine's name."""
 
     async def check_engines(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raise TrainError if any engine does not have the same policy as the trainer. Engines that
-        are lost at the moment are skipped, and checked when they rejoin."""
+        """Raise TrainError if any engine serves a different policy than the trainer holds. Engines
+        that are currently lost are skipped and checked when they rejoin."""
         ours, some = await in_torch(self._expected_weights)
         answered = 0
         for engine in engines_of(self.seen.client):
@@ -168,8 +171,8 @@ class EngineConsistencyChecks:
             self.good_version = self.seen.client.version
 
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
-        """Return the fingerprint of the weights that engines should have, and a sample of the
-        values of each weight matrix, by name."""
+        """Return the fingerprint of the weights that engines should have, and a sample of each
+        matrix's values by name."""
         from ramify.models.weights import tensors_fingerprint
 
         some: dict[str, Tensor] = {}
@@ -218,9 +221,9 @@ class EngineConsistencyChecks:
             )
 
     def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
-        """Raise TrainError if the engine returns the same log-probabilities as before although its
-        weights have changed by more than rounding can hide. The change is measured since the
-        log-probabilities last changed, because one small step may be hidden, but not many."""
+        """Raise TrainError if the engine's log-probabilities did not change although its weights
+        did. Rounding can hide one small step but not many, so the weight change is measured since
+        the log-probabilities last changed."""
         before = self._scored.get(engine.name)
         if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:
             self._scored[engine.name] = now
@@ -242,8 +245,8 @@ class EngineConsistencyChecks:
 
     def _allowed(self, ours_T: Floats64) -> float:
         """Return the largest difference allowed between the engine's and the trainer's
-        log-probabilities of the canary (a short sampled reply). ``ours_T`` holds the trainer's
-        log-probabilities. Larger values allow a larger difference, because of rounding."""
+        log-probabilities of the canary, a short sampled reply. ``ours_T`` holds the trainer's.
+        Large values round more, so they allow a larger difference."""
         largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
         return max(self._limits.tolerance, self._limits.rounding * largest)
 
@@ -278,8 +281,8 @@ class EngineConsistencyChecks:
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
-        """Raise TrainError if a trajectory of the first group contains token ids that did not go
-        through the engine."""
+        """Check the token ids of a step's first group. Raises TrainError if one of its trajectories
+        contains ids that did not go through the engine."""
         for trajectory in groups[0].trajectories:
             self._check_ids(trajectory)
         self.seen.begin_next_window()
@@ -298,8 +301,8 @@ class EngineConsistencyChecks:
                     )
 
     def check_loss_weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
-        """Raise TrainError if packing changed the total loss weight of a step, i.e. if the batches
-        do not have the same sum of weights as the sequences in ``rows``."""
+        """Raise TrainError if packing changed the total loss weight of a step. The batches must
+        have the same sum of weights as the sequences in ``rows``."""
         for name in ("rl", "ce", "kd"):
             total = sum(
                 float(np.sum(column, dtype=np.float64))
@@ -318,8 +321,8 @@ class EngineConsistencyChecks:
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
-        """Return the log-probability of each token under the trainer's weights; it is 0 for the
-        first token."""
+        """Return the log-probability of each token under the trainer's weights. The first token
+        gets 0."""
         row = _row(ids, 1)
         ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
@@ -329,9 +332,9 @@ class EngineConsistencyChecks:
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Return the individual engines behind ``client``, for checks that each of them must pass. If
-    the client is itself a single engine, it is returned. The list is empty if all engines are gone
-    at the moment."""
+    """Return the individual engines behind ``client``, for checks that each engine must pass. A
+    client that is itself one engine is returned alone. The list is empty if all engines are
+    currently lost."""
     engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
     return [client] if engines is None else engines
 

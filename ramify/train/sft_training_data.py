@@ -1,17 +1,17 @@
-"""Prepares the training data of supervised fine-tuning: converts demonstrations and stored
-trajectories to token sequences.
+"""Prepare the training data of supervised fine-tuning: turn demonstrations and stored trajectories
+into token sequences.
 
-Demonstrations may come from a file of conversations: rows of JSONL, Parquet or ``hf:NAME`` with
-``messages``.
+Demonstrations may come from a file or data set of conversations: JSONL, Parquet or ``hf:NAME``,
+where each row has ``messages``.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
      "reward": 1.0}
 
 Only replies of the assistant are learned, except those with ``"weight": 0``. A row may have one
 ``reward``, or several named ``rewards``; ``sft.algorithm.min_reward`` is compared with them.
-Messages are learned exactly as they are, so the first one should have the form that the scaffold
-uses in rollouts. If a row is invalid, the error names it. Conversations are tokenized in
-``sft_data.py`` and packed in ``pack.py``.
+Messages are used exactly as they are, so the first one should have the form that the scaffold uses
+in rollouts. If a row is invalid, the error names it. ``sft_data.py`` tokenizes conversations and
+``pack.py`` packs them.
 """
 
 from __future__ import annotations
@@ -117,18 +117,18 @@ _EXPERT = "expert:function"
 
 
 class DemonstrationSet(NamedTuple):
-    """The demonstrations from one source, as trajectories, with the folder in which their token ids
-    are cached."""
+    """The demonstrations from one source, as trajectories, with a cache folder for their token
+    ids."""
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
-    """Folder that caches the token ids of the trajectories (``tokenization_cache.py``). None: the
-    trajectories are not stored, so they are tokenized each time that they are made."""
+    """Folder that caches the trajectories' token ids (``tokenization_cache.py``). None if the
+    trajectories are not stored, so that they are tokenized each time they are created."""
 
 
 class StoredDemonstrations(list[Trajectory]):
-    """A list of demonstrations that are also kept as runs in the store at ``root``, so that their
-    token ids can be cached there."""
+    """A list of demonstrations that are also stored as runs in the store at ``root``. Their token
+    ids can therefore be cached there."""
 
     def __init__(self, runs: Iterable[Trajectory], root: Path) -> None:
         super().__init__(runs)
@@ -136,8 +136,8 @@ class StoredDemonstrations(list[Trajectory]):
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[DemonstrationSet]:
-    """Return the trajectories that supervised fine-tuning imitates: first the demonstrations made
-    for this run, then the stored trajectories that the configuration names."""
+    """Return the trajectories that supervised fine-tuning imitates. Demonstrations made for this
+    run come first, then the stored trajectories that the configuration names."""
     spec = run.sft
     sets: list[DemonstrationSet] = []
     if spec is not None and spec.demos:
@@ -150,8 +150,8 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
 
 
 def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
-    """Return the demonstrations that ``spec.demos`` names. They are either conversations read from
-    a file or data set, or made by a registered function."""
+    """Return the demonstrations that ``spec.demos`` names. They are read from a file or data set of
+    conversations, or made by a registered function."""
     with report_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
@@ -171,8 +171,8 @@ def _made(
     scaffold: Scaffold,
     taken: Callable[[Any], Trajectory],
 ) -> DemonstrationSet:
-    """Call the registered function that ``spec.demos`` names, and return the demonstrations that
-    the function creates. Raises ConfigError if the function fails."""
+    """Call the registered function that ``spec.demos`` names and return its demonstrations. Raises
+    ConfigError if the function fails."""
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
@@ -190,8 +190,8 @@ def _made(
 
 
 def num_demo_items(spec: SftSpec | None) -> int:
-    """Return how many items at the beginning of the training split are used for demonstrations. It
-    is 0 if there are no demonstrations, or if they come from a file."""
+    """Return how many items at the start of the training split serve as demonstrations. It is 0 if
+    there are no demonstrations or they come from a file."""
     if spec is None or not spec.demos or spec.shows_conversations:
         return 0
     return spec.num
@@ -209,11 +209,11 @@ def demonstrate(
     store: str | Path | None = None,
 ) -> list[Trajectory]:
     """Run an expert on the first ``num`` training items and return its scored runs as
-    demonstrations, for use in a function that ``sft.demos`` names.
+    demonstrations. Use it in a function that ``sft.demos`` names.
 
     ``expert`` is a model (``provider:model``), or a function that maps the messages of a call to
-    the next reply. Its code runs in real sessions. The runs of a model are kept in the store at
-    ``store`` (None: the user's store) and reused if the function is called again. Set
+    the next reply. The code in its replies runs in real sessions. The runs of a model are kept in
+    the store at ``store`` (None: the user's store) and reused if the function is called again. Set
     ``sft.algorithm.min_reward`` to learn only from good runs. Failed runs are left out; ConfigError
     is raised if all of them failed.
 
@@ -283,8 +283,8 @@ def tokenised(
     renderer: Renderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
-    """Add token ids to the trajectories of all demonstrations, and return them. Ids in the cache
-    are reused, and newly computed ones are added to the cache for the next run."""
+    """Add token ids to the trajectories of all demonstrations and return the trajectories. Ids are
+    taken from the cache if possible, and newly computed ids are added to it."""
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0
@@ -320,9 +320,9 @@ def sft_rows(
     scaffold: Scaffold,
     weights: Mapping[str, float],
 ) -> list[TokenSequence]:
-    """Return the token sequences of ``demonstrations``. Sequences that are longer than the policy's
-    context window are left out with a warning. Raises ConfigError if there is nothing to learn
-    from."""
+    """Return the token sequences that supervised fine-tuning trains on. Sequences longer than the
+    policy's context window are left out with a warning. Raises ConfigError if there is nothing to
+    learn from."""
     groups = [
         Group(trajectory.task, [trajectory])
         for trajectory in tokenised(

@@ -1,5 +1,5 @@
-"""Combines signals with the outcome: adds weighted terms that are computed from the signals to the
-outcome's advantage of each token.
+"""Combine signals with the outcome reward. Each token's advantage becomes the outcome's advantage
+plus weighted terms that are computed from the signals.
 
     A = w_rl · A_outcome + Σ_i w_i(step) · term_i
         term = clip(norm(score)), on the trajectories of its route
@@ -9,12 +9,6 @@ advantage and each token its weight. The terms are added to these advantages bef
 groups are dropped. With ``into="loss"`` a term becomes the loss component ``kd`` instead, with the
 same token weights. The signals have already run by then (``signal_runner.py``), so this module
 never calls a model and never waits.
-
-``Hybrid`` is an algorithm that wraps another. The wrapped one gives each call its outcome advantage
-and each token its weight. Terms are added to its advantages before zero-variance groups are
-dropped. With ``into="loss"`` a term becomes the loss component ``kd`` instead, with the same token
-weights. By now the signals have run (``signal_runner.py``), so this file never calls a model and
-never waits.
 """
 
 from __future__ import annotations
@@ -64,10 +58,10 @@ class Hybrid(
     w_rl: Weight = 1.0
     terms: tuple[HybridTerm, ...] = ()
     observe: Weight = 0.0
-    """α of cross-entropy on observations (ECHO uses 0.1): the mean over the observed tokens of
-    trained turns."""
+    """Weight of the cross-entropy on observations (ECHO uses 0.1), which is a mean over the
+    observed tokens of trained turns."""
     passed: float = 0.5
-    """For ``route``: minimum reward of a trajectory that did not fail."""
+    """For ``route``: minimum reward of a trajectory that counts as passed."""
 
     def __post_init__(self) -> None:
         from ramify.train.advantages import ALGORITHMS
@@ -94,34 +88,34 @@ class Hybrid(
         return bool(self.outcome.has_group_baseline) and not self.terms
 
     def check(self, signals: Mapping[str, Any]) -> None:
-        """Raise ConfigError, which suggests the nearest name, if a term refers to a signal that
-        does not exist."""
+        """Raise ConfigError if a term refers to a signal that does not exist. The error suggests
+        the nearest name."""
         for term in self.terms:
             if term.signal not in signals:
                 known = did_you_mean(term.signal, signals) if signals else "rl.signals is empty"
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
     def needs_signal(self, signal: str, step: int) -> bool:
-        """Return True if a signal must be computed at the given step. It need not be if it has
-        terms and all of them have weight 0 at that step. A signal without a term is always
-        computed, since it supplies metrics or the outcome."""
+        """Return True if a signal must be computed at the given step. It can be skipped if it has
+        terms and all of them have weight 0. A signal without a term is always computed, since it
+        supplies metrics or the outcome."""
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridStepAlgorithm:
-        """Return this algorithm for one step, together with the scores that its signals gave in
+        """Return this algorithm for one step, combined with the scores that its signals gave in
         that step."""
         return HybridStepAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
-        """Assign advantages by the outcome alone, as if no signal had given any number."""
+        """Assign advantages from the outcome alone, as if no signal had given any number."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
 class HybridStepAlgorithm:
-    """A hybrid algorithm for one step, with the scores of its signals in that step. Implements
+    """A hybrid algorithm for one step, which holds the signals' scores of that step. Implements
     ``Algorithm``."""
 
     def __init__(self, hybrid: Hybrid, readings: Readings, step: int) -> None:
@@ -176,9 +170,9 @@ class HybridStepAlgorithm:
         )
 
     def _with_outcomes(self, group: Group) -> Group:
-        """Return a copy of ``group`` whose rewards come from the signal called ``outcome`` instead
-        of the task. A rollout without such an outcome gets no reward. If the signal did not run,
-        the group is returned unchanged."""
+        """Return a copy of ``group`` with the rewards of the signal called ``outcome`` instead of
+        the task's. A rollout without such an outcome gets no reward. If the signal did not run, the
+        group is returned unchanged."""
         outcomes = self._readings.get(OUTCOME)
         if not outcomes:
             return group
@@ -248,9 +242,8 @@ class HybridStepAlgorithm:
         return RolloutAdvantages(trajectory, credits)
 
     def _reference(self, id: str) -> dict[TurnId, list[float]]:
-        """Return the log-probabilities of a trajectory under the reference policy, by turn, if a
-        signal has computed them. They cover either all turns of a call or none. Returns an empty
-        dict if no signal has computed any."""
+        """Return the log-probabilities of a trajectory under the reference policy, by turn. They
+        cover all turns of a call or none. Returns an empty dict if no signal has computed any."""
         candidates = [
             readings[id].reference for readings in self._readings.values() if id in readings
         ]
@@ -258,8 +251,8 @@ class HybridStepAlgorithm:
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
-    """Return a copy of ``algorithm`` that keeps zero-variance groups, since they were already
-    filtered out."""
+    """Return a copy of ``algorithm`` that keeps zero-variance groups. They were already filtered
+    out here."""
     if (
         isinstance(algorithm, msgspec.Struct)
         and "drop_zero_variance" in algorithm.__struct_fields__
@@ -282,8 +275,8 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Return metrics of one signal: on how many trajectories it abstained, by reason, and the sums
-    of its counts."""
+    """Return metrics of one signal: how often it abstained, by reason, and the sums of its counts.
+    ``readings`` holds its scores by trajectory."""
     totals: Counter[str] = Counter()
     for reading in readings.values():
         if reading.abstained:

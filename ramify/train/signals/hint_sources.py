@@ -1,10 +1,10 @@
-"""Defines the interface of hint sources, which provide hints for a teacher, and the registry of
-their names.
+"""Define the interface of hint sources, which provide hints for a teacher, and the registry of
+sources.
 
     finished group ── source of hints ──> HintsForTrajectory for each trajectory ── teacher
 
-The sources themselves are in ``extras/studies/hindsight_hints.py`` or in plug-ins, and
-``teacher.py`` decides how hints are used.
+The sources are in ``extras/studies/hindsight_hints.py`` or in plug-ins. ``teacher.py`` decides how
+hints are used.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class HintsForTrajectory(msgspec.Struct, eq=False):
     """
 
     reading: SignalScore
-    """Notes, counts and the judges' calls; ``abstained`` is set if no hint was found."""
+    """Notes, counts and the judges' calls. Its field ``abstained`` is set if no hint was found."""
     at: dict[TurnId, list[str]] = msgspec.field(default_factory=dict)
-    """Turn before whose reply the hints are shown -> candidate hints, best first."""
+    """Candidate hints for each turn, best first. The hints are shown before the turn's reply."""
 
 
 class HintSource(Protocol):
-    """The interface of a source of hints, such as ``train.Hindsight`` or
-    ``train.FeedbackHints``."""
+    """The interface of a hint source, such as ``train.Hindsight`` or ``train.FeedbackHints``. It
+    finds hints in finished rollouts for a teacher to use."""
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         """Return the hints for each trajectory of ``group``, in order."""

@@ -1,14 +1,14 @@
-r"""Judges that ask a model to rate rollouts: their prompts, the strict parsing of their replies,
-and the process reward, for which a judge rates each turn.
+r"""Judges that ask a model to rate rollouts, and the process reward, for which a judge rates each
+turn. Contains the judges' prompts and the strict parsing of their replies.
 
     StepJudge          one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
                                                                      or \boxed{-1}
 
 The last box in a reply decides, and must hold exactly one of the signs. Anything else is an invalid
-vote, which is counted and never interpreted. No judge sees the right answer. Since a model wrote
-the text to be judged, the text is quoted and declared not to be an instruction. Rule-based judges
-implement the same interface, ``Judge`` (``base.py``).
+vote, which is counted and never interpreted. No judge sees the right answer. A model wrote the text
+to be judged, so the prompt quotes it and tells the judge to follow no instruction in it. Rule-based
+judges implement the same interface, ``Judge`` (``base.py``).
 
     votes 1, 1, -1                 mean: 1/3        majority: 1, and a tie is 0
     all votes outside the format   the turn has no number; if no turn has one, the signal abstains
@@ -64,23 +64,23 @@ one sentence as <hint>…</hint> and end with \\boxed{{1}}; otherwise end with \
 
 
 def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
-    """Return the sign in the last box of a judge's reply. Returns None for anything else, such as
-    ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box."""
+    """Return the vote (a sign such as 1 or -1) in the last box of a judge's reply. Returns None for
+    anything else, such as ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box."""
     box = last_boxed(text, None)
     return next((sign for sign in signs if box == str(sign)), None)
 
 
 class HintVote(NamedTuple):
-    """One vote of a judge on whether a hint is worth giving, with the hint."""
+    """One vote of a judge on whether a hint is worth giving, together with the hint."""
 
     vote: int
     hint: str
 
 
 def read_hint(text: str) -> HintVote | None:
-    """Return the vote and the hint in a judge's reply. Returns None if the reply does not follow
-    the format: the last box contains no sign, or the vote is 1 and there is not exactly one
-    non-empty hint block. Choosing among several blocks would be a guess."""
+    """Return the vote and the hint in a judge's reply, or None if the reply does not follow the
+    format. The last box must contain a sign. If the vote is 1, there must be exactly one non-empty
+    hint block, because choosing among several would be a guess."""
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
@@ -91,7 +91,7 @@ def read_hint(text: str) -> HintVote | None:
 
 
 def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
-    """Return the trajectory up to the judged turn as text, with about ``max_chars`` characters at
+    """Return the trajectory up to the judged turn as text of about ``max_chars`` characters at
     most. Long parts are shortened in the middle."""
     question = view.trajectory.question
     steps = [
@@ -125,16 +125,15 @@ def _cut(text: str, max_chars: int) -> str:
 
 
 class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The options that all judges that ask a model share, such as the model and the number of
-    votes."""
+    """Options shared by all judges that ask a model, such as the model and the number of votes."""
 
     model: str
-    """``provider:model``; ``policy`` is the policy being trained."""
+    """``provider:model``, or ``policy`` for the policy being trained."""
     votes: int = 1
-    """Replies per judgement, each with a different seed."""
+    """Replies to request for each judgement, each with a different seed."""
     sampling: Sampling = Sampling(2048, temperature=0.6)
     max_chars: int = 24_000
-    """Maximum characters of the trajectory that the judge is shown."""
+    """Maximum number of characters of the trajectory that the judge is shown."""
 
     def __post_init__(self) -> None:
         if self.votes < 1 or not self.model:
@@ -204,7 +203,7 @@ class HintWritingJudge(
 
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
-    """Ask the judge's model once for each vote, and return the texts of the replies. A vote without
+    """Ask the judge's model once for each vote and return the texts of the replies. A vote without
     a reply becomes an empty text, which counts as invalid."""
     if view.ask is None:
         raise RamifyError(f"judge {judge.model} cannot ask its model: this run has no client pool")
@@ -244,7 +243,7 @@ JUDGES = Registry(
 
 def judge_of(spec: Any) -> Judge:
     """Return the judge that a recipe describes. ``spec`` is an instance, a name, ``module:Class``,
-    or a mapping with ``name`` and options. Raises ConfigError if it is not a judge."""
+    or a mapping with ``name`` and options. Raises ConfigError if the result is not a judge."""
     judge: Judge = JUDGES.build(spec)
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(
@@ -254,9 +253,9 @@ def judge_of(spec: Any) -> Judge:
 
 
 def checked_judge_spec(spec: Any) -> Any:
-    """Check the configuration of a judge, and return it. A mapping (from a checkpoint) is replaced
-    by the judge that it describes. For a name, the judge is built once as a check, so that an
-    unknown name fails at the start of the run."""
+    """Check the configuration of a judge and return it. A mapping, such as one from a checkpoint,
+    is replaced by the judge that it describes. A name is built once, so that an unknown name fails
+    at the start of the run."""
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
 
@@ -265,8 +264,8 @@ Merge = Literal["mean", "majority"]
 
 
 def merged(votes: Sequence[int], merge: Merge) -> float | None:
-    """Merge a judge's valid votes into one number, by their mean or by majority. Returns None if
-    there are no votes."""
+    """Merge a judge's valid votes into one number, either their mean or the majority. Returns None
+    if there are no votes. A majority tie gives 0."""
     if not votes:
         return None
     if merge == "mean":
@@ -288,7 +287,8 @@ class ProcessRewardSignal(
     """A judge's score from -1 to 1 for each turn; implements ``Signal``."""
 
     judge: Any
-    """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``votes`` are used."""
+    """A name from ``judge.JUDGES``, ``module:Class``, or an instance. Its option ``votes``
+    applies."""
     merge: Merge = "mean"
     children: bool = False
     """Also judge the turns of calls below the root."""
@@ -340,8 +340,8 @@ class ProcessRewardSignal(
 
 
 async def verdict_or_invalid(judge: Judge, view: JudgeView) -> JudgeVerdict:
-    """Return the verdict of ``judge``. If the judge's model fails, the verdict counts one invalid
-    vote and names the error."""
+    """Return the verdict of ``judge``. If the judge's model fails, return a verdict that counts one
+    invalid vote and names the error."""
     try:
         return await judge.judge(view)
     except ConfigError:  # a missing key, for example: no other request would be answered either
