@@ -1,5 +1,5 @@
-"""Read and write ``policy.json``, the file in a policy's folder that says how the policy was
-trained, and find the policies that ship with the package.
+"""Read and write ``policy.json``, which records how the policy in a folder was trained. This module
+also finds the policies that ship with the package.
 
     ramify/models/NAME/policy.json     NAME is a packaged policy, and a complete model name
     runs/mine/policy/policy.json       a trained one, as ``local:runs/mine/policy``
@@ -28,27 +28,28 @@ FILE = "policy.json"
 _PACKAGED = Path(__file__).parent / "models"
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 _SCRATCH_MARK = "<|u|>"
-"""Opens a question in the conversation format of policies that are trained from scratch."""
+"""Marks the start of a question in the conversation format of policies trained from scratch."""
 
 
 class TrainedPolicySettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The prompt scaffold and the limits that a policy was trained with, and its task."""
+    """The settings that a policy was trained with: its prompt scaffold, its limits and its task."""
 
     scaffold: str | None = None
-    """Name of the scaffold; None if any will do."""
+    """Name of the scaffold. None if any scaffold is suitable."""
     max_turns: AtLeastOne | None = None
-    """Turns of a call; this and the other limits are None if there is none of the policy's own."""
+    """Maximum turns per call. This and the other limits are None if the policy has no such
+    limit."""
     max_depth: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Levels of calls below the root."""
+    """Maximum levels of calls below the root."""
     max_reply_tokens: AtLeastOne | None = None
-    """Tokens of a reply."""
+    """Maximum tokens per reply."""
     is_from_scratch: bool = False
     """True if training began with random weights and Ramify's own conversation format."""
     task: str = ""
-    """Task that a policy from scratch was trained on, and beyond which it knows nothing. Empty if
-    it is not from scratch, or if the folder was written before this was recorded."""
+    """The only task that a policy from scratch was trained on. Empty if the policy is not from
+    scratch, or if its folder predates this field."""
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -67,13 +68,13 @@ def packaged_policies() -> list[str]:
 
 
 def packaged_policy_folder(name: str) -> Path | None:
-    """Return the folder of the policy ``name`` that ships with Ramify, or None if there is no such
-    policy."""
+    """Return the folder of the policy ``name`` that ships with Ramify. Returns None if there is no
+    such policy."""
     return _PACKAGED / name if name in packaged_policies() else None
 
 
 def local_model_folder(model: str) -> Path | None:
-    """Return the folder of a local model, which runs in this process, or None for any other model
+    """Return the folder of a model that runs in this process. Returns None for any other model
     name."""
     if model.startswith("local:"):
         return Path(model.removeprefix("local:")).expanduser()
@@ -81,9 +82,9 @@ def local_model_folder(model: str) -> Path | None:
 
 
 def read_card(folder: Path) -> TrainedPolicySettings:
-    """Read the settings that ``folder`` stores for its policy. Without the file, the settings are
-    the defaults. Raises ConfigError for an invalid file. In the folder of a training run, a file of
-    this name means something else and is ignored."""
+    """Read the training settings that ``folder`` stores for its policy. Returns defaults if the
+    file is missing. Raises ConfigError for an invalid file. In the folder of a training run, a file
+    of this name has another purpose and is ignored."""
     path = folder / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=TrainedPolicySettings)
@@ -104,16 +105,16 @@ def read_card(folder: Path) -> TrainedPolicySettings:
 
 
 def run_policy_folder(run: Path) -> Path | None:
-    """Return the folder of the policy that the training run in folder ``run`` stored, or None if
-    that folder is not a training run's."""
+    """Return the policy folder inside the training run's folder ``run``. Returns None if ``run``
+    does not belong to a training run."""
     folder = run / "policy"
     is_run = (folder / "config.json").is_file() and not (run / "config.json").is_file()
     return folder if is_run else None
 
 
 def write_card(folder: Path, card: TrainedPolicySettings) -> None:
-    """Write the settings ``card`` to ``folder``. If all settings have their defaults, no file is
-    written and an old one is removed."""
+    """Write a policy's training settings ``card`` to ``folder``. If all settings have their
+    defaults, no file is written and an old one is removed."""
     if card == TrainedPolicySettings():
         (folder / FILE).unlink(missing_ok=True)
         return

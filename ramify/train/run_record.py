@@ -391,7 +391,7 @@ def read_group_records(folder: Path) -> GroupRecords:
     the first checkpoint. Raises ConfigError if the folder does not hold a run.
 
     Example:
-        train.read_group_records(Path("runs/tiny")).balanced    # every group occurs once
+        train.read_group_records(Path("runs/tiny")).has_each_group_once
     """
     checkpoint = CheckpointStore(folder).latest()
     if checkpoint is None:

@@ -1,13 +1,13 @@
-"""The stages of a training run (warm-up, supervised fine-tuning, reinforcement learning) and the
-data that each step of a stage learns from.
+"""Define the stages of a training run: warm-up, supervised fine-tuning and reinforcement learning.
+Each stage supplies the data that its steps train on.
 
     warm-up  random strings, each repeated         ┐
     sft      demonstrations, stored trajectories   ├── source.work(step) ──> StepData
     rl       rollouts by the current policy        ┘   sequences of one or more optimizer steps
 
 Each class here sets the size and options of one stage, and how the rollouts of a step are divided
-into minibatches. The choice of a step's rollouts is made in ``group_queue.py``; what happens with
-the data, which is the same for all stages, is in ``trainer.py``.
+into minibatches. ``group_queue.py`` chooses the rollouts of a step. ``trainer.py`` uses the data,
+in the same way for all stages.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """Raised if so many rollouts failed that further steps would not help: all rollouts of a step,
-    or most of those with an answer in steps from which nothing was learned."""
+    """Raised if so many rollouts failed that further steps would not help. Either all rollouts of a
+    step failed, or most of those with an answer did so in steps without a training signal."""
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -63,130 +63,132 @@ class Minibatch(msgspec.Struct, eq=False):
 
     rows: list[TokenSequence]
     denominators: Mapping[str, float] | None
-    """Denominator of each loss component, by name; None: the sum of the component's weights."""
+    """Denominator of each loss component, by name. None: the sum of the component's weights."""
 
 
 class StepData(msgspec.Struct, eq=False):
-    """The training data of one step of a stage, divided into one or more minibatches, with metrics
-    about the data."""
+    """The training data of one step of a stage, as one or more minibatches, with metrics about the
+    data."""
 
     parts: list[Minibatch]
     metrics: dict[str, float]
     no_signal: str = ""
-    """Why there is nothing to learn; empty if there is."""
+    """Why there is nothing to learn from. Empty if there is a training signal."""
     groups: list[Group] = msgspec.field(default_factory=list)
     """The rollouts that the data comes from."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """Messages for the user, in sentences."""
+    """Messages for the user, as full sentences."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """State of the stage's algorithm after this step."""
     accounts: list[GroupRecord] = msgspec.field(default_factory=list)
-    """The outcome of each group that the step used up; their ``step`` is set when they are
+    """The outcome of each group that the step used up. The field ``step`` of each is set when it is
     written."""
     others: dict[str, StepData] = msgspec.field(default_factory=dict)
-    """What each other trained policy learns from the same rollouts, by the policy's name."""
+    """The data for each other trained policy from the same rollouts, by the policy's name."""
 
 
 class StepSource(Protocol):
-    """The source of the training data of one stage. It stays open for the duration of the stage."""
+    """The source of one stage's training data. It stays open for the duration of the stage."""
 
     async def work(self, step: int) -> StepData:
         """Return the training data of step ``step``, counted from 0. Steps are requested in order,
-        each after the previous step is over."""
+        each after the previous one has ended."""
         ...
 
     def newer(self, step: int) -> None:
-        """Tell the source that the inference engine now has the weights after ``step`` steps of the
-        stage."""
+        """Notify the source that the inference engine now has the weights after ``step`` steps of
+        the stage. Rollouts that waited for newer weights may then begin."""
         ...
 
     def state(self) -> tuple[int, list[int]]:
         """Return the position in the data, which a checkpoint stores: the number of the next new
-        item, and the numbers of the items that are in progress."""
+        item, and the numbers of the items in progress."""
         ...
 
     def take_skipped(self) -> list[GroupRecord]:
-        """Return the records of items that were skipped and that no step's data has reported yet.
-        Only items before the next new one are included."""
+        """Return the records of skipped items that no step's data has reported yet. Only items
+        before the next new one are included."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager that stops the source from using the inference engine. Use it
-        while the engine is needed for other work."""
+        """Return a context manager that keeps the source from using the inference engine. Use it
+        while the engine is needed for other work, such as an evaluation."""
         ...
 
 
 class Checkpointable(Protocol):
-    """State that a checkpoint stores in addition to the weights and the optimizer's state."""
+    """The interface of state that a checkpoint stores in addition to the weights and the
+    optimizer."""
 
     def save(self, folder: Path) -> None:
         """Write the current state to the folder of a checkpoint."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state that ``save`` wrote to ``folder``. Raises ConfigError if there is
-        none."""
+        """Restore the state that ``save`` wrote to ``folder``. Raises ConfigError if it is
+        missing."""
         ...
 
 
 class TrainingStage(Protocol):
-    """The interface of one stage of a training run, such as supervised fine-tuning."""
+    """The interface of one stage of a training run, such as supervised fine-tuning. It defines the
+    stage's length, optimizer, loss and data source."""
 
     name: str
     num_steps: int
     optim: OptimizerSpec
     loss: LossSpec
     samples: bool
-    """Whether the stage's data is sampled from the policy, so that the engine must have the newest
+    """True if the stage's data is sampled from the policy, so that the engine must have the newest
     weights."""
     max_staleness: int
-    """Maximum staleness: how many steps the sampling weights may lag behind the trained ones when a
-    rollout begins."""
+    """Maximum staleness: how many steps the sampling weights may lag behind the trained weights
+    when a rollout begins."""
     streams: frozenset[str]
-    """Streams that the trainer must compute for the rows of a step before learning:
-    ``old_logprobs``, ``ref_logprobs``, ``values``, ``staleness``."""
+    """Per-token inputs that the trainer must compute before learning: ``old_logprobs``,
+    ``ref_logprobs``, ``values``, ``staleness``."""
     critic: bool
-    """Whether the stage trains a critic."""
+    """True if the stage trains a critic."""
     memory: dict[str, float]
     """State of the stage's algorithm after the latest step. Set it when a run is resumed."""
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """The stages of other policies that learn from the same rollouts, by policy name. Each
+        """Stages of other policies that are trained on the same rollouts, by policy name. Each
         policy has its own optimizer and assigns its own credit."""
         ...
 
     @property
     def extra_state(self) -> Mapping[str, Checkpointable]:
-        """The additional state of this stage that a checkpoint must store, by name. A checkpoint
-        before the first step stores none, since the stage creates this state itself."""
+        """Additional state of this stage that a checkpoint must store, by name. A checkpoint before
+        the first step stores none, because the stage creates it when it begins."""
         ...
 
     def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Compute further per-token values (streams) that the loss needs, and add them to ``rows``
-        in place. Returns metrics."""
+        """Add further per-token inputs of the loss to ``rows``, in place. Returns metrics."""
         ...
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         """Return the token sequences on which the policy is compared before and after a training
-        step. If there are none, no comparison is made."""
+        step. No comparison is made if the list is empty."""
         ...
 
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
-        """Open the stage's data source at a position that a checkpoint stored: the number of the
-        next new item, and the numbers of the items that were in progress."""
+        """Open the stage's data source at a position from a checkpoint. ``next_item`` is the
+        number of the next new item, and ``pending`` holds the numbers of the items that were in
+        progress."""
         ...
 
     async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
-        """Count how many of the first items start as recursive calls and how many as plain ones, so
-        that the run can report this in advance. Returns None for a stage without rollouts."""
+        """Count how many of the first root calls will be recursive and how many plain. The run
+        reports this before its first rollout. Returns None for a stage without rollouts."""
         ...
 
 
 class FixedDataStage(ABC):
-    """Base class of the stages whose data exists before training. They compute nothing before
+    """Base class of stages whose data exists before training. These stages compute nothing before
     learning and keep no state."""
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
@@ -236,7 +238,7 @@ class FixedDataStage(ABC):
 
 class RandomStringWarmUpStage(FixedDataStage):
     """A warm-up stage on repeated random strings, which teaches a model to copy earlier text
-    (induction). The strings come from ``sft_data.induction``."""
+    (induction). ``sft_data.induction`` makes the strings."""
 
     name = "warmup"
 
@@ -256,8 +258,8 @@ class RandomStringWarmUpStage(FixedDataStage):
 
 
 class SftStage(FixedDataStage):
-    """Supervised fine-tuning on tokenized examples, in the order that ``sft_data.order``
-    returns."""
+    """The stage of supervised fine-tuning on tokenized examples. ``rows_by_step`` decides their
+    order."""
 
     name = "sft"
 
@@ -269,7 +271,7 @@ class SftStage(FixedDataStage):
         epochs: int,
         seed: int,
     ) -> None:
-        """Create a stage of supervised fine-tuning. Raises ConfigError if there is nothing to learn
+        """Create a stage that trains on ``rows``. Raises ConfigError if there is nothing to learn
         from."""
         super().__init__()
         self._rows = rows
@@ -286,8 +288,8 @@ class SftStage(FixedDataStage):
 
 
 class RlStage:
-    """Reinforcement learning on rollouts of the task's training split. An algorithm computes the
-    advantages."""
+    """The stage of reinforcement learning on rollouts of the task's training split. An algorithm
+    computes the advantages."""
 
     name, samples = "rl", True
 
@@ -303,11 +305,11 @@ class RlStage:
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a stage of reinforcement learning. ``algorithm`` is the part of the recipe's
-        algorithm that applies to this stage's policy. ``temperature`` is the sampling temperature
-        of the policy's calls; if it is None, the temperature of all rollouts is used. ``others``
-        holds the stages of other policies that learn from the same rollouts, by policy name.
-        ``pool`` decides which items are skipped because they currently give no training signal."""
+        """Create a stage of reinforcement learning for one policy. ``algorithm`` is the part of the
+        recipe's algorithm that applies to this policy. ``temperature`` is the sampling temperature
+        of the policy's calls, or None for the temperature of all rollouts. ``others`` holds the
+        stages of other policies that are trained on the same rollouts, by policy name. ``pool``
+        decides which items are skipped because they currently give no training signal."""
         self.num_steps = spec.steps
         self.optim = with_schedule_defaults(
             self.name, spec.optim, spec.steps * spec.sample.minibatches
@@ -368,7 +370,7 @@ class RlStage:
         return sample_rows(groups, self._temperature, step)
 
     def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
-        """Return the training data of step ``step``, made from the groups of rollouts in
+        """Return the training data of step ``step``, built from the groups of rollouts in
         ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, taken.notes)
@@ -405,8 +407,8 @@ class RlStage:
     def assign_credit(
         self, groups: list[Group], reader: SignalRunner | None = None
     ) -> tuple[StepData, set[str]]:
-        """Assign advantages to the rollouts in ``groups``. Return the training data for this
-        stage's policy, and the ids of the rollouts that received credit."""
+        """Assign advantages to the rollouts in ``groups``. Returns the training data for this
+        stage's policy, and the ids of the rollouts that received advantages."""
         assigned = self._composed(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.needs_zero_advantage
         )
@@ -430,21 +432,20 @@ class RlStage:
         return data, {rollout.trajectory.id for rollout in assigned.rollouts}
 
     def has_no_signal(self, group: Group, reader: SignalRunner | None = None) -> bool:
-        """Return True if nothing can be learned from a complete group, for example because all its
+        """Return True if a complete group gives no training signal, for example because all its
         rollouts have the same reward."""
         composed = self._composed(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _composed(self, reader: SignalRunner | None) -> Algorithm:
-        """Return the training algorithm with its current state and with the scores of the
-        signals."""
+        """Return the training algorithm with its current state and the signals' scores."""
         algorithm = with_memory(self._algorithm, self.memory)
         return algorithm if reader is None else reader.composed(algorithm)
 
     def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
         """Divide the rollouts of a step into minibatches of about the same size. Rollouts are dealt
-        in turn, so that each minibatch has some of every group. The loss denominators are divided
-        evenly, so that each minibatch is an estimate of the same loss."""
+        out in turn, so that each minibatch has some of every group. The loss denominators are
+        divided evenly, so that each minibatch estimates the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         with working("packing"):
@@ -455,7 +456,7 @@ class RlStage:
 
 
 class RolloutStepSource:
-    """The source of training data for ``RlStage``. The data of a step is ready when its groups of
+    """The source of training data for ``RlStage``. A step's data is ready when its groups of
     rollouts are complete."""
 
     def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalRunner | None) -> None:
@@ -463,7 +464,8 @@ class RolloutStepSource:
         self._queue = queue
         self._reader = reader
         self._taken: list[int] = []
-        """Numbers of the items whose groups are taken, while their signals are read."""
+        """Numbers of the items whose groups were taken from the queue and are being scored by
+        signals."""
         self.newer = queue.newer
         self.paused = queue.paused
         self.take_skipped = queue.take_skipped_records
@@ -486,9 +488,9 @@ class RolloutStepSource:
 
 
 def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """Complete the optimizer's options. Unless they are set, the schedule lasts ``num_steps``
-    steps, and the warm-up lasts a tenth of that, but at most 10 steps. Raises ConfigError, with the
-    stage's name, if the schedule is shorter than the warm-up."""
+    """Fill in the missing options of an optimizer's schedule. The schedule lasts ``num_steps``
+    steps, and the warm-up a tenth of that but at most 10 steps. Raises ConfigError with the stage's
+    name if the schedule is shorter than the warm-up."""
     if optim.warmup_steps is None:
         optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
     if optim.num_steps is not None:
@@ -503,8 +505,8 @@ def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> 
 
 
 def streams_of(loss: LossSpec) -> frozenset[str]:
-    """Return the names of the per-token inputs (streams) that the trainer must compute before it
-    can evaluate this loss."""
+    """Return the names of the per-token inputs that the trainer must compute before it can evaluate
+    this loss."""
     needed = {"ref_logprobs"} if loss.kl_beta else set()
     if loss.old == "pass":
         needed.add("old_logprobs")
@@ -513,7 +515,7 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
     """Raise RolloutsFailed if all rollouts of a training step failed. ``notes`` say which rollouts
-    were given up; the message quotes the first note if no rollout has an error."""
+    were abandoned. The message quotes the first note if no rollout has an error."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = failures_of(trajectories) or next(iter(notes), "no error was recorded")
@@ -521,9 +523,9 @@ def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
 
 
 def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
-    """Store the advantages of each turn in the metadata of its rollout, so that saved rollouts show
-    them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, with a list in place of the number if its
-    tokens differ."""
+    """Store the advantages of each turn in its rollout's metadata, so that saved rollouts show
+    them. For example, ``{"0.1/2": 0.25}`` is the advantage of turn 2 of call 0.1. If a turn's
+    tokens differ, a list takes the place of the number."""
     for rollout in rollouts:
         by_turn: dict[str, float | list[float]] = {}
         for (call, turn), credit in rollout.credits.items():
@@ -537,8 +539,8 @@ def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
 
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of a step's rollouts: how many tokens and turns they have, and how many were
-    truncated."""
+    """Return metrics of a step's rollouts: numbers of tokens and turns, and shares of truncated
+    calls."""
     calls = [
         call for group in groups for trajectory in group.trajectories for call in trajectory.calls
     ]
@@ -562,8 +564,8 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
-    """Return metrics about requests of outside agents to the policy: ``agent/CAUSE`` counts the
-    calls that they began, by cause, and ``agent/continued`` counts the turns that continued a call.
+    """Return metrics of the requests that outside agents sent to the policy. ``agent/CAUSE`` counts
+    the calls that they began, by cause, and ``agent/continued`` the turns that continued a call.
     Empty if no agent sent a request."""
     asked = [call for call in calls if call.cause is not None]
     counts = Counter(f"agent/{call.cause}" for call in asked)

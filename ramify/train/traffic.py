@@ -1,19 +1,20 @@
-"""Train on recorded traffic, that is, on replies that a served policy gave to users, in place of
-new rollouts: ``ramify train RECIPE task.traffic=STORE``.
+"""Train on recorded traffic instead of new rollouts. Traffic consists of the replies that a served
+policy gave to its users. Enable it with ``ramify train RECIPE task.traffic=STORE``.
 
     STORE (``ramify serve-policy --record``) ── replies with a reward ──> groups of rollouts
                                                                           instead of new ones
     the recipe's task ── its other splits ──> evaluations, as in any run
 
 A rollout is one recorded reply that has a reward, with the conversation before it as its prompt.
-Prompt, sampled ids and log-probabilities are those of the recording; nothing is tokenized or
-sampled again. A reply's rewards are its own (``feedback``, scorers of turns), then those of its
-call and of its run, reviews included. The trainer corrects for older weights as for any stale
-rollout (``losses/``): all recorded tokens count as sampled before the first step.
+Prompt, sampled ids and log-probabilities are those of the recording, and nothing is tokenized or
+sampled again. A reply has the rewards of its run (reviews included) and its call. Rewards of the
+reply itself (feedback, or a scorer of turns) take precedence over these. The trainer corrects for
+older weights as for any stale rollout (``losses/``): all recorded tokens count as sampled before
+the first step.
 
-A group is a sample of replies in random order, since a user's prompt is answered once: algorithms
-that compare within a group compare a reply with those to other prompts. Redacted tokens have no
-weight. Traffic is recorded by ``serve/traffic_recorder.py``.
+A group is a random sample of replies to different prompts, since each user's prompt is answered
+only once. Algorithms that compare within a group thus compare replies to different prompts.
+Redacted tokens have no weight. ``serve/traffic_recorder.py`` records the traffic.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
 
 
 class RecordedReply(NamedTuple):
-    """A recorded reply that has a reward, so that a policy can learn from it."""
+    """A recorded reply that has a reward and can therefore be trained on."""
 
     run: str
     call: str
@@ -55,15 +56,15 @@ class RecordedReply(NamedTuple):
 
 
 class TrafficTask:
-    """A task whose training examples are recorded replies. Its other splits are those of an
+    """A task whose training examples are recorded replies. All other splits are those of an
     ordinary task."""
 
     def __init__(
         self, task: Task, store: Path, *, group: int, temperature: float, seed: int = 0
     ) -> None:
-        """Create a task from the recorded traffic in the folder ``store``, with the other splits of
-        ``task``. Each item consists of ``group`` replies. Only replies that were sampled at
-        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic, or too
+        """Create a task from the recorded traffic in the folder ``store`` and the other splits of
+        ``task``. Each training item consists of ``group`` replies. Only replies sampled at
+        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic or too
         few replies with a reward."""
         identity = read_identity(store)
         if identity is None:
@@ -77,8 +78,8 @@ class TrafficTask:
         self.store = Store(store)
         self._task = task
         self.replies, self.skipped = _rewarded(self.store, temperature)
-        """The replies to learn from, and how many other rewarded replies were skipped, by
-        reason."""
+        """The replies to train on, and counts of the other rewarded replies by the reason for
+        skipping them."""
         if len(self.replies) < group:
             raise ConfigError(_too_few(store, len(self.replies), self.skipped, group, temperature))
         random.Random(f"traffic/{seed}").shuffle(self.replies)
@@ -102,8 +103,8 @@ class TrafficTask:
         return scores
 
     def check_policy(self, identity: PolicyArchitectureIdentity) -> None:
-        """Raise ConfigError if a policy with this tokenizer and architecture cannot learn from the
-        traffic."""
+        """Check that a policy can be trained on this traffic. Raises ConfigError if its tokenizer
+        or architecture differs from the recorded policy's."""
         if difference := self.identity.difference(identity):
             raise ConfigError(
                 f"task.traffic={self.store.root} has conversations of {difference}: its token ids "
@@ -111,8 +112,8 @@ class TrafficTask:
             )
 
     async def recorded_rollout(self, item: Item, name: str, number: int) -> Trajectory:
-        """Return the recorded reply ``number`` of ``item`` as a rollout with this name. If the
-        recording has been deleted in the meantime, the rollout has an error and no reward."""
+        """Return the recorded reply ``number`` of ``item`` as a rollout called ``name``. If the
+        recording was deleted in the meantime, the rollout has an error and no reward."""
         reply = self.replies[item.metadata["replies"][number]]
         try:
             run = await asyncio.to_thread(self.store.load, reply.run)
@@ -122,9 +123,9 @@ class TrafficTask:
 
 
 class _ReplyGroups(LazySequence[Item]):
-    """The training items, each made of a group of consecutive recorded replies. If the last group
-    is too small, the first replies are used again to fill it, so that all groups have the same
-    size."""
+    """Training items that each consist of a group of consecutive recorded replies. If too few
+    replies are left for the last group, it is filled up with the first replies, so that all groups
+    have the same size."""
 
     def __init__(self, num_replies: int, group: int) -> None:
         self._num_replies = num_replies
@@ -140,7 +141,7 @@ class _ReplyGroups(LazySequence[Item]):
 
 
 def mask_redacted_tokens(assigned: StepAdvantages) -> None:
-    """Set the loss weight of redacted tokens to 0, in place. The loss denominators are not changed,
+    """Set the loss weight of redacted tokens to 0, in place. The loss denominators stay the same,
     so that the weight of other tokens does not depend on how many were redacted."""
     for rollout in assigned.rollouts:
         for mark in rollout.trajectory.marks:
@@ -162,14 +163,14 @@ def _masked(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
 
 
 def is_recorded(item: Item) -> bool:
-    """Return True if ``item`` is made of recorded replies, so that no new rollouts are sampled for
-    it."""
+    """Return True if ``item`` consists of recorded replies. No new rollouts are sampled for such an
+    item."""
     return item.id.startswith("traffic/") and "replies" in item.metadata
 
 
 def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Counter[str]]:
-    """Return the replies in ``store`` that have a reward and can be used for training. Also count
-    the rewarded replies that cannot be used, by reason."""
+    """Return the replies in ``store`` that have a reward and can be trained on. Also count the
+    rewarded replies that cannot be used, by reason."""
     found: list[RecordedReply] = []
     skipped: Counter[str] = Counter()
     for id in sorted(store.ids()):
@@ -192,7 +193,7 @@ def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Co
 
 
 def _why_not(turn: Turn, marks: Sequence[Annotation], temperature: float) -> str:
-    """Return the reason why a reply cannot be learned from, or an empty text if it can."""
+    """Return the reason why a reply cannot be trained on, or an empty text if it can."""
     if not turn.reply.token_ids or turn.reply.logprobs is None:
         return "have no token ids"
     sampled_at = next(
@@ -221,7 +222,7 @@ def _too_few(
 
 
 def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Trajectory:
-    """Return one recorded reply as a rollout. The rollout is a call with one turn, whose prompt is
+    """Return one recorded reply as a rollout. It is a single call with one turn, whose prompt is
     the conversation before the reply."""
     source = run.call(reply.call)
     turn, path = source.turns[reply.turn], run.path(source, reply.turn)

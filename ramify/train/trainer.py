@@ -1,5 +1,5 @@
-"""The trainer, which executes a training run stage by stage and step by step. In each step it gets
-data, updates the policy, and publishes the new weights.
+"""Execute a training run, stage by stage and step by step. Each step gets data, updates the policy
+and publishes the new weights.
 
     source.work(step)                               the first complete groups; others continue
         ▼
@@ -11,10 +11,10 @@ data, updates the policy, and publishes the new weights.
     evaluate ─ checkpoint                           then the next step, unless a guard ends it
 
 Training is synchronous if ``max_staleness`` is 0: rollouts of step k then begin after step k-1.
-This module determines the order of operations. The data comes from ``stages.py``; ``learner.py``
+This module determines the order of operations. ``stages.py`` supplies the data. ``learner.py``
 updates a policy and sends its weights to the engines, and ``learners.py`` does so for several
-policies; ``run_record.py`` writes the files. Credit is computed in ``advantages/`` and losses in
-``losses/``; devices are used through ``backends/``.
+policies. ``run_record.py`` writes the files. ``advantages/`` computes credit, ``losses/`` computes
+losses, and ``backends/`` gives access to devices.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ T = TypeVar("T")
 
 
 class SplitEvaluationPlan(NamedTuple):
-    """Says how a training run evaluates its policy: by which function, on which splits, and
+    """Describe how a training run evaluates its policy: with which function, on which splits, and
     when."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
-    """Map a split to its metrics, prefixed with its name: ``{"validation/reward": 0.8}``. None:
-    nothing is evaluated."""
+    """Evaluates a split and returns its metrics, prefixed with its name: ``{"validation/reward":
+    0.8}``. None: nothing is evaluated."""
     first: Sequence[str] = ()
-    """Splits to report before rollouts begin, in addition to ``validation``."""
+    """Splits to evaluate before rollouts begin, in addition to ``validation``."""
     final: Sequence[str] = ()
-    """Splits to report at the end, for the last and the best policy."""
+    """Splits to evaluate at the end, with both the last and the best policy."""
     keep: Literal["best", "last"] = "best"
-    """Whether OUT/policy holds the last or the best policy at the end."""
+    """Which policy OUT/policy holds at the end, the best or the last."""
 
 
 class Trainer:
-    """Executes one training run, from its first step or from a checkpoint to the end."""
+    """Execute one training run to its end, either from its first step or from a checkpoint."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Trainer:
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
-        """Create a trainer. ``learners`` holds one learner per trained policy; the first is the one
-        of ``Run.policy``."""
+        """Create a trainer. ``learners`` holds one learner for each trained policy. The first
+        belongs to ``Run.policy``."""
         self.record = record
         self._learners = Learners(learners, record)
         self._stages = stages
@@ -85,7 +85,7 @@ class Trainer:
         self._guard = guard or TrainingGuard()
         self._source: StepSource | None = None
         self._rollback = ""
-        """Reason to go back to the best checkpoint; empty if the stage does not go back."""
+        """Why the stage must return to its best checkpoint. Empty if it need not."""
         self._thread = self._learners.thread
         self._watch = self._thread.watch
 
@@ -96,14 +96,14 @@ class Trainer:
     # --- the run
 
     def stop(self, by: str) -> None:
-        """End the run because of the signal named ``by``; ``run`` then raises StoppedBySignal. A
-        training step whose learning has begun is completed and saved first. Rollouts and
-        evaluations in progress are cut off. Call this in the event loop's thread."""
+        """Stop the run because the signal named ``by`` was received, so that ``run`` raises
+        StoppedBySignal. A training step that has begun to learn is first completed and saved.
+        Rollouts and evaluations in progress are cancelled. Call this in the event loop's thread."""
         self._watch.end_by_signal(by)
 
     async def run(self, resume: Path | None = None) -> CheckpointState:
-        """Train to the end, starting from the checkpoint ``resume`` if one is given. Returns the
-        final state of the run."""
+        """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
+        Returns the run's final state."""
         try:
             with (
                 self.record.account,
@@ -174,8 +174,8 @@ class Trainer:
                         break
 
     async def _save_steps_so_far(self) -> None:
-        """Save a checkpoint after the last whole step of the current stage, if there is one. Used
-        when a run is stopped early."""
+        """Save a checkpoint after the last complete step of the current stage, if there is one.
+        Used when a run is stopped early."""
         state = self.state
         if state.stage_step and self._source is not None:
             self._note_position(self._source)
@@ -183,8 +183,8 @@ class Trainer:
             await self._in_torch(self.record.checkpoints.settle)
 
     async def _roots(self, stage: TrainingStage) -> dict[str, float]:
-        """Log, before the first rollout, how many root calls will be recursive, and return the
-        counts as metrics."""
+        """Count how many root calls will be recursive, log the counts before the first rollout, and
+        return them as metrics."""
         counting = stage.count_planned_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
         count = await self._watch.bounded(what, counting, can_stop=True)
@@ -194,8 +194,8 @@ class Trainer:
         return count.metrics()
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """Yield the training data of each remaining step of ``stage``. Rollouts of later steps
-        continue in the meantime, within the limit that ``max_staleness`` sets."""
+        """Yield the training data of each remaining step of ``stage``. Meanwhile, rollouts of later
+        steps continue within the limit set by ``max_staleness``."""
         state = self.state
         self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:
@@ -257,14 +257,14 @@ class Trainer:
         await self._at_intervals(stage)
 
     def _note_position(self, source: StepSource) -> None:
-        """Update the state for the next checkpoint: which items have begun, and which were
-        skipped."""
+        """Update the position in the data for the next checkpoint: which items have begun and which
+        were skipped."""
         self.state.next_item, self.state.pending = source.state()
         self.record.write_rollouts([], source.take_skipped())
 
     @property
     def _repair(self) -> str:
-        """What to do after rollouts failed, as the end of an error message."""
+        """Advice for the end of an error message, after rollouts failed."""
         if self.record.checkpoints.latest() is None:
             return ""
         return f"; repair that, and continue with: ramify train --resume {self.record.out}"
@@ -304,8 +304,8 @@ class Trainer:
             await self._in_torch(self._save)
 
     def _report_verdict(self, verdict: TrainingGuardVerdict, where: str) -> None:
-        """Log the faults that the automatic diagnosis of the run found, and remember whether it
-        ends the stage or rolls it back."""
+        """Log the faults that the automatic diagnosis found, and remember whether the stage ends or
+        rolls back."""
         step = self.state.step
         for name, text, *_ in verdict.found:
             _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
@@ -346,7 +346,6 @@ class Trainer:
             self.record.save(parts)
 
     def _restore(self, checkpoint: Path) -> None:
-        """Restore the state of ``checkpoint``."""
         self.record.go_back(checkpoint)
         stage = self._stages[self.state.stage]
         is_open = self.state.stage_step < stage.num_steps or self.state.is_due
@@ -359,7 +358,7 @@ class Trainer:
         self.record.begin_next_stage()  # the next one begins with a new optimizer
 
     def _restore_stage(self, stage: TrainingStage, checkpoint: Path) -> None:
-        """Restore the policies that learn in ``stage`` from ``checkpoint``."""
+        """Restore the policies and the extra state of ``stage`` from ``checkpoint``."""
         self._learners.restore(stage, checkpoint, is_open=True)
         for name, part in stage.extra_state.items() if self.state.stage_step else ():
             part.load(checkpoint / name)
@@ -373,7 +372,7 @@ class Trainer:
         self, split: str, stage: str, also: Mapping[str, float] | None = None
     ) -> Mapping[str, float]:
         """Evaluate the current policy on ``split`` and return the metrics. On the validation split,
-        the reward also becomes the run's score. ``also`` holds metrics to write in the same
+        the reward also becomes the run's score. ``also`` holds further metrics to write in the same
         record."""
         if self._evaluation.of is None:
             return {}
@@ -390,9 +389,9 @@ class Trainer:
         return values
 
     async def _report(self) -> None:
-        """Evaluate the last policy and the best one on the final splits, and leave one of them in
-        the folder OUT/policy, as ``evaluate.keep`` says. The metrics are recorded as ``last`` and
-        ``best``. The best policy is chosen on the validation split and may be the initial one."""
+        """Evaluate the last and the best policy on the final splits, and save one of them to
+        OUT/policy as ``evaluate.keep`` requests. The metrics are recorded as ``last`` and ``best``.
+        The best policy is chosen on the validation split and may be the initial one."""
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}
         if found["best"] in (None, found["last"]):

@@ -1,17 +1,17 @@
-"""Limit every wait of a training run, so that it ends either with its result or with an error that
-says what was stuck and where.
+"""Limit every wait of a training run. The run then ends either with its result or with an error
+that says what was stuck and where.
 
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
-    watch.stop("SIGTERM")                   StoppedBySignal in those waits that may be cut off
+    watch.end_by_signal("SIGTERM")          StoppedBySignal in those waits that may be cut off
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
-writes all stacks (threads, tasks, and the output of ``others``, e.g. of ranks) to OUT/stalled.txt
-and ends the wait. If the event loop does not react, it raises the error in the loop's thread. Waits
-with their own, shorter time limits (a reply, a cell, a rollout, a judge, a step of a weight update,
-a rank) are limited elsewhere.
+writes the stacks of all threads, tasks and other processes to OUT/stalled.txt and ends the wait. If
+the event loop does not react, the thread raises the error in the loop's thread. Waits with shorter
+time limits (a reply, a cell, a rollout, a judge, a step of a weight update, a rank) are limited
+elsewhere.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ramify.errors import TrainError
 T = TypeVar("T")
 FILE = "stalled.txt"
 _WAITING = (f"{os.sep}asyncio{os.sep}", f"{os.sep}threading.py")
-"""Parts of the paths of code that only waits for other code; such frames are left out of errors."""
+"""Parts of file paths of code that only waits for other code. Errors omit such stack frames."""
 _GRACE_S = 10.0
-"""How long the event loop may take to notice that a wait was ended, and its work to be
-cancelled."""
+"""Seconds that the event loop has to notice that a wait was ended and to cancel the work."""
 
 
 class StallError(TrainError):
-    """Raised if a training run makes no progress for too long. Stuck threads cannot be stopped from
-    Python, so the process may have to be killed."""
+    """Raised if a training run makes no progress for too long. Python cannot stop stuck threads, so
+    the process may have to be killed."""
 
 
 class StoppedBySignal(TrainError):
-    """Raised if a signal such as SIGTERM asked the training run to stop. The steps so far are
+    """Raised if a signal such as SIGTERM asked the training run to stop. The completed steps are
     saved."""
 
     def __init__(self, by: str) -> None:
         super().__init__(f"the run was ended by {by}")
         self.by = by
-        """Name of a signal."""
+        """Name of the signal, such as ``SIGTERM``."""
 
 
 class _Wait:
-    """One wait in progress."""
+    """One wait in progress: its description, the awaited task, and the thread that does the
+    work."""
 
     def __init__(
         self, what: str, task: asyncio.Future[Any], thread: str, *, can_stop: bool
@@ -68,14 +68,14 @@ class _Wait:
         self.loop_thread = threading.get_ident()
         self.since = time.monotonic()
         self.ended: asyncio.Future[None] = self.loop.create_future()
-        """Set to the error that ends the wait."""
+        """A future that receives the error that ends the wait."""
         self.is_reported = False
-        """Whether it was reported as stalled."""
+        """True if the wait was reported as stalled."""
 
 
 class RunWatchdog:
-    """Watches all waits of one training run from a separate thread, and ends them with an error if
-    the run makes no progress."""
+    """Watch all waits of one training run from a separate thread. A wait ends with an error if the
+    run makes no progress."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class RunWatchdog:
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
         """Create a watchdog that ends waits after ``stall_s`` seconds without progress. ``others``
-        returns the stacks of other processes, as text. If there is a stall, ``on_stall`` is called
-        in the watching thread before any wait is ended."""
+        returns the stacks of other processes as text. On a stall, ``on_stall`` is called in the
+        watching thread before any wait is ended."""
         self._out = out
         self._stall_s = stall_s
         self._others = others
@@ -100,7 +100,7 @@ class RunWatchdog:
         self._thread: threading.Thread | None = None
 
     def moved(self) -> None:
-        """Tell the watchdog that the run has made progress."""
+        """Report to the watchdog that the run has made progress."""
         self._moved = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
@@ -111,7 +111,7 @@ class RunWatchdog:
 
     def end_by_signal(self, by: str) -> None:
         """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
-        Call this in the event loop's thread."""
+        ``by`` is the signal's name. Call this in the event loop's thread."""
         self._stopped_by = by
         for wait in self._waits:
             if wait.can_stop and not wait.task.done():
@@ -214,7 +214,7 @@ class RunWatchdog:
 
 
 class SerialThread:
-    """A thread that runs pieces of work one after another. It does not keep the process from
+    """A daemon thread that runs pieces of work one after another. It does not keep the process from
     exiting."""
 
     def __init__(self, name: str) -> None:
@@ -239,7 +239,8 @@ class SerialThread:
         return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more work, and wait until the current work is done."""
+        """Accept no more work, and wait until the current work is done. Queued work is
+        cancelled."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -267,16 +268,17 @@ class SerialThread:
 
 
 class WatchedTrainingThread:
-    """The thread in which the weights change. The watchdog ``watch`` ends a wait for this thread if
-    nothing progresses."""
+    """The thread in which the weights change. The watchdog ends a wait for this thread if the run
+    makes no progress."""
 
     def __init__(self, watch: RunWatchdog, name: str = "ramify-train") -> None:
         self.watch = watch
         self._thread = SerialThread(name)
 
     async def run(self, step: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` in the training thread and return its result. ``step`` is the number of the
-        training step, from 1, for error messages."""
+        """Run ``work`` in the training thread and return its result. ``step`` is the number of
+        the training step, from 1, for error messages. Raises StallError if the run makes no
+        progress."""
         name = getattr(work, "__name__", "work").strip("_")
         running = self._thread.run(work, *arguments)
         return await self.watch.bounded(
@@ -284,8 +286,8 @@ class WatchedTrainingThread:
         )
 
     def close(self, *, is_stalled: bool) -> None:
-        """Wait until the current work is done, unless the thread is stuck, and stop the
-        watchdog."""
+        """Wait until the current work is done and stop the watchdog. If the thread is stuck, it is
+        not waited for."""
         self._thread.close(0 if is_stalled else None)
         self.watch.close()
 
@@ -319,8 +321,8 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
-    """Yield the stack of an asyncio task as lines of text: each coroutine, from the outermost
-    inwards, and finally what the innermost one waits for."""
+    """Yield the stack of an asyncio task as lines of text. The coroutines come first, from the
+    outermost to the innermost, and then the object that the innermost one waits for."""
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -332,7 +334,7 @@ def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
 
 def _stack_of(wait: _Wait) -> list[str]:
     """Return the stack of the thread that ``wait`` is waiting for, as printable lines. If the work
-    runs in the event loop and the loop is idle, return the stack of the waiting coroutine."""
+    runs in an idle event loop, return the stack of the waiting coroutine instead."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:

@@ -1,4 +1,4 @@
-"""The data types that the parts of Ramify exchange. They do no I/O, and their methods only derive
+"""Data types that the parts of Ramify exchange. They do no I/O, and their methods only derive
 values from the data."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan

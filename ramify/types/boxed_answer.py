@@ -1,9 +1,9 @@
-r"""Find the last ``\boxed{…}`` in a text. Models that reason before they answer mark the final
-answer in this way.
+r"""Find the last ``\boxed{…}`` in a text. Models that reason before they answer mark their final
+answer this way.
 
     so it is \boxed{\frac{1}{2}} and not \boxed{3       ->  \frac{1}{2}
 
-Braces are matched, so a box may contain others. A box that is not closed is ignored.
+Braces are matched, so a box may contain other boxes. A box that is not closed is ignored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from ramify.lazy_pattern import lazy_pattern
 
 TAIL_CHARS = 300
-"""Length of the end of a reply in which the answer must begin. Earlier boxes hold intermediate
-results."""
+"""The answer must begin within this many characters from the end of a reply. Earlier boxes hold
+intermediate results."""
 _BRACE = lazy_pattern(
     r"\\[{}\\]"  # an escaped character, not a brace
     r"|(?P<open>(?P<box>(?:\\|(?<=\\))(?:boxed|fbox)\s*+)?\{)|(?P<close>\})"
@@ -20,10 +20,10 @@ _BRACE = lazy_pattern(
 
 
 def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
-    r"""Return the contents of the last complete ``\boxed{…}`` in ``text``, or None if there is
+    r"""Return the contents of the last complete ``\boxed{…}`` in ``text``. Returns None if there is
     none.
 
-    The box must begin in the last ``tail_chars`` characters (None: anywhere).
+    The box must begin in the last ``tail_chars`` characters. None: it may begin anywhere.
 
     >>> last_boxed(r"\boxed{1} or \boxed{ \frac{1}{2} }")
     '\\frac{1}{2}'
@@ -34,8 +34,7 @@ def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return the start and end positions of the contents of each complete box, ordered by their
-    ends."""
+    """Return the start and end of the contents of each complete box, ordered by end."""
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []
     """Start of the contents of each open brace; -1 for a brace that does not open a box."""

@@ -1,8 +1,8 @@
-"""One call in the tree of a run, as live views show it: its state, times, costs, and whether its
-answer is a number, a text, or something else.
+"""Describe one call in the tree of a run as live views show it: its state, times, costs and the
+kind of its answer.
 
-Texts are shortened. Events change a node in ``call_tree.py``; ``sibling_outliers.py`` finds the
-nodes that differ from their siblings.
+Texts are shortened. ``call_tree.py`` updates nodes from events, and ``sibling_outliers.py`` finds
+the nodes that differ from their siblings.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ramify.types.sibling_question_diff import SiblingQuestions
 from ramify.types.trajectory import Annotation, Fork, Parent, Stop, answer_text, cut
 
 MAX_NUMBER_CHARS = 40
-"""A longer text is not read as a number."""
+"""Texts longer than this are never parsed as numbers."""
 _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*%?\s*\.?\s*")
 
 
 def parse_number(text: str) -> float | None:
-    """Return the number that ``text`` consists of, such as 1234.5 for ``$1,234.50``, or None if the
-    text is something else."""
+    """Parse a text that consists of a number, such as ``$1,234.50``, which gives 1234.5. Returns
+    None for any other text."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
     return float(match[1].replace(",", "").replace("_", "")) if match else None
 
@@ -40,19 +40,21 @@ def kind_of_answer(answer: Any, text: str) -> str:
 
 
 class CallNode(msgspec.Struct, gc=False):
-    """One call in the tree of a run, as live views show it.
+    """One call in the tree of a run, as live views show it. A call is one model request or one
+    recursive session.
 
-    There may be many thousands, most of them plain calls, so lists that plain calls lack are None.
+    A run may have many thousands of nodes, most of them plain calls. Lists that plain calls do not
+    need are therefore None.
     """
 
     index: int
-    """Position in order of creation."""
+    """Position among all calls in order of creation."""
     id: str
     kind: str
     model: str
     depth: int
     question: str
-    """Shortened, as are ``answer`` and ``error``."""
+    """The question, shortened. ``answer`` and ``error`` are shortened too."""
     parent: Parent | None = None
     fork: Fork | None = None
     started_s: float = 0.0
@@ -61,42 +63,43 @@ class CallNode(msgspec.Struct, gc=False):
     answer: str = ""
     error: str = ""
     reason: str = ""
-    """One sentence on why it ended; empty for a final answer."""
+    """One sentence that says why the call ended. Empty for a final answer."""
     answer_kind: str = ""
     """``number``, ``text``, ``list``, ``dict`` or ``none``."""
     answer_chars: int = 0
-    """Length of the whole answer."""
+    """Length of the complete answer in characters."""
     answer_hash: int = 0
-    """Hash of the whole answer."""
+    """Hash of the complete answer."""
     subject: int = 0
-    """Hash of its whole question and context: siblings with the same one must agree."""
+    """Hash of the complete question and context. Siblings with the same hash should agree."""
     outlier: str = ""
-    """How it differs from its siblings, in one sentence; empty if it does not."""
+    """One sentence that says how the call differs from its siblings. Empty if it does not."""
     input_tokens: int = 0
     output_tokens: int = 0
     cost: float | None = None
     num_turns: int = 0
     """Number of turns that have a reply."""
     asking: int = -1
-    """Turn with a pending request; -1 for none."""
+    """Index of the turn with a pending request, or -1."""
     is_running: bool = False
-    """Whether the code of the last reply is running."""
+    """True while the code of the last reply is running."""
     spans: list[float] | None = None
     """Times of each request and reply of a session in turn, in seconds since the run began. The
-    number is odd while a request is pending."""
+    list has odd length while a request is pending."""
     tools: list[tuple[float, bool]] | None = None
-    """(time, whether it failed) of each answer of a user's tool."""
+    """One pair (time, whether it failed) for each result of a user's tool."""
     marks: list[Annotation] | None = None
     version: int = 0
-    """Version of the run at the last change of this call."""
+    """Version of the run when this call last changed."""
     last_line: int = -1
-    """Its last line in the journal, from 0. ``RunTree.lines_of`` follows the lines back from it."""
+    """Index of the call's last line in the journal, from 0. ``RunTree.lines_of`` follows the call's
+    lines back from it."""
     active_s: float = 0.0
-    """Time of its start, last reply or last cell, whichever came last."""
+    """Time of the call's start, last reply or last cell, whichever is the latest."""
     siblings: SiblingQuestions | None = None
-    """Questions of the calls of its kind that its cell made; None for a root."""
+    """Questions of all calls of this kind that the same code cell made. None for a root call."""
     nth: int = 0
-    """Its place among these siblings, from 0."""
+    """Index of this call among those siblings."""
 
     def take_answer(self, answer: Any) -> None:
         text = answer_text(answer)
@@ -106,14 +109,14 @@ class CallNode(msgspec.Struct, gc=False):
 
     @property
     def telling(self) -> str:
-        """The part of the call's question that distinguishes it from those of its siblings. Empty
-        if the beginning of the question is enough to distinguish it."""
+        """The part of the call's question that distinguishes it from its siblings. Empty if the
+        beginning of the question is distinctive enough."""
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property
     def name(self) -> str:
         """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``. A root call is
-        named by its id."""
+        named after its id."""
         return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
 
     @property

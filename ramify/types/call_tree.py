@@ -1,14 +1,13 @@
-"""Build the tree of calls from the events of a run. Views show this tree while the run is in
-progress.
+"""Build a run's tree of calls from its events. Views show this tree while the run is in progress.
 
     events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
                           └─> OpenTelemetry spans    (engine/spans.py)
 
-Each call is a node with its state, times and costs, but without its texts. The run as a whole is a
-``Trajectory`` without calls. The events may be short forms with the same tags, which have only the
-fields that are read here (see ``store/short_events.py``). Complete calls with their texts are
-collected by ``TrajectoryFold`` of event.py.
+Each call is a node with its state, times and costs, but without its full texts. The run as a whole
+is a ``Trajectory`` without calls. Events may be given in a short form that has the same tags but
+only the fields read here (see ``store/short_events.py``). ``TrajectoryFold`` in event.py collects
+complete calls with their texts.
 """
 
 from __future__ import annotations
@@ -53,33 +52,33 @@ _ACTS = {
     "RunResumed": "_resume",
     "Scored": "_score",
 }
-"""Tag of an event -> method that applies it."""
+"""Maps the tag of an event to the method that applies it."""
 
 
 class CallTree:
-    """The tree of a run's calls so far. It is valid after every event, even if the run was
+    """A run's tree of calls so far. It is valid after every event, even if the run was
     interrupted."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, CallNode] = {}
-        """Call id -> node, in order of creation."""
+        """Nodes by call id, in order of creation."""
         self.order: list[CallNode] = []
         self.at_s = 0.0
         """Time of the last event, in seconds since the run began."""
         self.siblings = SiblingOutlierFinder()
         self.marked: list[CallNode] = []
-        """Calls that changed by an event of another call; a reader clears it."""
+        """Calls that changed because of an event of another call. The reader clears this list."""
         self._fold = TrajectoryFold()
         self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
 
     @property
     def run_data(self) -> Trajectory:
-        """The data of the run as a whole, such as rewards and cost, without its calls."""
+        """Data of the run as a whole, such as rewards and cost, without its calls."""
         return self._fold.trajectory
 
     def apply(self, event: Event) -> CallNode | None:
         """Update the tree with ``event``. Returns the node of the call that the event belongs to,
-        or None if it belongs to no call.
+        or None if there is no such call.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -158,8 +157,8 @@ class CallTree:
         self._fold.apply(event)
 
     def _resume(self, event: RunResumed) -> CallNode | None:
-        """Reopen calls that a limit had ended, since the run continues. Their last turns no longer
-        count."""
+        """Reopen calls that a limit had ended, because the run continues. Their last turns no
+        longer count."""
         self.run_data.stop, self.run_data.answer, self.run_data.reason = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:

@@ -1,4 +1,4 @@
-"""Say in a few words why a run or a call ended."""
+"""Explain in a few words why a run or a call ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WITHOUT_REASON = {
     Stop.ERROR: "it failed",
     Stop.SUSPENDED: "it waits for a failure to be fixed: continue it with ramify ask --resume",
 }
-"""Reasons for journals that store none."""
+"""Texts for journals that store no reason."""
 
 
 def ending(

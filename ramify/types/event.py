@@ -1,9 +1,9 @@
-"""The events of a run. The journal, live views and the final record of the run are all made from
-the same stream of events.
+"""Define the events of a run. The journal, live views and the final record are all built from the
+same stream of events.
 
-The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, complete or
-truncated anywhere, into a ``Trajectory``. The engine uses this fold in memory, and the store uses
-it on a file.
+The engine emits each event before it acts on it. ``TrajectoryFold`` turns a stream of events into a
+``Trajectory``, even if the stream was truncated. The engine uses this fold in memory, and the store
+uses it on a file.
 
     run   RunStarted  call*  RunEnded       calls of one run interleave
     call  CallStarted  turn*  CallEnded     RunResumed may follow the end, and then further turns
@@ -39,9 +39,8 @@ from ramify.types.trajectory import (
 class Event(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", gc=False
 ):
-    """Base class of all events of a run, with the fields that they share. Garbage collection is off
-    for these objects (``gc=False``), since a long run has millions of them and they contain no
-    cycles."""
+    """Base class of all events of a run. Garbage collection is off for events (``gc=False``),
+    because a long run has millions of them and they contain no cycles."""
 
     at_s: float = 0.0
     """Seconds since the run started."""
@@ -59,12 +58,13 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
     started_at: float
     """Unix time."""
     schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
-    """Always written, although it is the default, so that later versions can tell formats apart."""
+    """Version of the journal's format. It is always written, so that later versions can tell
+    formats apart."""
     task: str = ""
     context: ContextRef | None = None
     config: dict[str, Any] = {}
-    """Models, limits, scaffold and sandbox as configured. A resumed run uses them to continue in
-    the same way. Never contains a key."""
+    """Models, limits, scaffold and sandbox as configured, which a resumed run uses again. Never
+    contains a key."""
 
 
 class CallStarted(Event, frozen=True, tag="CallStarted"):
@@ -83,7 +83,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     fork: Fork | None = None
     context: ContextRef | None = None
     cause: AgentCallReason | None = None
-    """Why an outside agent's request began it; None for calls of the engine's own loop."""
+    """Why an outside agent's request began this call. None for calls of the engine's own loop."""
 
 
 class RequestStarted(Event, frozen=True, tag="Requested"):
@@ -98,14 +98,15 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
     reused: int
     prompt: tuple[Message, ...]
     prompt_hash: str
-    """Hash of the model, the full prompt and the sampling settings. Requests with the same hash are
-    the same request."""
+    """Hash of the model, the full prompt and the sampling settings. Requests with equal hashes are
+    identical."""
     last_word: Stop | None = None
-    """Limit at which this request asks the model to answer with what it has."""
+    """The limit because of which this request asks the model to answer with what it has found so
+    far."""
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
-    """An attempt to send a request to a model failed.
+    """An attempt to get a reply from a model failed.
 
     Example:
         AttemptFailed(call="0", turn=2, error="429, rate limited", cost=0.0)
@@ -115,15 +116,15 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
     turn: int
     error: str
     usage: Usage = Usage()
-    """Upper bound, with ``unknown_calls`` set, if the attempt may have been billed."""
+    """Upper bound of the usage, with ``unknown_calls`` set, if the attempt may have been billed."""
     cost: float | None = None
     text: str = ""
-    """Part of the reply that had arrived."""
+    """The part of the reply that had arrived."""
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):
     """A reply arrived from a model. Once this event is in the journal, the reply is never requested
-    and paid for again.
+    or paid for again.
 
     Example:
         event.reply.message.content, event.reply.usage.output_tokens
@@ -133,14 +134,14 @@ class ReplyReceived(Event, frozen=True, tag="Replied"):
     turn: int
     reply: Reply
     cached: bool = False
-    """True if the reply came from a recorded run or the call cache and cost nothing now."""
+    """True if the reply came from a recorded run or the call cache, and so cost nothing."""
     reused_ids: int = 0
-    """Ids at the start of the prompt that belong to the call's path so far. ``reply.prompt_ids``
-    holds the ids after them."""
+    """Number of ids at the start of the prompt that the call's token path already contains.
+    ``reply.prompt_ids`` holds the ids after them."""
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
-    """A session ran a cell, that is, one block of code that the model wrote.
+    """A session ran a cell, which is one block of code that the model wrote.
 
     Example:
         CellRan(call="0", turn=2, cell=0, result=Cell("1 + 1", value="2"))
@@ -167,15 +168,15 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
     name: str
     arguments_hash: str
     result: Any = None
-    """Result, encoded by the session's codec."""
+    """The result, encoded by the session's codec."""
     error: str | None = None
     seconds: float = 0.0
-    """Duration of the tool call."""
+    """Duration of the tool call in seconds."""
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something happened that a reader of the run should know: a retry, a compaction of the
-    history, a deferred answer or a warning.
+    """Something happened that readers of the run should know, such as a retry, a warning, a
+    deferred answer, or a compaction of the history.
 
     Example:
         NoteAdded(call="0", text="retried after 1.5 s")
@@ -184,12 +185,12 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
     call: str
     text: str
     is_warning: bool = False
-    """True for a warning about the run as a whole, such as one about a weak sandbox."""
+    """True for a warning about the run as a whole, for example about a weak sandbox."""
 
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
-    """A run continues with higher limits, including calls that a limit had ended. The last turn of
-    such a call no longer counts, except for its cost, and the cell before it runs again.
+    """A run continues with higher limits, and with it the calls that a limit had ended. The last
+    turn of such a call no longer counts, except for its cost, and the cell before it runs again.
 
     Example:
         RunResumed(limits={"max_turns": 60}, forgets={"0": 30})
@@ -197,24 +198,24 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
     limits: dict[str, Any]
     forgets: dict[str, int]
-    """Call -> its first turn that no longer counts."""
+    """Maps a call's id to its first turn that no longer counts."""
 
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
-    """The mode of a run was chosen, that is, the way in which its question is answered. The event
-    also has the reason.
+    """A run's mode was chosen, which is the way in which its question is answered: with a session,
+    a plan or one plain call. The event also gives the reason.
 
     Example:
         ModeChosen(mode="plan", reason="aggregate: the question says 'How many'", strategy={…})
     """
 
     mode: str
-    """``free`` (a session), ``plan`` or ``direct`` (one plain call)."""
+    """``free`` (a session), ``plan``, or ``direct`` (one plain call)."""
     reason: str
     strategy: dict[str, Any] = {}
-    """Record of the plan, or of another strategy that answers."""
+    """The recorded plan, or another strategy that answers the question."""
     is_asked: bool = False
-    """True if a call chose it, because the rules did not decide."""
+    """True if a model call chose the mode, because the rules did not decide."""
 
 
 class CallEnded(Event, frozen=True, tag="CallEnded"):
@@ -229,11 +230,11 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
     answer: Any = None
     error: str | None = None
     reason: str = ""
-    """One sentence on why the call ended, with the numbers; empty for ``FINAL``."""
+    """One sentence on why the call ended, with the numbers. Empty for ``FINAL``."""
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
-    """The run ended. The event's usage and cost are totals over all calls of the run.
+    """The run ended. Usage and cost are totals over all calls of the run.
 
     Example:
         event.stop, event.answer, event.cost    # dollars; None if a model has no price
@@ -245,36 +246,37 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     usage: Usage = Usage()
     cost: float | None = None
     answered_by: str = ""
-    """Call id of the branch whose answer was chosen; empty if there was only one answer."""
+    """Id of the call whose answer was chosen among several branches. Empty if there was only one
+    answer."""
     reason: str = ""
-    """One sentence on why the run ended, with the numbers; empty for ``FINAL``."""
+    """One sentence on why the run ended, with the numbers. Empty for ``FINAL``."""
     typed_answer: Any = None
-    """The answer as packed by ``SharedContext.to_jsonable``, if JSON changes its type (a tuple,
-    NaN)."""
+    """The answer as packed by ``SharedContext.to_jsonable``, if JSON would change its type (a
+    tuple, NaN)."""
     partial: str = ""
-    """Words of the last message of a run that ended without an answer."""
+    """Text of the last message of a run that ended without an answer."""
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
-    """A run, a call or a turn was given scores. A later score replaces an earlier one of the same
-    name.
+    """Scores were given to a run, a call or a turn. A later score replaces an earlier one of the
+    same name.
 
     ``at_s`` may be long after the run ended and does not extend the run's duration.
     """
 
     by: str
-    """Scorer: ``task``, or the name of a signal or judge."""
+    """Name of the scorer: ``task``, or a signal or judge."""
     call: str = ""
-    """Id of the scored call; empty for the whole run."""
+    """Id of the scored call. Empty for the whole run."""
     turn: int = -1
-    """Index in ``Call.turns`` of the scored turn; -1 for the whole call."""
+    """Index of the scored turn in ``Call.turns``, or -1 for the whole call."""
     rewards: dict[str, float] = {}
-    """Reward name -> reward, of the run or of a whole call. Training learns from these, and
-    listings show them."""
+    """Rewards of the run or of a whole call, by name. Training uses these, and listings show
+    them."""
     values: dict[str, float] = {}
     """Other numbers by name. The task's values for the whole run become the run's ``metrics``."""
     tokens: dict[str, list[float]] = {}
-    """Name -> one number for each token that the turn's reply sampled."""
+    """Numbers by name, each with one value for every token sampled in the turn's reply."""
     text: str = ""
     """A short text, such as a hint or a reason."""
 
@@ -295,18 +297,18 @@ AnyEvent = (
     | ScoreAdded
 )
 Listener = Callable[[AnyEvent], None]
-"""Is called with each event of a run."""
+"""A function that is called with each event of a run."""
 
 TASK = "task"
-"""Scorer name of scores that the task gave."""
+"""Name under which a task gives its scores."""
 
 
 class TrajectoryFold:
-    """Builds a ``Trajectory`` from the events of a run. Its attribute ``trajectory`` is valid after
+    """Build a ``Trajectory`` from the events of a run. The attribute ``trajectory`` is valid after
     every event, even if the run was cut off.
 
-    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream. Its call ids
-    continue the numbering.
+    In a conversation, each further question adds another ``RunStarted`` … ``RunEnded`` to the
+    stream. Its call ids continue the numbering.
     """
 
     def __init__(self) -> None:
@@ -407,8 +409,8 @@ class TrajectoryFold:
                 pass
 
     def add_ended(self, call: Call) -> None:
-        """Add a call that has already ended, and its usage and cost, as its events would have done.
-        The call has at most one turn."""
+        """Add a call that has already ended, including its usage and cost, as its events would have
+        done. The call has at most one turn."""
         self._calls[call.id] = call
         self.trajectory.calls.append(call)
         self.trajectory.usage += call.usage
@@ -459,8 +461,8 @@ def mode_metadata(event: ModeChosen) -> dict[str, Any]:
 
 
 def mode_and_reason(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mode in which a run was answered and the reason for it; both are empty for a run
-    without a mode. If the user gave a strategy, its name is the mode."""
+    """Return the mode in which a run was answered and the reason for it. Both are empty for a run
+    without a mode. If the user chose a strategy, its name is the mode."""
     strategy = metadata.get("strategy")
     if "chosen_mode" in metadata:
         return str(metadata["chosen_mode"]), str(metadata.get("mode_reason", ""))
@@ -470,7 +472,7 @@ def mode_and_reason(metadata: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
-    """Add the scores that ``event`` holds to ``trajectory``."""
+    """Add the scores in ``event`` to ``trajectory``."""
     if event.rewards and event.turn < 0:
         rewards = (
             trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
@@ -487,7 +489,8 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
 
 
 def score_events(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
-    """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal."""
+    """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal. Their
+    time is ``at_s``, in seconds since the run began."""
     calls = [
         ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=rewards)
         for id, rewards in trajectory.call_rewards.items()

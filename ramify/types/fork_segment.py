@@ -1,6 +1,6 @@
-"""Divide a forked root call into segments. A root call is forked if several continuations start
-from one of its turns; a segment is the turns between two forks, and a line is one way through the
-segments from the question to an end.
+"""Divide a forked root call into segments and lines. A root call is forked if several continuations
+start from one of its turns. A segment is the turns between two forks. A line is one path through
+the segments from the question to an end.
 
     call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
     call 0:1            ├ t0
@@ -9,9 +9,9 @@ segments from the question to an end.
     segments   0 [0, 3)  ->  0 [3, 5),  0:1 [0, 1),  0:2 [0, 2)
     lines      ending in 0 (5 turns), 0:1 (4 turns), 0:2 (5 turns): each as if it were the only one
 
-The share of a segment is divided equally among the continuations at its end, so the shares of all
-lines add up to 1. ``BranchSearch`` decides where a run forks;
-``train/advantages/fork_estimators.py`` decides what is learnt from the lines.
+A segment's share of the rollout is divided equally among the continuations at its end, so the
+shares of all lines add up to 1. ``BranchSearch`` decides where a run forks, and
+``train/advantages/fork_estimators.py`` decides how training uses the lines.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ramify.types.trajectory import Call, Parent, Trajectory
 
 
 class ForkSegment(NamedTuple):
-    """Consecutive turns of a root call, or of a continuation of it, up to the next fork or the
+    """Consecutive turns of a root call, or of one of its continuations, up to the next fork or the
     end."""
 
     call: Call
     start: int
-    """Index of its first turn in ``call.turns``."""
+    """Index of the segment's first turn in ``call.turns``."""
     stop: int
-    """Index after its last turn."""
+    """Index after the segment's last turn."""
     continuations: tuple[ForkSegment, ...] = ()
-    """Segments after the fork at its end. The one that continues the same call is first. Empty at
-    the end of a line."""
+    """Segments that follow the fork at the end of this one, first the one in the same call. Empty
+    at the end of a path."""
 
     def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """Yield the last call of each path that passes through this segment, with the share of the
-        path. The shares add up to ``share``, which is the share of the segment."""
+        """Yield the last call of each path through this segment, with the share of that path. The
+        shares add up to ``share``, the share of this segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:
@@ -47,7 +47,7 @@ class ForkSegment(NamedTuple):
 
 
 def root_segment(trajectory: Trajectory) -> ForkSegment:
-    """Return the first segment of a forked rollout. All other segments are reached from it."""
+    """Return the first segment of a forked rollout. It leads to all other segments."""
     forks: dict[str, dict[int, list[Call]]] = {}
     for call in trajectory.calls:
         if call.parent is None and call.fork is not None:
@@ -70,8 +70,8 @@ def root_segment(trajectory: Trajectory) -> ForkSegment:
 
 def path_trajectory(trajectory: Trajectory, end: Call) -> Trajectory:
     """Extract one path of a forked rollout as a trajectory without forks. The path leads from the
-    question to the end of the call ``end``. The root call of the result has all turns on the path,
-    and the result has only the calls that these turns made. It has no rewards yet."""
+    question to the end of the call ``end``. The result's root call has all turns on the path, and
+    the result has only the calls that these turns made. It has no rewards yet."""
     lineage = [(end, len(end.turns))]
     while (fork := lineage[-1][0].fork) is not None:
         lineage.append((trajectory.call(fork.call), fork.turn + 1))

@@ -1,7 +1,6 @@
-"""The messages that are sent to a model and the replies that come back, in a form that does not
-depend on the provider.
+"""Define messages to a model and the replies that come back, independently of the provider.
 
-Each client translates them to its provider's format; no other code knows a provider's field names.
+Each client translates them to its provider's format. No other code uses a provider's field names.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tool_call_id: str | None = None
     """For ``role="tool"``: id of the tool call that this message answers."""
     pictures: tuple[Picture, ...] = ()
-    """Pictures that the model sees before the text, by reference. Their bytes come with the
-    request."""
+    """Pictures that the model sees before the text, as references. The request supplies their
+    bytes."""
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` in a form that UTF-8 can encode: lone surrogates are replaced by escapes."""
+    """Return ``text`` in a form that UTF-8 can encode. Lone surrogates are replaced by escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def encodable_message(message: Message) -> Message:
-    """Return ``message`` with all its texts in a form that UTF-8 can encode: lone surrogates are
+    """Return ``message`` with all its texts in a form that UTF-8 can encode. Lone surrogates are
     replaced by escapes."""
     calls = tuple(
         ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
@@ -70,8 +69,8 @@ def encodable_message(message: Message) -> Message:
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The token counts of one or more requests, as the server reported them. Two can be added with
-    ``+``."""
+    """Token counts of one or more requests, as the server reported them. Two instances can be added
+    with ``+``."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -80,9 +79,10 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     reasoning_tokens: int = 0
     """Part of ``output_tokens`` that was reasoning."""
     calls: int = 0
-    """Requests that were billed, or may have been."""
+    """Number of requests that were billed, or may have been."""
     unknown_calls: int = 0
-    """Part of ``calls`` whose tokens are an upper bound because the server reported no usage."""
+    """Number of those calls whose token counts are upper bounds, because the server reported no
+    usage."""
     cache_write_tokens: int = 0
     """Part of ``input_tokens`` that the provider wrote to its prompt cache and bills as such."""
 
@@ -103,8 +103,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """Says that the sampled tokens in the range ``[start, end)`` came from version ``version`` of
-    the policy, since weights may change while a reply is sampled."""
+    """The policy version that sampled the tokens ``[start, end)`` of a reply. Weights may change
+    while a reply is being sampled, so a reply can have several spans."""
 
     start: int
     end: int
@@ -112,7 +112,7 @@ class VersionSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The reply to one request. Every client returns replies in this form."""
+    """The reply of a model to one request. Every client returns replies in this form."""
 
     message: Message
     usage: Usage = Usage()
@@ -120,29 +120,29 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     model: str = ""
     """Name of the model as the server reported it."""
     cost: float | None = None
-    """Dollars; None if the model has no price."""
+    """Cost in dollars. None if the model has no price."""
     seconds: float = 0.0
-    """Duration of the request."""
+    """Duration of the request in seconds."""
     prompt_ids: tuple[int, ...] | None = None
-    """Token ids of the whole prompt, if the server returns them. In a trajectory and a journal,
-    only the ids after the turn's ``reused_ids``."""
+    """Token ids of the whole prompt, if the server returns them. In a trajectory or journal, only
+    those after the turn's first ``reused_ids`` ids."""
     token_ids: tuple[int, ...] | None = None
     """Sampled token ids, including the one that ended the reply."""
     logprobs: tuple[float, ...] | None = None
     """Log-probability of each sampled token under the distribution that it was drawn from."""
     versions: tuple[VersionSpan, ...] | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token, the ids that top-p and top-k left to draw from. A trainer uses them
+    """For each sampled token, the ids that top-p and top-k left to choose from. A trainer uses them
     to renormalize as the sampler did. None if nothing was excluded."""
     routes: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token, the experts that the token before it was sent to in a mixture: k for
-    each layer in turn. None if the engine does not report them."""
+    """For each sampled token, the experts that processed the token before it in a mixture of
+    experts: k ids for each layer in turn. None if the engine does not report them."""
     filter: str = ""
-    """Reason the reply was stopped, as the server named it, if ``finish`` is ``content_filter``:
-    ``SAFETY``, ``refusal``."""
+    """The server's name for the reason it stopped the reply, such as ``SAFETY`` or ``refusal``. Set
+    if ``finish`` is ``content_filter``."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """For each sampled token, the likeliest ids with their log-probabilities, likeliest first, of
-    the distribution that it was drawn from. None unless the request asked for them."""
+    """For each sampled token, the most likely ids with their log-probabilities, most likely first,
+    under the distribution that it was drawn from. None unless the request asked for them."""
 
     def __post_init__(self) -> None:
         if self.token_ids is None:

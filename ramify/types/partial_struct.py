@@ -1,5 +1,5 @@
-"""Define short forms of structs, which have the same data but fewer fields, for readers that need
-only those fields.
+"""Check short forms of structs, for readers that need only some of the fields. A short form has the
+same tag as the whole struct but fewer fields.
 
     @check_short_form(ReplyReceived)
     class ReplyOutline(Event, frozen=True, tag="Replied"):
@@ -7,9 +7,9 @@ only those fields.
         turn: int
 
 The decoder skips fields that a type does not name, so a short form is decoded several times faster.
-A field that the whole struct does not have would then always have its default, without an error:
-renaming a field would show as a zero on a page. So the decorator compares both when the short form
-is defined.
+If a field is renamed in the whole struct only, the short form's field would silently keep its
+default, and a page would show a zero. The decorator therefore compares both when the short form is
+defined.
 
 The short forms of events are in ``store/short_events.py``.
 """
@@ -25,8 +25,9 @@ Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
 def check_short_form(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
-    """Return a class decorator that checks a short form of the struct ``whole``. The decorator
-    raises TypeError if the short form has a field or a tag that ``whole`` does not have."""
+    """Return a class decorator that checks a short form against the complete struct ``whole``.
+    The decorator raises TypeError if the short form has a field or a tag that ``whole`` does not
+    have."""
 
     def check(short: Short) -> Short:
         strange = [name for name in short.__struct_fields__ if name not in whole.__struct_fields__]

@@ -1,13 +1,13 @@
-"""Pictures in a conversation: how they are recognised, how a message refers to them, and what
-stands for them in a session.
+"""Handle pictures in a conversation: recognise them, refer to them in messages, and represent them
+in a session.
 
     bytes ── picture_from_bytes ──> Picture(digest, kind, …)              in messages, the journal
     Picture.as_reference() ──> {"picture": digest, "name": …, "kind": …}  in a context, a session
 
-A picture may be sent if it is PNG, JPEG or WebP, and at most as large as the strictest API accepts.
-Only the header is read, so a small file that claims to have billions of pixels costs nothing. The
-bytes are kept by ``engine/run_pictures.py``; ``clients/picture_token_costs.py`` estimates how many
-tokens a picture costs.
+A picture may be sent if it is PNG, JPEG or WebP and no larger than the strictest API accepts. Only
+the header is read, so a small file that claims to have billions of pixels costs nothing.
+``engine/run_pictures.py`` keeps the bytes, and ``clients/picture_token_costs.py`` estimates how
+many tokens a picture costs.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ import msgspec
 PictureKind = Literal["png", "jpeg", "webp"]
 
 MAX_PICTURE_BYTES = 3_932_160
-"""Maximum size of one picture. Anthropic's API accepts 5 MiB of base64."""
+"""Maximum size of one picture in bytes. Anthropic's API accepts 5 MiB of base64."""
 MAX_SIDE = 8000
-"""Maximum width and height in pixels, as Anthropic's API states it."""
+"""Maximum width and height in pixels, according to Anthropic's API."""
 MAX_PICTURES = 20
 """Maximum number of pictures in one request. Above this, Anthropic's API accepts only smaller
 pictures."""
 MAX_REQUEST_BYTES = 20_000_000
-"""Maximum size of all pictures of a request together. Anthropic's API accepts 32 MB with base64."""
+"""Maximum total size of all pictures in a request, in bytes. Anthropic's API accepts 32 MB with
+base64."""
 _KEYS = {"picture", "name", "kind", "width", "height", "bytes"}
-"""Keys of the dict that stands for a picture."""
+"""Keys of the dict that represents a picture."""
 _NUM_CHECKED = 1000
 _MAX_DEPTH = 8
-"""Pictures that are nested deeper in a context are not found."""
+"""Pictures nested deeper than this in a context are not found."""
 _FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""JPEG markers of a frame header, which holds the size."""
+"""JPEG markers of a frame header, which contains the picture's size."""
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 _MAX_SEGMENTS = 10_000
 
 
 class NotAPicture(ValueError):
     """Raised if bytes are not a picture, or if the picture is damaged. The message completes a
-    sentence that begins with the name of the picture."""
+    sentence that begins with the picture's name."""
 
 
 class PictureTooLarge(NotAPicture):
-    """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. The caller could scale it
-    down."""
+    """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. The caller may scale it
+    down and try again."""
 
 
 class PictureBytes(msgspec.Struct, frozen=True):
-    """A picture that a user's tool returns. The session gets a dict that stands for the picture,
-    and can show the picture to models.
+    """A picture that a user's tool returns. The session receives a dict that represents the
+    picture, and can show the picture to models.
 
     Example:
         return ramify.PictureBytes(open("camera.jpg", "rb").read(), "camera.jpg")
@@ -61,11 +62,11 @@ class PictureBytes(msgspec.Struct, frozen=True):
     data: bytes
     """Contents of a PNG, JPEG or WebP file."""
     name: str = ""
-    """Name that the session sees."""
+    """The picture's name in the session."""
 
 
 class PictureSize(msgspec.Struct, frozen=True):
-    """The format, width and height of a picture, as stated in the header of its file."""
+    """The format, width and height of a picture, as stated in its file header."""
 
     kind: PictureKind
     width: int
@@ -75,14 +76,15 @@ class PictureSize(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reference to a picture by the hash of its bytes, with the format and size.
+    """A reference to a picture by the hash of its bytes, with its format and size.
 
     >>> ramify.Picture("9f86…", "png", 640, 480, 20_113, "chart.png").media_type
     'image/png'
     """
 
     digest: str
-    """SHA-256 of the bytes in hexadecimal digits; also the name of their blob in a store."""
+    """SHA-256 of the bytes in hexadecimal digits. The picture's blob in a store has the same
+    name."""
     kind: PictureKind
     width: int
     """Pixels."""
@@ -90,14 +92,14 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pixels."""
     num_bytes: int
     name: str = ""
-    """Name of its file or page; empty for a picture that a session made."""
+    """Name of the picture's file or page. Empty for a picture that a session created."""
 
     @property
     def media_type(self) -> str:
         return f"image/{self.kind}"
 
     def as_reference(self) -> dict[str, Any]:
-        """Return the dict that stands for the picture in a session. The dict does not contain the
+        """Return the dict that represents the picture in a session. The dict does not contain the
         bytes."""
         return {
             "picture": self.digest,
@@ -113,8 +115,8 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def picture_from_bytes(data: bytes, name: str = "") -> Picture:
-    """Return a reference to the picture whose file content is ``data``. Raises NotAPicture if
-    ``data`` is not a picture."""
+    """Return a reference to the picture whose file contents are ``data``. Raises NotAPicture if
+    ``data`` is not a picture, and PictureTooLarge if it is too large."""
     import hashlib
 
     size = size_of(data)
@@ -132,8 +134,8 @@ def picture_from_bytes(data: bytes, name: str = "") -> Picture:
 
 
 def size_of(data: bytes) -> PictureSize:
-    """Read the format and size from a picture's header, and check that the end of the picture is
-    there. Raises NotAPicture if not."""
+    """Read a picture's format and size from its header, and check that the picture is not
+    truncated. Raises NotAPicture if ``data`` is not a complete picture."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _png(data)
     elif data.startswith(b"\xff\xd8\xff"):
@@ -188,8 +190,8 @@ def _webp(data: bytes) -> PictureSize:
 
 
 def picture_digest(value: Any) -> str | None:
-    """Return the hash of a picture if ``value`` is a dict that stands for one, and None for any
-    other value. The value may come from a hostile session, so it is checked."""
+    """Return the hash of the picture that the dict ``value`` represents. Returns None for any other
+    value. The value may come from a hostile session, so it is checked."""
     if not isinstance(value, dict) or value.keys() != _KEYS:
         return None
     digest = value["picture"]
@@ -197,7 +199,7 @@ def picture_digest(value: Any) -> str | None:
 
 
 def has_pictures(context: Any) -> bool:
-    """Return True if ``context`` is a picture, or if one of its first items is one."""
+    """Return True if ``context`` is a picture, or if one of its first 1000 items is one."""
     if picture_digest(context) is not None:
         return True
     if not isinstance(context, dict | list | tuple):
@@ -207,7 +209,7 @@ def has_pictures(context: Any) -> bool:
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
-    """Return the dicts in a context that stand for pictures, each picture once, in order of
+    """Return the dicts in a context that represent pictures. Each picture occurs once, in order of
     appearance."""
     return list({value["picture"]: value for value in _values_in(value, 0)}.values())
 
@@ -222,7 +224,7 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return the line that represents a picture in the text of a prompt. The picture itself is
-    attached to the prompt."""
+    """Return the line of text that represents a picture in a prompt. The picture itself is attached
+    to the prompt."""
     size = f"{value.get('width')} × {value.get('height')} pixels"
     return f"[the picture {value.get('name')!s:.200}, {value.get('kind')!s:.10}, {size}]"

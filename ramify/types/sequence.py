@@ -1,5 +1,5 @@
-"""The training data: token sequences with one or more values per token (streams), and the batch
-that packs several sequences together.
+"""Define the training data: token sequences with values for each token (streams), and batches that
+pack several sequences together.
 
     TokenSequence: one path             Batch: a forest; shared prefixes are stored once
     token_ids   1 2 3 7 8               token_ids  1 2 3 7 8 9
@@ -35,51 +35,52 @@ else:  # numpy is installed only with the trainer
 
 
 class SamplingMask(msgspec.Struct):
-    """The token ids that the sampler could have drawn at each position. It is recorded if top-p or
-    top-k truncated the vocabulary."""
+    """The token ids that the sampler could have drawn at each position. Recorded if top-p or top-k
+    truncated the vocabulary."""
 
     offsets: Ints
-    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; an empty slice means the
-    whole vocabulary."""
+    """Token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``, [T + 1]. An empty slice means
+    the whole vocabulary."""
     ids: Ints
-    """[M]"""
+    """Token ids of all positions, concatenated, [M]."""
 
 
 class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
-    """One path through the turns of a call, from the first token to the last, with the values that
-    training needs per token."""
+    """One path through the turns of a call, from its first to its last token, with the values that
+    training needs for each token."""
 
     token_ids: Ints
-    """[T]"""
+    """Ids of the T tokens, [T]."""
     mask: Bools
-    """[T] True if the policy sampled the token."""
+    """True if the policy sampled the token, [T]."""
     sampler_logprobs: Floats
-    """[T] log-probability at sampling time, under the distribution that the token was drawn from; 0
-    for prompt tokens."""
+    """Log-probability under the distribution that the token was drawn from, [T]. It is 0 for prompt
+    tokens."""
     advantages: Floats
-    """[T]"""
+    """Advantage of each token, [T]."""
     rl: Floats
-    """[T] weight of the policy-gradient loss."""
+    """Weight of each token in the policy-gradient loss, [T]."""
     ce: Floats | None = None
-    """[T] weight of the cross-entropy loss; None for no such loss."""
+    """Weight of each token in the cross-entropy loss, [T]. None: no such loss."""
     kd: Floats | None = None
-    """[T] weight of the distillation loss; None for no such loss."""
+    """Weight of each token in the distillation loss, [T]. None: no such loss."""
     versions: Ints | None = None
-    """[T] policy version that sampled the token, -1 for prompt tokens; None if unknown."""
+    """Policy version that sampled each token, or -1 for prompt tokens, [T]. None if unknown."""
     streams: dict[str, Floats] = msgspec.field(default_factory=dict)
-    """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k.
-    """
+    """Further per-token values by name, such as old and reference logprobs, values, or the
+    teacher's top k. Each has shape [T] or [T, k]."""
     kept: SamplingMask | None = None
-    """None if every token was drawn from the whole vocabulary."""
+    """Token ids that the sampler could choose from. None if every token was drawn from the whole
+    vocabulary."""
     routes: Ints | None = None
-    """[T, J] the experts that the token before was sent to when this one was sampled, J = layers
+    """Experts that processed the preceding token when this one was sampled, [T, J], with J = layers
     times experts per token; -1 for unknown. None if no engine reported them."""
     temperature: float = 1.0
     """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
-    """Name for error messages: ``7c1f/call=0.3``."""
+    """Name for error messages, such as ``7c1f/call=0.3``."""
     item: str = ""
-    """Id of the task's item that the rollout was for; empty if there is none."""
+    """Id of the task item that was rolled out. Empty if there is none."""
 
     def __post_init__(self) -> None:
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
@@ -105,49 +106,49 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """The tokens ``[start, end)`` of a batch. They attend causally to themselves and to the
-    segments before them in the same sequence (their ancestors)."""
+    """A range of tokens ``[start, end)`` in a batch. Its tokens attend causally to each other and
+    to the segments before it in the same sequence (its ancestors)."""
 
     start: int
     end: int
     parent: int
-    """Index of the segment that this one continues; -1 for a root."""
+    """Index of the segment that this one continues, or -1 for a root."""
 
 
 class Batch(msgspec.Struct, eq=False, kw_only=True):
-    """A batch of token sequences, ready for the device. Sequences are packed as a forest in which
-    shared prefixes are stored once."""
+    """A batch of token sequences, ready for the device. The sequences are packed as a forest, in
+    which shared prefixes are stored once."""
 
     token_ids: Ints
-    """[T]"""
+    """Ids of all T tokens of the forest, [T]."""
     positions: Ints
-    """[T] depth of the token in its path, from 0."""
+    """Depth of each token in its path, from 0, [T]."""
     segments: list[Segment]
-    """[S] in preorder: each directly before its descendants. Together they cover [0, T) in order.
-    """
+    """The S segments in preorder: each comes directly before its descendants. Together they cover
+    [0, T)."""
     sources: Ints
-    """[E] index of the token before the entry's token; its hidden state predicts the entry."""
+    """Index of the token before each of the E entries' tokens, [E]. Its hidden state predicts the
+    entry."""
     targets: Ints
-    """[E] id of the entry's token."""
+    """Token id of each entry, [E]."""
     streams: dict[str, Floats]
-    """Each [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``, ``kd``,
-    ``temperature`` and the named streams of the sequences."""
+    """Values of each entry, [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``,
+    ``kd``, ``temperature`` and the named streams of the sequences."""
     denominators: dict[str, float]
-    """Loss component -> divisor of its weighted sum, over all batches of the step."""
+    """Divisor of each loss component's weighted sum, over all batches of the step."""
     sequences: dict[int, str]
-    """Index of each sequence with entries here, in the list that was packed -> its name."""
+    """Names of the sequences with entries here, by their index in the packed list."""
     owners: Ints
-    """[E, 2] index of the sequence that the entry belongs to, and index of its token in that
-    sequence."""
+    """Index of each entry's sequence, and of its token in that sequence, [E, 2]."""
     versions: Ints | None = None
-    """[E] policy version that sampled the entry's token; None if unknown."""
+    """Policy version that sampled each entry's token, [E]. None if unknown."""
     kept: SamplingMask | None = None
-    """Sampling support of the entries; its offsets are [E + 1]."""
+    """Token ids that the sampler could choose from for each entry. Its offsets are [E + 1]."""
     routes: Ints | None = None
-    """[E, J] as in ``TokenSequence``, of the entries' tokens."""
+    """Experts of each entry's token as in ``TokenSequence``, [E, J]."""
     token_weights: Floats | None = None
-    """[T] 1 / the number of times that the step's batches compute the token, so that each token of
-    the forest counts once; None: 1 for all."""
+    """Weight of each token, [T]: 1 / the number of times that the step's batches compute it. Each
+    token of the forest then counts once. None: 1 for all."""
 
     def __post_init__(self) -> None:
         num_tokens, num_entries = len(self.token_ids), len(self.sources)
@@ -168,8 +169,8 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
 
 
 def check_segments(segments: list[Segment], num_tokens: int) -> None:
-    """Raise ValueError if ``segments`` do not cover all tokens with each segment after its parent
-    (preorder)."""
+    """Raise ValueError if ``segments`` do not cover all tokens in preorder, with each segment after
+    its parent."""
     end = 0
     ancestors: list[int] = []
     for index, segment in enumerate(segments):
@@ -200,24 +201,23 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
 
 
 def call_of(name: str) -> str:
-    """Return the name of the call that a token sequence belongs to: ``7c1f/call=0.3`` for the
-    sequence ``7c1f/call=0.3/path=1``."""
+    """Return the name of the call that a token sequence belongs to. For example,
+    ``7c1f/call=0.3/path=1`` belongs to ``7c1f/call=0.3``."""
     return name.partition("/path=")[0]
 
 
 def rollout_of(name: str) -> str:
-    """Return the name of the rollout that a token sequence belongs to: ``7c1f`` for the sequence
-    ``7c1f/call=0.3/path=1``."""
+    """Return the name of the rollout that a token sequence belongs to. For example,
+    ``7c1f/call=0.3/path=1`` belongs to ``7c1f``."""
     return name.partition("/call=")[0]
 
 
 SequenceUnit = Literal["call", "rollout"]
-"""What a loss over sequences takes as one sequence: the tokens that one call sampled, or those that
-all calls of a rollout sampled."""
+"""What a sequence-level loss treats as one sequence: the tokens sampled in one call, or in all
+calls of a rollout."""
 
 
 def sequence_group_key(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
-    """Return a key that is the same for all token sequences of one call, or of one rollout if
-    ``unit`` is ``rollout``. The key is taken from the sequence's name; without a name, it is
-    ``index``."""
+    """Return a key shared by all token sequences of one call, or of one rollout if ``unit`` is
+    ``rollout``. The key is taken from the sequence's name. Without a name, it is ``index``."""
     return (call_of(name) if unit == "call" else rollout_of(name)) or index

@@ -1,14 +1,14 @@
-"""Find the calls that differ from their siblings, and say how. Siblings are the calls of the same
-kind that one cell (one block of a session's code) made.
+"""Find calls that differ from their siblings, and say how. Siblings are the calls of the same kind
+that one code cell of a session made.
 
     0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "sheet 8 returned 1,414; its siblings
                                                       about 29,877"
 
-Siblings are compared once their cell has run. A sibling differs by an error, by the type of its
-answer, by a number or a length more than three median deviations from the median (scaled so that a
-normal distribution has one standard deviation), or by its answer if others were asked the same
-question about the same context. The page draws them (viewer/static); the tree is built in
-call_tree.py.
+Siblings are compared once their cell has run. A call may differ by an error, by the type of its
+answer, or by its answer to a question that others were asked about the same context. It also
+differs if its number or its length is more than three median absolute deviations from the median,
+scaled to be standard deviations of a normal distribution. The page (viewer/static) shows such
+calls, and call_tree.py builds the tree.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from ramify.types.call_node import CallNode, parse_number
 from ramify.types.sibling_question_diff import SiblingQuestions
 
 MIN_SIBLINGS = 4
-"""Fewer siblings are compared only if they were asked the same question."""
+"""Minimum number of siblings to compare. Fewer are compared only if they were asked the same
+question."""
 _MAX_SHOWN = 40
 _DEVIATIONS = 3.0
 _SCALE = 1.4826
-"""Standard deviation of a normal distribution, in median deviations."""
+"""Standard deviation of a normal distribution in units of its median absolute deviation."""
 _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
 
 
 class SiblingOutlierFinder:
-    """Collects the calls that each cell of code makes. Once a cell has run, its calls are compared
-    to find outliers."""
+    """Find outliers among the calls that one code cell made. Calls are collected while the cell
+    runs and compared when it has run."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
     def add(self, node: CallNode, question: str) -> list[CallNode]:
-        """Add a call to the calls of its cell. ``question`` is the whole question of the call.
-        Returns the earlier siblings whose question must now be shown differently, because they
-        share less with the new one (``CallNode.telling``)."""
+        """Add a call to the calls of its cell. ``question`` is the call's complete question.
+        Returns earlier siblings whose short question (``CallNode.telling``) must now be shown
+        differently, because they share less text with the new one."""
         if (parent := node.parent) is None:
             return []
         place = (parent.call, parent.turn, parent.cell)
@@ -55,8 +56,8 @@ class SiblingOutlierFinder:
         return changed
 
     def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
-        """Compare the calls of a cell, mark those that differ from their siblings, and return the
-        marked ones."""
+        """Compare the calls of a cell, and mark those that differ from their siblings. Returns the
+        marked calls."""
         group = self._groups.get((call, turn, cell), ())
         kinds = {node.kind for node in group}
         marked = []
@@ -73,8 +74,8 @@ class SiblingOutlierFinder:
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Find the siblings that differ from the others. Returns a mapping from the index of such a
-    sibling to a sentence, without its subject, that says how it differs."""
+    """Find the siblings that differ from the others. Returns the index of each, with a sentence
+    (without its subject) that says how it differs."""
     found = _by_question(siblings)
     if len(siblings) < MIN_SIBLINGS:
         return found
@@ -92,9 +93,8 @@ def _failure(node: CallNode, count: int) -> str:
 
 
 def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Find the calls whose answer disagrees with the majority, among siblings that were asked the
-    same question about the same context. Returns a sentence about each, by its index in
-    ``siblings``."""
+    """Find calls whose answer disagrees with the majority of siblings that were asked the same
+    question about the same context. Returns a sentence about each, by its index in ``siblings``."""
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(siblings):
         groups.setdefault(node.subject, []).append(index)
@@ -151,17 +151,17 @@ def _about(value: float) -> str:
 
 
 def _kind_and_value(node: CallNode) -> str:
-    """Return a description of a call's answer: its type and its beginning, such as ``text: “none
-    found”``, or ``nothing`` for a call without an answer."""
+    """Describe a call's answer by its type and its beginning, such as ``text: “none found”``.
+    Returns ``nothing`` for a call without an answer."""
     kind = _NAMES.get(node.answer_kind)
     return f"{kind}: {short_answer(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Find the values that are more than three median deviations from the median. Returns the index
-    of each such value, with the median.
+    """Find values that are more than three scaled median absolute deviations from the median.
+    Returns the index of each such value, with the median.
 
-    If more than half of the values are the same, only a single different one is far.
+    If more than half of the values are equal, a different value counts only if it is the only one.
     """
     from statistics import median
 

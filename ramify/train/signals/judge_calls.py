@@ -1,13 +1,13 @@
-"""Lets judges call models through the same client pool as rollouts, but within their own budget.
+"""Let judges call models through the same client pool as rollouts, but within a separate budget.
 Each call is recorded in the rollout's tree.
 
     judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
           ── RateLimitedClientPool.ask (gates, rate limits, retries) ──> Reply
           └─ a call of kind ``judge``, below the call that it is about
 
-Since judges and rollouts share one pool, they also share its rate limits. One ledger counts the
-calls of all judges of a run. A call is first stored in the signal's score, and added to the tree
-once the training data of the rollout has been extracted, so it is never trained on.
+Judges and rollouts share one pool, so they also share its rate limits. One ledger counts the calls
+of all judges of a run. A call is first stored in the signal's score. It is added to the tree only
+after the rollout's training data was extracted, so it is never trained on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, 
 POLICY = "policy"
 """Model name by which a judge selects the policy being trained."""
 BUDGET = Limits(max_calls=10_000_000, max_tokens=1_000_000_000_000)
-"""Budget of a run's judges for calls and tokens; their cost is limited like the run's."""
+"""Default limits on calls and tokens of all judges of a run. Their cost is limited with the
+run's."""
 DECIMALS = 4
-"""Decimals of stored per-token numbers, of which there are many."""
+"""Decimals of stored per-token numbers. Rounding saves space, because there are many of them."""
 
 
 class JudgeModelAccess:
-    """Gives the judges of a run access to models, with a common budget and cache. It belongs to one
-    event loop."""
+    """Give the judges of a run access to models, with a shared budget and cache. Use it from one
+    event loop only."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class JudgeModelAccess:
         own: Mapping[str, Client] | None = None,
         cache: CallCache | None = None,
     ) -> None:
-        """Create the access to models through ``pool``. ``own`` maps model names to clients that
-        need no connection, such as ``policy``."""
+        """Set up access to models through ``pool``. ``own`` maps model names such as ``policy`` to
+        clients that need no connection."""
         self.pool = pool
         self._own = dict(own or {})
         self._cache = cache
@@ -58,13 +59,12 @@ class JudgeModelAccess:
     def trajectory_caller(
         self, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> ModelCaller:
-        """Return a function with which judges ask models about one trajectory for one signal. Its
-        calls are recorded in the signal's score."""
+        """Return a function with which judges ask models about one trajectory for one signal. It
+        records its calls in ``reading``, the signal's score."""
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """Ask a model, and return the client's name and the reply. If the reply is cached, it costs
-        nothing."""
+        """Ask a model, and return the client's name and the reply. A cached reply costs nothing."""
         client = self._own.get(model) or self.pool.client(model)
         digest = request_hash(client.name, request)
         cached = self._cache.get(digest) if self._cache is not None else None
@@ -81,7 +81,7 @@ class JudgeModelAccess:
 
 
 class _TrajectoryCaller:
-    """Asks models about one trajectory for one signal, and records the calls. Implements
+    """Ask models about one trajectory for one signal, and record the calls. Implements
     ``ModelCaller``."""
 
     def __init__(
@@ -122,8 +122,8 @@ class _TrajectoryCaller:
 
 
 class RequestBudgetReservation:
-    """The budget of one request. It is reserved in every given ledger before the request is sent,
-    and settled when the reply has arrived."""
+    """Reserve the budget of one request in one or more ledgers. The worst case is reserved before
+    the request is sent. The actual use is charged when the reply has arrived."""
 
     def __init__(self, client: Client, request: Request, *ledgers: BudgetLedger) -> None:
         most = Usage(
@@ -166,9 +166,9 @@ class RequestBudgetReservation:
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls and the signals' numbers to a trajectory. Each call is added below the
-    call that it is about, and numbered after that call's children. The numbers become annotations
-    under the signal's name: on turns, and as a separate reward on the root."""
+    """Add the judges' calls and the signals' numbers to a trajectory. Each call is placed below the
+    call that it is about, after its existing children. The numbers become annotations under the
+    signal's name: on turns, and as a separate reward on the root."""
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None
@@ -188,7 +188,7 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
-    """Yield the annotations of one signal. Numbers that are not finite are never stored."""
+    """Yield the annotations of one signal. Numbers that are not finite are left out."""
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
         yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):

@@ -1,5 +1,5 @@
-r"""Signals that are computed from a rollout by rules, without asking a model (except for a rubric):
-its outcome, its tool use and its format.
+r"""Signals that are computed by rules: a rollout's outcome, its tool use and its format. Only a
+rubric, which may grade the outcome, asks a model.
 
     outcome    a verifier decides whether a rollout is right, and tool use shapes how wrong a wrong
                one is; this number replaces the task's reward:
@@ -12,9 +12,9 @@ its outcome, its tool use and its format.
                pattern=r"```repl\n.*?```"     a reply with a code block
                last=r"\\boxed\{.+\}"          the last reply has a different format
 
-A wrong answer stays below zero however many tools it used, and a right one gets no bonus, so
-shaping can never reward a wrong answer. Without a verifier, the task's own total reward is used.
-Always evaluate on the task's reward, never on this number.
+A wrong answer stays below zero however many tools it used, and a right one gets no bonus. Shaping
+can therefore never reward a wrong answer. Without a verifier, the task's own total reward decides
+whether a rollout is right. Always evaluate on the task's reward, never on this number.
 
 Code that runs can still be wrong, and a policy that is rewarded for running code learns to run
 code. Keep the weight of the tool-use signal small, and watch how tool use correlates with the
@@ -101,12 +101,12 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def tool_shaped_outcome(right: bool, num_calls: int) -> float:
-    """Return the outcome of a rollout, given the number of its tool observations (``num_calls``). A
-    right answer gets 1. A wrong one gets a negative number that rises with the number of
-    observations, up to -0.6.
+    """Return the outcome of a rollout, shaped by its number of tool observations (``num_calls``). A
+    right answer gets 1. A wrong one gets a negative number that rises with each observation, up to
+    -0.6.
 
     Example:
-        shaped(right=False, num_calls=12)    # -0.6
+        tool_shaped_outcome(right=False, num_calls=12)    # -0.6
     """
     return RIGHT if right else min(CAP, WORST + PER_CALL * (num_calls - FREE))
 
@@ -126,19 +126,19 @@ class OutcomeSignal(
     """
 
     verifier: str = ""
-    """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item);
-    empty: use the task's own reward."""
+    """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item).
+    Empty: the task's own reward is used."""
     rubric: Rubric | None = None
     """A rubric by which a judge model grades, instead of a verifier."""
     model: str = ""
     """The judge model for a rubric, as ``provider:model``."""
     sampling: Sampling = Sampling(2048, temperature=0.0)
     passed: float = 0.5
-    """Minimum score of a right answer."""
+    """Minimum score of an answer that counts as right."""
     tools: bool = True
-    """Whether tool use shapes the outcome of a wrong answer; otherwise it is -1."""
+    """True: tool use shapes the outcome of a wrong answer. False: a wrong answer always gets -1."""
     raw: bool = False
-    """Use the score itself, neither mapped to ±1 nor shaped."""
+    """Use the score unchanged, without mapping it to ±1 and without shaping."""
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         item = context.items.get(group.task)
@@ -200,7 +200,7 @@ class OutcomeSignal(
 
 
 MAX_CHARS = 50_000
-"""Only this many characters at the end of a reply are searched."""
+"""Only this many characters at the end of a reply are searched for the pattern."""
 
 
 class FormatSignal(
@@ -214,10 +214,10 @@ class FormatSignal(
     """Format check that gives a number per turn; implements ``Signal``."""
 
     pattern: str
-    """Regular expression that a reply must contain; a dot also matches newlines."""
+    """Regular expression that a reply must contain. A dot also matches newlines."""
     last: str = ""
-    """Regular expression that the last reply of a call must contain; empty if ``pattern`` applies
-    to it as well."""
+    """Regular expression that the last reply of a call must contain. Empty: ``pattern`` applies to
+    it too."""
     good: float = 0.0
     bad: float = -1.0
 

@@ -1,13 +1,13 @@
-"""Scores tokens with teachers: computes log-probabilities of given tokens, with the same forward
-pass that trains the policy.
+"""Score tokens with teachers: compute log-probabilities of given tokens with the same forward pass
+that trains the policy.
 
     rows of several groups ── wait while a pass runs ── pack (shared prefixes once)
                            ── trunk, head ──> scores per row
 
-The rows of a group share their prompt up to the position at which a hint was inserted. They are
-packed as in training, so each shared prefix is computed only once. A single thread computes, so
-passes do not compete; rows that arrive during a pass are scored in the next one. Each row is scored
-at the temperature at which it was sampled.
+A row is one token sequence to score. The rows of a group share their prompt up to the position at
+which a hint was inserted. They are packed as in training, so each shared prefix is computed only
+once. A single thread computes, so passes do not compete. Rows that arrive during a pass are scored
+in the next one. Each row is scored at the temperature at which it was sampled.
 
 This file also decides where the weights of teachers come from (``RunTeachers``) and which teachers
 a checkpoint must hold. It rejects a teacher with a different vocabulary before any compute is
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     from ramify.train.backends.single import SingleBackend
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a function in a certain thread, and returns its result."""
+"""Runs a function in a particular thread and returns its result."""
 REFERENCE = "reference"
-"""Subfolder of a run with its initial policy."""
+"""Subfolder of a run that holds its initial policy."""
 CHUNK = 64
 """Maximum rows per pass, so that a large group does not delay others."""
 
 
 class PolicyScorer:
-    """Scores tokens with a policy whose model is in this process. Implements ``TokenScorer``."""
+    """Score tokens with a model that is loaded in this process. Implements ``TokenScorer``."""
 
     def __init__(self, backend: SingleBackend, window: int, num_ids: int, run: Run) -> None:
-        """Create a scorer for the model of ``backend``. ``window`` is the maximum length of a row,
-        and ``num_ids`` the size of the vocabulary. ``run`` executes a function in the thread that
-        the model belongs to."""
+        """Create a scorer for the model of ``backend``. ``window`` is the maximum sequence length
+        in tokens, and ``num_ids`` the size of the vocabulary. ``run`` executes a function in the
+        model's thread."""
         self._backend = backend
         self._window = window
         self._num_ids = num_ids
@@ -64,11 +64,13 @@ class PolicyScorer:
         self.busy_s = 0.0
         """Total compute time in seconds."""
         self.row_tokens = 0.0
-        """Tokens of all rows except plain ones."""
+        """Tokens of all scored sequences, except those that training would score anyway (plain
+        ones)."""
         self.packed_tokens = 0.0
-        """Tokens computed for them: shared prefixes count once, and plain rows are subtracted."""
+        """Tokens actually computed for them. A shared prefix counts once, and plain sequences are
+        subtracted."""
         self.plain_tokens = 0.0
-        """Tokens computed for plain rows, which training does not compute again."""
+        """Tokens computed for plain sequences, which training does not compute again."""
 
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0
@@ -125,7 +127,7 @@ class PolicyScorer:
                 future.set_result(scores)
 
     def compute(self, rows: Sequence[TokenScoringRequest], top: int = 0) -> list[TokenScores]:
-        """Score the given rows immediately, in the current thread."""
+        """Score the given sequences immediately, in the current thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
@@ -158,7 +160,7 @@ class PolicyScorer:
 
 
 class ClientScorer:
-    """Scores tokens with an inference engine that returns log-probabilities of prompts
+    """Score tokens with an inference engine that returns log-probabilities of prompts
     (``InferenceClient.logprobs``). Implements ``TokenScorer``."""
 
     def __init__(self, client: Any) -> None:
@@ -239,7 +241,7 @@ def _scores(row: TokenScoringRequest, logprobs: Any, columns: Mapping[str, Any])
 
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
-    """Raise ConfigError if a teacher has another vocabulary than the policy, since its scores would
+    """Raise ConfigError if a teacher's vocabulary differs from the policy's. Its scores would then
     be for other tokens. The error shows the first difference."""
     policy_ids = policy.tokenizer.get_vocab()
     teacher_ids = teacher.tokenizer.get_vocab()
@@ -258,8 +260,8 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
 
 
 class RunTeachers:
-    """Manages the teachers of one run: loads their weights when a step first needs them, and keeps
-    them up to date."""
+    """Manage the teachers of one run. Their weights are loaded when a step first needs them, and
+    then kept up to date."""
 
     def __init__(
         self,
@@ -274,7 +276,8 @@ class RunTeachers:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """Prepare the teachers of a run. Only those that are checkpoints are loaded now.
+        """Prepare the teachers of a run. Teachers that are checkpoints are loaded now, and all
+        others at first use.
 
         ``sources`` maps the name of each teacher to the decay of its moving average, which only
         ``ema`` uses. ``policy`` is the policy being trained; ``weights`` yields its current
@@ -304,15 +307,15 @@ class RunTeachers:
                 self.models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
-        """Return the teachers for the given step of the stage, by name. If one of them is a moving
-        average of the policy's weights, it is updated first."""
+        """Return the teachers for the given step of the stage, by name. A teacher that is a moving
+        average of the policy's weights is updated first."""
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
 
     def measured(self) -> dict[str, float]:
-        """Return metrics of all teachers since the run began: their compute time in seconds, the
-        tokens they were given, and the tokens that were actually computed."""
+        """Return metrics of all teachers since the run began: compute time in seconds, tokens to
+        score, and tokens actually computed."""
         names = {
             "busy_s": "teacher_s",
             "row_tokens": "teacher_row_tokens",
@@ -329,13 +332,13 @@ class RunTeachers:
 
     @property
     def has_state(self) -> bool:
-        """True if a checkpoint must store the teachers' state. This is the case only for a moving
-        average, which cannot be recomputed."""
+        """True if a checkpoint must store the teachers' state. Only a moving average of weights
+        needs this, because it cannot be recomputed."""
         return "ema" in self._sources
 
     def save(self, folder: Path) -> None:
-        """Write the moving average of the policy's weights to ``folder``. It is the only state of
-        teachers that cannot be recomputed."""
+        """Write the moving average of the policy's weights to ``folder``. All other state of
+        teachers can be recomputed."""
         from ramify.models.load import save_policy
 
         save_policy(self.models["ema"], folder)
@@ -354,7 +357,7 @@ class RunTeachers:
         self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """Update the moving average, and create teachers that do not exist yet. This runs in the
+        """Update the moving average and create teachers that do not exist yet. Runs in the
         teachers' thread."""
         from ramify.models.weights import load_weights
 
@@ -387,10 +390,9 @@ class RunTeachers:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _policy_for(self, name: str, step: int) -> Policy:
-        """Return the policy that the name of a teacher stands for: the current policy itself, a
-        copy of it, the initial policy of the run (``reference``), or an untrained model
-        (``random``). Raises ConfigError if the folder of the initial policy is needed and
-        missing."""
+        """Return the policy behind a teacher's name: the current policy or a copy of it, the run's
+        initial policy (``reference``), or an untrained model (``random``). Raises ConfigError if
+        the initial policy is needed and its folder is missing."""
         from ramify.models.load import from_config, load_policy
 
         policy = self._policy

@@ -7,10 +7,10 @@ is complete, while other rollouts continue.
                             signals read   signals read ── composed into streams
                                                         ── judges' calls added to the tree
 
-This module chooses which signal scores a group and when. It also measures how long each signal was
-running (``NAME/s``; signals overlap with rollouts and with each other), and how long the step
-waited for signals alone (``signals_wait_s``). If a signal fails on a group, it gives no score for
-that group; a bug is raised.
+This module chooses which signal scores a group and when. It also measures how long each signal ran
+(``NAME/s``) and how long the step waited for signals alone (``signals_wait_s``). Signals overlap
+with rollouts and with each other. If a signal fails with a ``RamifyError`` on a group, it gives no
+score for that group. Any other exception is a bug and is raised.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _log = ComponentLogger("train")
 
 
 class TrainingSignalSet:
-    """The training signals of one run and the resources that they share, such as client pool, call
-    cache and teachers."""
+    """The training signals of one run, with the resources that they share: client pool, call cache
+    and teachers."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class TrainingSignalSet:
         temperature: float = 1.0,
         wants_reference: bool = False,
     ) -> None:
-        """Create the set of signals of a run. ``pool`` opens the rollouts' client pool; ``policy``
-        is the client that answers for judges whose model is named ``policy``. Raises ConfigError if
-        a term of ``hybrid`` names a signal that is not given."""
+        """Create the set of signals of a run. ``pool`` opens the client pool of the rollouts.
+        ``policy`` is the client for judges whose model is named ``policy``. Raises ConfigError if a
+        term of ``hybrid`` names an unknown signal."""
         hybrid.check(signals)
         self._signals = dict(signals)
         self._hybrid = hybrid
@@ -85,8 +85,8 @@ class TrainingSignalSet:
 
     @property
     def kept(self) -> Mapping[str, RunTeachers]:
-        """State of the signals that a checkpoint must store, by name. This is the teachers, and
-        only if they have state that cannot be recomputed."""
+        """State that a checkpoint must store, by name. It contains the teachers if they have state
+        that cannot be recomputed, and is otherwise empty."""
         return (
             {"teachers": self._teachers}
             if self._teachers is not None and self._teachers.has_state
@@ -95,8 +95,8 @@ class TrainingSignalSet:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[SignalRunner]:
-        """Return a context manager that opens a ``SignalRunner`` and closes its resources when the
-        rollouts are over."""
+        """Open a ``SignalRunner`` as a context manager. Its resources are closed when the context
+        ends."""
         async with contextlib.AsyncExitStack() as stack:
             judges = None
             if self._pool is not None:
@@ -119,8 +119,8 @@ class TrainingSignalSet:
 
 
 class SignalRunner:
-    """Runs the signals on groups of rollouts and keeps the scores from step to step, since a group
-    may be scored in one training step and used in a later one."""
+    """Run the signals on groups of rollouts and keep the scores from step to step. A group may be
+    scored in one training step and used in a later one."""
 
     def __init__(
         self,
@@ -132,8 +132,7 @@ class SignalRunner:
     ) -> None:
         self.context = context
         self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
-        """Scores by name of the signal and id of the trajectory, for all groups that are not
-        forgotten yet."""
+        """Scores by signal name and trajectory id, for all groups that were not forgotten yet."""
         self._signals = signals
         self._hybrid = hybrid
         self._teachers = teachers
@@ -141,16 +140,17 @@ class SignalRunner:
         self._active: dict[str, Signal] = {}
         """Signals to read in this step: those with non-zero weight, and those without a term."""
         self._running: dict[str, tuple[int, float]] = {}
-        """For each signal that is reading: how many groups, and since when."""
+        """For each signal that is running: the number of groups being scored, and the start
+        time."""
         self._seconds = dict.fromkeys(signals, 0.0)
         self._before: dict[str, float] = {}
         self._reported: set[str] = set()
         self._complete_at = self._read_at = time.perf_counter()
-        """When the latest group was complete, and when the latest reading ended."""
+        """Times at which the latest group became complete and the latest scoring ended."""
 
     async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
-        """Prepare for training step ``step``. ``items`` maps ids to the task items of all groups
-        that may be scored in this step."""
+        """Prepare the signals for training step ``step``. ``items`` maps ids to the task items of
+        all groups that may be scored in this step."""
         scorers = await self._teachers.at(step) if self._teachers is not None else {}
         self.context = msgspec.structs.replace(
             self.context, step=step, items=items, scorers=scorers
@@ -166,8 +166,8 @@ class SignalRunner:
         self._complete_at = self._read_at = time.perf_counter()
 
     async def group(self, group: Group) -> None:
-        """Have every active signal score ``group``, unless all of its rollouts have already been
-        scored."""
+        """Have every active signal score ``group``. A signal that has already scored all of its
+        rollouts is skipped."""
         unread = {
             name: signal
             for name, signal in self._active.items()
@@ -181,25 +181,25 @@ class SignalRunner:
 
     @property
     def readings(self) -> dict[str, dict[str, SignalScore]]:
-        """The scores from each active signal: a mapping from signal name to trajectory id to
-        score."""
+        """Scores of the active signals, by signal name and then by trajectory id."""
         return {name: self._scores[name] for name in self._active}
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Drop the stored scores of ``groups``, which are no longer needed."""
+        """Drop the stored scores of ``groups`` that are no longer needed."""
         for scores in self._scores.values():
             for group in groups:
                 for trajectory in group.trajectories:
                     scores.pop(trajectory.id, None)
 
     def composed(self, algorithm: Algorithm) -> Algorithm:
-        """Return the recipe's hybrid algorithm, supplied with the scores of this training step."""
+        """Return the recipe's hybrid algorithm with the scores of this training step filled in."""
         assert isinstance(algorithm, Hybrid)
         return algorithm.with_readings(self.readings, self.context.step)
 
     def put_on_trees(self, groups: Sequence[Group]) -> None:
-        """Record the judges' calls and each signal's scores in the call trees of the rollouts. Call
-        this after the per-token training data has been made."""
+        """Record the judges' calls and each signal's scores in the rollouts' call trees. Call
+        this only after the training data has been extracted, so that judges' calls are not
+        trained on."""
         for group in groups:
             for trajectory in group.trajectories:
                 put_on_tree(
@@ -212,7 +212,7 @@ class SignalRunner:
                 )
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of the training step that learns from ``groups``: how many rollouts
+        """Return the signals' metrics for the training step that uses ``groups``: how many rollouts
         each signal scored, why others have no score, and how long scoring took."""
         ids = {trajectory.id for group in groups for trajectory in group.trajectories}
         wait_s = max(0.0, self._read_at - self._complete_at)
@@ -293,12 +293,13 @@ SIGNALS = Registry(
         "tools": "ramify.train.signals.outcome:ToolUseSignal",
     },
 )
-"""Name -> the class that implements ``base.Signal``. A user's struct can be restored from a
-checkpoint if its tag is its name, or the place by which it was chosen (``my_judges:Strict``)."""
+"""Maps a name to the class that implements ``base.Signal``. A user's struct can be restored from a
+checkpoint if its tag is its registered name, or the path by which it was chosen
+(``my_judges:Strict``)."""
 
 
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
-    """Build the signals that a recipe names. Raises ConfigError for an unknown name and suggests
+    """Build the signals that a recipe names. Raises ConfigError for an unknown name, and suggests
     the nearest known one."""
     signals: dict[str, Signal] = {}
     for name, spec in specs.items():

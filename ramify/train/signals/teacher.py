@@ -1,6 +1,6 @@
-"""The teacher signal: a teacher model rescores the tokens that the policy sampled, after a hint is
-added to the prompt. A token's score is the teacher's log-probability minus the one at sampling (ℓ_T
-− ℓ_o).
+"""The teacher signal: a teacher model rescores the policy's sampled tokens after a hint was added
+to the prompt. A token's score is its log-probability under the teacher (ℓ_T) minus its
+log-probability at sampling (ℓ_o).
 
     path     P P P u u u </u> <a> r r r </a> o o o <a> r r
     row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r
@@ -8,12 +8,12 @@ added to the prompt. A token's score is the teacher's log-probability minus the 
 
     P prompt, u last user message, h hint at the end of that message, r sampled, o observed
 
-The difference is positive if the hint makes the token more likely. It is minus a one-sample
+The difference is positive if the hint makes the token more likely. Its negative is a one-sample
 estimate of the reverse KL from policy to teacher. Everything is done on ids: the hint's ids are
 inserted into the prompt's, and the response ids are checked to be unchanged. Without hints
 (``hints=None``) this is on-policy distillation from the source. A turn that cannot be scored gets
-no number, never zeros. This module builds the rows, chooses among the hints, and makes the signal
-from the scores; log-probabilities are computed by scorer.py.
+no number, never zeros. This module builds the rows (token sequences to score), chooses among the
+hints, and makes the signal from the scores. Log-probabilities are computed by scorer.py.
 
 Legend: N tokens sampled in a turn, k candidates per position.
 """
@@ -47,7 +47,7 @@ from ramify.types.trajectory import Call, Group, Trajectory
 _log = ComponentLogger("train")
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
 ALL = -1
-"""Value of ``top`` for the whole vocabulary."""
+"""Value of the option ``top`` that requests the whole vocabulary."""
 
 
 class TeacherSignal(
@@ -76,27 +76,26 @@ class TeacherSignal(
     pass over the row without the hint, by the code that scores the teacher. That is exact even if
     sampler and trainer round differently (bf16), and costs half of a forward pass."""
     top: int | None = None
-    """Candidates per position, for losses over more than the sampled token; -1: the whole
-    vocabulary; None: none."""
+    """Candidates per position, for losses over more than the sampled token. -1: the whole
+    vocabulary. None: no candidates."""
     support: Literal["teacher", "student"] = "teacher"
-    """Whose most likely tokens are the candidates."""
+    """Whose most likely tokens are the candidates, the teacher's or the policy's (``student``)."""
     choose: Literal["first", "overlap"] = "first"
-    """How to choose among several accepted hints: ``first`` as ordered by their source, or
-    ``overlap``, the one whose teacher shares most of its top tokens with the policy."""
+    """How to choose among several accepted hints. ``first``: the source's first hint. ``overlap``:
+    the hint with which the teacher's top tokens agree most with the policy's."""
     overlap: int = 4
-    """Number of most likely tokens per position to compare."""
+    """Number of most likely tokens per position that ``choose="overlap"`` compares."""
     evidence: float | None = None
-    """Only tokens whose log-probability the hint changes by more than this count, so that tokens
-    which it does not affect are not pulled towards an old teacher. Needs one more teacher pass.
-    None: all tokens count."""
+    """Minimum change of a token's log-probability by the hint; smaller changes count as 0. Tokens
+    that the hint does not affect are then not pulled towards an old teacher. Needs one more teacher
+    pass. None: all tokens count."""
     turns: Literal["all", "named"] = "all"
-    """Which turns are scored: ``all`` from the hint on, or ``named``, those up to the turn that the
-    hint is about. Later turns have already seen what the hint says, so the teacher adds little
-    there."""
+    """Which turns are scored. ``all``: every turn from the hint on. ``named``: only turns up to the
+    one that the hint is about, since later turns have already seen what the hint says."""
     cut_off: bool = False
     """Also score trajectories that were cut off by a limit."""
     ema_decay: float = 0.05
-    """Weight of the current policy in each step's average."""
+    """Weight of the current policy when the moving average is updated in each step."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hints, str | Mapping):
@@ -119,7 +118,8 @@ class TeacherSignal(
 
     @property
     def scorer_names(self) -> tuple[str, ...]:
-        """The names of the scorers that this signal needs, such as the teacher model."""
+        """Names of the models that this signal needs: its teacher, and ``live`` if the policy must
+        score too."""
         needs_student = (
             self.student == "recomputed"
             or self.choose == "overlap"
@@ -198,7 +198,7 @@ class TeacherSignal(
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[ReplyTokenSpan]:
-        """Return the spans of ``path`` to score for a hint at turn ``place``. If several turns have
+        """Return the token spans to score for a hint at turn ``place``. If several turns have
         hints, each hint applies only to its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
@@ -215,8 +215,8 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[ReplyTokenSpan]]:
-        """Return three things: the token sequence with the hint for the teacher to score, the same
-        sequence without the hint, and the token spans to score."""
+        """Build the scoring requests for one hint. Returns the token sequence with the hint for the
+        teacher, the same sequence without the hint, and the token spans to score."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
@@ -244,7 +244,9 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> list[int]:
-        """Return the token ids of ``prompt`` with the hint inserted at the end of its last message.
+        """Return the token ids of ``prompt`` with the hint added to the end of its last message.
+        The messages are rendered with and without the hint, and only the ids that differ are
+        replaced.
 
         The messages are rendered with and without the hint, and only the ids that differ are
         replaced.
@@ -278,8 +280,8 @@ class TeacherSignal(
         hints: Sequence[HintsForTrajectory],
         context: SignalContext,
     ) -> None:
-        """Score all token sequences with hints by the teacher in one pass. If the policy's scores
-        are needed too, make one pass of the policy over the sequences without hints."""
+        """Score all hinted token sequences with the teacher in one pass. If the policy's scores are
+        needed too, the policy makes one pass over the sequences without hints."""
         if not rows:
             return
         temperature = context.temperature
@@ -317,15 +319,15 @@ class TeacherSignal(
 
     @property
     def _num_support(self) -> int:
-        """The number of the policy's most likely tokens that serve as candidates at each position;
-        0 if the teacher's most likely tokens serve instead."""
+        """Number of the policy's most likely tokens that serve as candidates at each position. It
+        is 0 if the candidates are the teacher's."""
         return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """Return the policy's scores of the token sequences without hints. If the scores are not
-        needed, nothing is computed and each entry is empty."""
+        """Return the policy's scores of the token sequences without hints. If they are not needed,
+        nothing is computed and all results are empty."""
         if not (compares or self._num_support or self.student == "recomputed"):
             return [TokenScores([])] * len(rows)
         top = (
@@ -340,12 +342,12 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """Return the group's root calls as they were sampled, if the loss also has a KL term to
-        this teacher.
+        """Yield the group's root calls as they were sampled, if the loss also has a KL term to this
+        teacher.
 
-        Packed together with the sequences that the teacher scores anyway, they cost no extra
-        prompt, and training saves this pass. Empty if candidates are requested, since those would
-        be computed for these calls as well.
+        They are packed with the sequences that the teacher scores anyway, so their prompts cost
+        nothing, and training saves a pass. Yields nothing if candidates are requested, because
+        those would be computed for these calls as well.
         """
         if not context.wants_reference or self.source != "reference" or self.top:
             return
@@ -372,9 +374,9 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """Choose one hint for each trajectory and turn, and return the indices of the rows that
-        have the chosen hints. The option ``choose`` selects either the first hint or the one with
-        the largest ``overlap`` of teacher and policy."""
+        """Choose one hint for each trajectory and turn, and return the indices of the chosen
+        ``rows``. The option ``choose`` selects either the first hint or the one with the largest
+        ``overlap`` of teacher and policy."""
         by_place: dict[tuple[int, TurnId], list[int]] = {}
         for index, row in enumerate(rows):
             by_place.setdefault((row.number, row.place), []).append(index)
@@ -433,11 +435,12 @@ class TeacherSignal(
 
 
 class _CannotInsert(Exception):
-    """Raised if a hint cannot be inserted before a reply; the message says why in a few words."""
+    """Raised if a hint cannot be inserted before a reply. The message gives the reason in a few
+    words."""
 
 
 class _HintedRow(NamedTuple):
-    """One token sequence for the teacher to score, with the hint that was inserted."""
+    """One token sequence for the teacher to score, together with the hint that was inserted."""
 
     number: int
     """Index of the trajectory in its group."""
@@ -445,12 +448,12 @@ class _HintedRow(NamedTuple):
     hint: str
     row: TokenScoringRequest
     plain: TokenScoringRequest
-    """This row without the hint."""
+    """The same sequence without the hint."""
     spans: list[ReplyTokenSpan]
 
 
 class _SampledRoot(NamedTuple):
-    """A root call as it was sampled."""
+    """The token sequence of a root call as it was sampled, without any hint."""
 
     number: int
     row: TokenScoringRequest
@@ -461,9 +464,8 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """Return the ``num`` most likely candidates of each row, whose candidates are sorted by
-    probability. The result is empty if ``num`` is 0; all candidates are kept if ``num`` is
-    ``ALL``."""
+    """Return the first ``num`` candidates of each position, which are sorted by probability. The
+    result is empty if ``num`` is 0. All candidates are kept if ``num`` is ``ALL``."""
     if not num:
         return []
     return [list(row if num == ALL else row[:num]) for row in rows]
@@ -472,7 +474,7 @@ def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
 def _by_place(
     spans: Sequence[ReplyTokenSpan], values: Sequence[float]
 ) -> dict[TurnId, list[float]]:
-    """Group ``values``, one per scored token, by the turn that the token belongs to."""
+    """Group ``values`` by turn. There is one value for each scored token."""
     remaining = iter(values)
     return {
         (span.call, span.turn): [next(remaining) for _ in range(span.end - span.start)]
@@ -481,8 +483,7 @@ def _by_place(
 
 
 def _sampled(row: _HintedRow, group: Group) -> list[float]:
-    """Return the log-probabilities (ℓ_o) that the sampler reported for the scored tokens of
-    ``row``."""
+    """Return the sampler's log-probabilities (ℓ_o) of the scored tokens of ``row``."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -498,8 +499,8 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scorers that ``signals`` need: a mapping from a scorer's name to the decay of its
-    moving average. Only the scorer ``ema``, an average of the policy's weights, uses the decay."""
+    """Return the teachers that ``signals`` need, by name, each with the decay of its moving
+    average. Only ``ema``, an average of the policy's weights, uses the decay."""
     decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):

@@ -1,9 +1,9 @@
 """Compute one term of a hybrid algorithm, which combines several training signals. The scores of
-the term's signal are weighted, normalised and clipped, and then assigned to tokens.
+one signal are weighted, normalised and clipped, and then assigned to tokens.
 
     scores ── route ──> trajectories ── norm ──> numbers per turn ── clip · w(step) ──> per token
 
-The terms are added to the outcome's advantages by ``compose.py``.
+``compose.py`` adds the terms to the outcome's advantages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
 Readings = Mapping[str, Mapping[str, SignalScore]]
-"""Scores by name of the signal and id of the trajectory."""
+"""Scores by signal name and then by trajectory id."""
 Numbers = dict[TurnId, list[float]]
-"""[N] numbers per turn, of one trajectory."""
+"""Numbers of one trajectory by turn: one for each of the N sampled tokens, [N]."""
 OUTCOME = "outcome"
 
 
 class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A weight that goes from ``start`` to ``end`` over ``steps`` steps and then stays there."""
+    """A weight that changes from ``start`` to ``end`` over ``steps`` training steps and then stays
+    there."""
 
     start: float
     end: float = 0.0
@@ -66,26 +67,27 @@ def weight_at(weight: Weight, step: int) -> float:
 
 
 class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A term of a hybrid algorithm: what one signal contributes to the advantages or to the
+    """A term of a hybrid algorithm: the contribution of one signal to the advantages or to the
     loss."""
 
     signal: str
     """The signal's name in ``rl.signals``."""
     weight: Weight = 1.0
     norm: Norm = "none"
-    """How numbers on turns are normalised: see ``token_arithmetic.py``."""
+    """How numbers of turns are normalised (see ``token_arithmetic.py``)."""
     plus_outcome: float = 0.0
-    """c: share of the outcome's reward that is added to a turn's number before ``norm``,
-    R = p + c·o, for step-wise advantages that replace the outcome's (with ``w_rl=0``)."""
+    """Share c of the outcome's reward o that is added to a turn's number p before ``norm``: R = p +
+    c·o. For step-wise advantages that replace the outcome's (with ``w_rl=0``)."""
     clip: float | None = None
-    """C: numbers are clipped to ±C. With unclipped teacher gaps, replies grew to their length
+    """Limit C: numbers are clipped to ±C. With unclipped teacher gaps, replies grew to their length
     limit."""
     route: Literal["all", "failed", "hinted"] = "all"
     """Which trajectories the term applies to."""
     early: float = 0.0
-    """γ of weights that emphasise early tokens; 0: all tokens weigh the same."""
+    """Strength γ of the emphasis on early tokens. 0: all tokens weigh the same."""
     into: Literal["advantage", "loss"] = "advantage"
-    """``loss``: a teacher's scores become the loss component ``kd``."""
+    """Where the term goes. ``advantage``: it is added to the advantages. ``loss``: a teacher's
+    scores become the loss component ``kd``."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
@@ -97,7 +99,7 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ScoredTrajectory(NamedTuple):
-    """A trajectory with its score from a signal and its reward."""
+    """A trajectory with its reward and the score that a signal gave to it."""
 
     trajectory: Trajectory
     reading: SignalScore
@@ -105,19 +107,19 @@ class ScoredTrajectory(NamedTuple):
 
 
 class HybridTermValues:
-    """The values of one term of a hybrid algorithm at one training step. There is one value for
-    each turn of each trajectory."""
+    """The values of one hybrid term at one training step: one number per sampled token, or inputs
+    of the loss."""
 
     def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term = term
         self.weight = weight
         self.numbers: dict[str, Numbers] = {}
         self.losses: dict[str, dict[TurnId, dict[str, Any]]] = {}
-        """Inputs of the distillation loss ``kd``, by id of the trajectory and turn."""
+        """Inputs of the distillation loss ``kd``, by trajectory id and turn."""
 
     def acts_on_trajectory(self, id: str) -> bool:
-        """Return True if the term affects the trajectory with this id, either because it adds a
-        non-zero number to an advantage or because it adds a loss."""
+        """Return True if the term affects the trajectory with this id. It does so by adding a
+        non-zero number to an advantage, or by adding a loss."""
         numbers = self.numbers.get(id, {})
         return bool(self.losses.get(id)) or any(
             value != 0 for values in numbers.values() for value in values
@@ -130,7 +132,7 @@ class HybridTermValues:
         weights: Mapping[str, float],
         passed: float,
     ) -> dict[str, float]:
-        """Compute the values of the term for all ``groups``, and return metrics about them."""
+        """Compute the values of the term for all ``groups`` and return metrics about them."""
         name = self.term.signal
         num, num_bad, num_hinted, num_nonzero = 0, 0, 0, 0
         pairs: list[tuple[float, float]] = []
@@ -210,8 +212,8 @@ class HybridTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if a teacher scored tokens after a hint but the term is 0 for all of
-        them, because then the hint, a mask or an option of the term must be wrong."""
+        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint. Then
+        the hint, a mask or an option of the term must be wrong."""
         if self.term.into == "loss" or not values or any(values):
             return
         if any(reading.tokens and reading.notes for reading in readings.values()):
@@ -223,9 +225,8 @@ class HybridTermValues:
 
 
 def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[dict[TurnId, float]]:
-    """Add the outcome's reward to the number of each turn, normalise the sums within the group, and
-    return them. A turn is compared with the same turn of the same call in the other
-    trajectories."""
+    """Add the outcome's reward to each turn's number and normalise the sums within the group. A
+    turn is compared with the same turn of the same call in the other trajectories."""
     rows = [
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
@@ -234,7 +235,7 @@ def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[di
 
 
 def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
-    """Return the number of each turn, repeated for every token sampled in that turn."""
+    """Repeat the number of each turn for every token that was sampled in it."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
         for index, _, num in sampled_turns(call):
@@ -256,8 +257,8 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 
 def first_non_finite(reading: SignalScore) -> str:
-    """Return a description of the first number in ``reading`` that is not finite, with its turn.
-    The text is empty if all numbers are finite."""
+    """Describe the first number in ``reading`` that is not finite, with its turn. Returns an empty
+    text if all numbers are finite."""
     for place, value in reading.turns.items():
         if not math.isfinite(value):
             return f"{value} for call {place[0]}, turn {place[1]}"
@@ -269,7 +270,7 @@ def first_non_finite(reading: SignalScore) -> str:
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the correlation between a term's mean value in a trajectory and that trajectory's
+    """Return the correlation between a term's mean value in a trajectory and the trajectory's
     reward. ``pairs`` has both numbers for each trajectory. Returns None if either is constant."""
     if len(pairs) < 2 or any(len({pair[index] for pair in pairs}) < 2 for index in range(2)):
         return None
@@ -279,8 +280,9 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def _streams(
     trajectory: Trajectory, reading: SignalScore
 ) -> Iterator[tuple[TurnId, dict[str, Any]]]:
-    """Yield the inputs of the distillation loss ``kd`` for each scored turn: log-probabilities of
-    candidate tokens if the teacher returned any, and otherwise of the sampled tokens."""
+    """Yield the inputs of the distillation loss ``kd`` for each scored turn. These are
+    log-probabilities of candidate tokens if the teacher returned any, and otherwise of the sampled
+    tokens."""
     for place, logprobs in reading.logprobs.items():
         num = num_sampled_in(trajectory, place)
         top = reading.top.get(place)

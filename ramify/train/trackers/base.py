@@ -1,13 +1,13 @@
-"""The interface to experiment trackers, services such as MLflow that receive a run's metrics in
-addition to the file ``metrics.jsonl``.
+"""Define the interface to experiment trackers: services such as MLflow that receive a run's metrics
+in addition to ``metrics.jsonl``.
 
     StepMetrics ── listener ──> queue ── thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
-This module sends every value, under its stage's name, and once the run's configuration, never with
-secrets. A resumed run continues the same run at the service. No tracker can delay or end training:
-one that fails is reported once and not used again.
+This module sends every metric under its stage's name. It sends the run's configuration once and
+without secrets. A resumed run continues the same run at the service. No tracker can delay or end
+training: one that fails is reported once and not used again.
 
-The other files of this folder have one class for each service; it implements ``Tracker``.
+Each other file in this folder has the class for one service. The class implements ``Tracker``.
 """
 
 from __future__ import annotations
@@ -41,61 +41,62 @@ TRACKERS = Registry(
         "trackio": "ramify.train.trackers.trackio:TrackioTracker",
     },
 )
-"""Name -> the class that implements ``Tracker``."""
+"""Maps a name to the class that implements ``Tracker``."""
 FILE = "trackers.json"
-"""File in the run's folder: tracker name -> id of the run at the service."""
+"""File in the run's folder that maps each tracker's name to the run's id at the service."""
 CLOSE_S = 60.0
 """Seconds to wait at the end of a run until pending metrics are sent."""
 
 
 class TrackerRunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an experiment tracker learns about a training run when the run begins."""
+    """Describes a training run to an experiment tracker when the run begins."""
 
     name: str
     folder: Path
-    """The run's folder; a tracker writes its local files below it."""
+    """The run's folder. A tracker writes its local files inside it."""
     config: dict[str, Any]
-    """Dotted option name -> plain value, without secrets."""
+    """Configuration as plain values by dotted option name, without secrets."""
     id: str = ""
-    """Id of the run to continue at the service; empty for a new run."""
+    """Id of the run to continue at the service. Empty for a new run."""
     step: int = 0
-    """The step that the run resumes from; metrics of later steps will be measured again."""
+    """The step that the run resumes from. Metrics of later steps will be logged again."""
 
 
 class Tracker(Protocol):
-    """The interface of an experiment tracker: one run at a tracking service such as MLflow.
+    """The interface of an experiment tracker, which logs to one run at a tracking service such as
+    MLflow.
 
     It is created as ``Class(about, **options)`` on the main thread before training. All other
-    methods are called on one other thread. A class may also have ``note(step, name, text)``, which
-    receives what the doctor of the run finds, and ``send_folder(folder)``, which takes the
-    published policy as an artefact of the run.
+    methods are called on one other thread. A class may also have two optional methods:
+    ``note(step, name, text)`` receives each fault that the run's diagnosis finds, and
+    ``send_folder(folder)`` uploads the published policy as an artefact of the run.
 
     Example:
         ramify train recipes/tiny.py 'track=["my_package.tracker:Board"]'
     """
 
     modules: ClassVar[tuple[str, ...]]
-    """Modules that it can use; at least one must be installed."""
+    """Python modules that the class can use. At least one of them must be installed."""
     extra: ClassVar[str]
-    """The extra that installs it, such as ``tensorboard``; empty for a user-defined class."""
+    """The extra that installs a module, such as ``tensorboard``. Empty for a user-defined class."""
 
     @property
     def id(self) -> str:
-        """The service's id of this run. It is stored, so that a resumed run can continue the same
+        """The service's id of this run. It is stored so that a resumed run can continue the same
         one."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """Send everything that is pending and end the run at the service. ``failed`` is True if
-        training ended with an error."""
+        """Send all pending metrics and end the run at the service. ``failed`` is True if training
+        ended with an error."""
         ...
 
 
 class RunTrackers:
-    """The experiment trackers of one training run. An instance is called with the metrics of each
-    step and passes them on to all trackers."""
+    """The experiment trackers of one training run. Call the instance with a step's metrics to pass
+    them on to all trackers."""
 
     def __init__(
         self,
@@ -119,9 +120,8 @@ class RunTrackers:
     def opened(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
-        """Return a context manager that keeps all trackers open during its block. ``resumed_at`` is
-        the step at which a resumed run continues. Raises ConfigError if a tracker cannot be
-        opened."""
+        """Open all trackers for the duration of a ``with`` block. ``resumed_at`` is the step from
+        which a resumed run continues. Raises ConfigError if a tracker cannot be opened."""
         if not self._classes:
             yield
             return
@@ -213,9 +213,9 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Upload ``folder`` as an artefact to the tracker ``name``, attached to the run that belongs to
-    this training run. Returns ``name``. ``title`` is the training run's name. Raises ConfigError if
-    the upload fails."""
+    """Upload ``folder`` as an artefact to the tracker ``name``, and attach it to the tracker's run
+    for this training run. ``title`` is the training run's name. Returns ``name``. Raises
+    ConfigError if the upload fails."""
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
@@ -234,8 +234,8 @@ def send_folder(
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a nested configuration to dotted names: ``{"rl": {"steps": 3}}`` becomes
-    ``{"rl.steps": 3}``. Secrets are removed, and the trackers' own options are left out."""
+    """Flatten a nested configuration to dotted names. For example, ``{"rl": {"steps": 3}}`` becomes
+    ``{"rl.steps": 3}``. Secrets and the trackers' own options are left out."""
     return dict(
         _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
     )

@@ -1,5 +1,5 @@
-"""A tracker for MLflow. It logs to a tracking server or a local store, which is given by the
-environment variable ``MLFLOW_TRACKING_URI`` or the option ``uri``."""
+"""A tracker for MLflow. It logs to the tracking server or local store that the option ``uri`` or
+the environment variable ``MLFLOW_TRACKING_URI`` names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from ramify.train.trackers.base import TrackerRunInfo
 
 _PARAMS_PER_REQUEST = 100
-"""Maximum parameters per request."""
+"""Maximum number of parameters per request."""
 _MAX_CHARS = 500
-"""Maximum length of a parameter's value; older servers accept no more."""
+"""Maximum length of a parameter's value, because older servers accept no more."""
 
 
 class MlflowTracker:

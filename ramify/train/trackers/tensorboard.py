@@ -1,5 +1,5 @@
-"""A tracker for TensorBoard. It writes event files to the run's folder, which ``tensorboard
---logdir DIR`` shows; no data leaves the machine."""
+"""A tracker for TensorBoard. It writes event files to the run's folder, and no data leaves the
+machine. View them with ``tensorboard --logdir DIR``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TensorBoardTracker:
-    """A tracker that writes TensorBoard event files. It uses ``tensorboardX``, or torch if
-    TensorBoard is installed; both write the same files."""
+    """A tracker that writes TensorBoard event files. It uses ``tensorboardX`` if installed, and
+    torch's writer otherwise. Both write the same files."""
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: TrackerRunInfo, folder: str = "") -> None:
         """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder. After a
-        resume, programs that read the files drop the events of steps later than the resumed one."""
+        resume, TensorBoard ignores earlier events of steps after the resumed one."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
         # File names have a resolution of one second: without a suffix, a run that is resumed within
         # the same second would overwrite its own file.

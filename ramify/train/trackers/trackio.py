@@ -1,5 +1,5 @@
-"""A tracker for Trackio, which shows metrics on a local dashboard (``trackio show``) or in a
-Hugging Face Space that the option ``space_id`` names."""
+"""A tracker for Trackio. Metrics appear on a local dashboard (``trackio show``), or in a Hugging
+Face Space if the option ``space_id`` names one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
-    """A tracker that logs to Trackio. It takes the options of ``trackio.init``. Trackio identifies
-    a run by its name, so a unique suffix is added to the name."""
+    """A tracker that logs to Trackio and accepts the options of ``trackio.init``. Trackio
+    identifies a run by its name, so a unique suffix is added to the name."""
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"
@@ -48,6 +48,6 @@ class TrackioTracker:
 
 
 def _silenced() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that suppresses Trackio's usage hints, because only the command
-    itself may write to standard output."""
+    """Return a context manager that suppresses Trackio's usage hints. Only the command itself may
+    write to standard output."""
     return contextlib.redirect_stdout(io.StringIO())

@@ -12,7 +12,7 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class WandbTracker:
-    """A tracker that logs to Weights & Biases. It takes the options of ``wandb.init``, such as
+    """A tracker that logs to Weights & Biases. It accepts the options of ``wandb.init``, such as
     ``project``, ``entity``, ``group``, ``tags`` and ``mode``."""
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
