@@ -7,11 +7,12 @@ also finds the policies that ship with the package.
     {"scaffold": "bare", "max_turns": 5, "max_depth": 1, "max_reply_tokens": 100,
      "is_from_scratch": true, "task": "ledger"}
 
-Training writes the file. A folder without it is a checkpoint from elsewhere, which any scaffold
-and any limits suit, or was trained from scratch before the file existed: its chat template tells.
+Training writes the file. A folder without the file is either a checkpoint from elsewhere, which
+works with any scaffold and limits, or a policy trained from scratch before the file existed. The
+chat template tells which.
 
-A file with an unknown field or with a limit that no run accepts is an error, since it would
-otherwise be ignored without notice. Weights and tokenizers are read in ``models``.
+A file with an unknown field or an impossible limit is an error, since it would otherwise be ignored
+silently. ``models`` reads weights and tokenizers.
 """
 
 from __future__ import annotations

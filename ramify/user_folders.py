@@ -1,8 +1,8 @@
-"""The folders in which this user's configuration, data and caches are, as each platform names them.
+"""Find the folders for this user's configuration, data and caches on each platform.
 
-On Linux they follow the XDG base directory specification. That rule is so short that it is here:
-the library ``platformdirs``, which knows the other platforms, takes as long to import as a short
-question needs to read its settings.
+On Linux they follow the XDG base directory specification, which is short enough to be implemented
+here. The library ``platformdirs`` handles the other platforms. It is not imported on Linux, because
+its import takes as long as a short question needs to read its settings.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _XDG = {
     "data": ("XDG_DATA_HOME", "~/.local/share"),
     "cache": ("XDG_CACHE_HOME", "~/.cache"),
 }
-"""Kind of folder -> variable that names it, and the folder without that variable."""
+"""For each kind of folder, the environment variable that names it, and the default folder."""
 
 
 def user_folder(kind: Literal["config", "data", "cache"]) -> Path:
-    """Return this user's folder for files of one kind, which need not exist."""
+    """Return this user's folder for files of one kind. The folder need not exist."""
     if sys.platform != "linux":
         import platformdirs
 

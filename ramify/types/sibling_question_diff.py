@@ -1,12 +1,12 @@
-"""Find the words that distinguish the questions of sibling calls from each other: their common
+"""Find the words that distinguish the questions of sibling calls from each other. Their common
 beginning and end are left out.
 
     "Sum the revenue column of sheet 7 of the workbook"  ──>  sheet 7
     "Sum the revenue column of sheet 8 of the workbook"  ──>  sheet 8
 
-Questions arrive one after the other, and there may be thousands of long ones. So the first is kept,
-and of each other only the part that the siblings do not share. Which calls are siblings is decided
-in sibling_outliers.py.
+Questions arrive one after the other, and there may be thousands of long ones. Only the first is
+stored completely. For each other question, only the part that its siblings do not share is stored.
+sibling_outliers.py decides which calls are siblings.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bisect import bisect_left
 from ramify.lazy_pattern import lazy_pattern
 
 _MAX_CHARS = 2_000
-"""Characters of a question that are compared."""
+"""Number of characters at the start of a question that are compared."""
 _MAX_PART = 120
-"""Characters of a question's own part that are kept."""
+"""Number of characters of a question's distinguishing part that are stored."""
 _MIN_ELIDED = 12
-"""Fewer common characters are not left out."""
+"""Fewer common characters than this at the beginning are not left out."""
 _MAX_NAME = 40
 _MAX_BARE_WORDS = 4
-"""A longer name is put in quotes."""
+"""A name of more words than this is put in quotes."""
 _START_OF_WORD = lazy_pattern(r"\S*$")
 _REST_OF_WORD = lazy_pattern(r"\S*")
 _LAST_WORD = lazy_pattern(r"[^\W\d_]+[ \t]+$")
@@ -32,8 +32,8 @@ _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestions:
-    """The questions of sibling calls, which one cell of code made, in order. Only the parts in
-    which they differ are stored."""
+    """The questions of sibling calls, in order. Siblings are calls that one code cell made. Only
+    the parts in which the questions differ are stored."""
 
     def __init__(self) -> None:
         self._first = ""
@@ -42,16 +42,17 @@ class SiblingQuestions:
         self._suffix = ""
         """The end that all questions share, without ``_prefix``."""
         self._parts: list[str] = []
-        """The rest of each question."""
+        """The part of each question between ``_prefix`` and ``_suffix``."""
         self._sorted: list[str] | None = None
-        """``_parts`` in order, once a name was asked for: a cell may have thousands of outliers."""
+        """``_parts`` in sorted order. Computed when a name is first needed, because a cell may have
+        thousands of outliers."""
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def add(self, question: str) -> bool:
-        """Add a question. Returns True if it shortens the beginning or the end that all questions
-        share, so that the specific part of each earlier question has grown."""
+        """Add a question. Returns True if it shortens the beginning or end that all questions
+        share. The distinguishing part of each earlier question is then longer than before."""
         text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
         self._sorted = None
         if not self._parts:
@@ -74,8 +75,8 @@ class SiblingQuestions:
         return has_grown
 
     def _grow(self, prefix: str, suffix: str) -> None:
-        """Shorten the beginning and the end that all questions share to ``prefix`` and ``suffix``.
-        The text cut off is added to the specific part of each earlier question."""
+        """Shorten the shared beginning and end to ``prefix`` and ``suffix``. The text cut off is
+        added to the distinguishing part of each earlier question."""
         if len(self._parts) == 1:
             end = len(self._first) - len(suffix)
             self._parts = [self._first[len(prefix) : end][:_MAX_PART]]
@@ -87,7 +88,7 @@ class SiblingQuestions:
 
     def telling(self, index: int) -> str:
         """Return the part of the question at ``index`` that distinguishes it from the others. Empty
-        if the beginning of the question is enough to do so, or if all are the same."""
+        if the beginning of the question is distinctive enough, or if all questions are the same."""
         start, text = self._own(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
 
@@ -109,8 +110,8 @@ class SiblingQuestions:
         return f"“{words}”" if is_quoted else words
 
     def _is_shared(self, index: int, chars: int) -> bool:
-        """Return True if another question's specific part begins with the same ``chars`` characters
-        as that of the question at ``index``."""
+        """Return True if another question's distinguishing part begins with the same ``chars``
+        characters as the part of the question at ``index``."""
         part = self._parts[index]
         piece = part[: max(chars, 0) + 1]
         if self._sorted is None:

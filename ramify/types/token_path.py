@@ -1,12 +1,12 @@
-"""A call as one sequence of token ids, exactly as the model processed them.
+"""Represent a call as one sequence of token ids, exactly as the model processed them.
 
-A turn holds the ids that its prompt adds to the path so far, and the ids that were sampled:
+A turn holds the ids that its prompt adds to the sequence (path) so far, and the sampled ids:
 
     turn 0   prompt_ids 1 2 3   token_ids 7 8   reused_ids 0   path  1 2 3 7 8
     turn 1   prompt_ids 4       token_ids 9     reused_ids 5   path  1 2 3 7 8 4 9
     turn 2   prompt_ids 5       token_ids 6     reused_ids 3   path  1 2 3 5 6   (not an extension)
 
-The training data made of such paths is in ``sequence.py``.
+``sequence.py`` defines the training data that is made from such paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ramify.types.message import Reply
 
 
 class ReplyTokenSpan(msgspec.Struct, frozen=True):
-    """Says that the tokens ``[start, end)`` of a path were sampled as the reply of turn ``turn`` of
+    """A range ``[start, end)`` of a token path that was sampled as the reply of turn ``turn`` of
     the call ``call``."""
 
     call: str
@@ -30,30 +30,32 @@ class TokenPath(msgspec.Struct, frozen=True):
     """One sequence of token ids, from the first token of the prompt to the last sampled token."""
 
     ids: tuple[int, ...]
-    """[T]"""
+    """All T token ids, [T]."""
     sampled: tuple[bool, ...]
-    """[T] True if the model sampled the token; False for prompt tokens."""
+    """True for tokens that the model sampled, False for prompt tokens, [T]."""
     logprobs: tuple[float, ...] | None
-    """[T] log-probability at sampling time, 0 for prompt tokens; None if some reply had none."""
+    """Log-probability of each token at sampling time, 0 for prompt tokens, [T]. None if some reply
+    had none."""
     versions: tuple[int, ...]
-    """[T] policy version that sampled the token; -1 for prompt tokens and unknown versions."""
+    """Policy version that sampled each token, [T]. It is -1 for prompt tokens and unknown
+    versions."""
     spans: tuple[ReplyTokenSpan, ...]
-    """Sampled spans in order, each with the turn that sampled it. Paths of one tree may share
-    spans."""
+    """Sampled spans in order, each with the turn that sampled it. Several paths of one tree may
+    share spans."""
     kept: tuple[tuple[int, ...], ...] | None = None
-    """[T] ids that top-p and top-k left to draw the token from; empty for the whole vocabulary.
-    None if no reply reports them."""
+    """For each token, the ids that top-p and top-k left to choose from, [T]. Empty for the whole
+    vocabulary. None if no reply reports them."""
     routes: tuple[tuple[int, ...], ...] | None = None
-    """[T] experts that the token before was sent to; empty for unknown. None if no reply reports
-    them."""
+    """For each token, the experts that processed the token before it, [T]. Empty if unknown. None
+    if no reply reports them."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class TokenPathBuilder:
-    """Builds the token sequence of a call up to the last turn that was added. This takes time
-    linear in the number of ids stored in the turns."""
+    """Build the token path of a call, turn by turn. This takes time linear in the number of ids
+    stored in the turns."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -64,8 +66,8 @@ class TokenPathBuilder:
         self._routes: list[tuple[tuple[int, ...], ...] | None] = []
 
     def is_extended_by(self, reply: Reply, reused_ids: int) -> bool:
-        """Return True if adding this reply would keep the whole current path as a prefix of the new
-        one."""
+        """Return True if adding this reply would extend the path, that is, keep all of its ids as a
+        prefix."""
         has_ids = reply.prompt_ids is not None and reply.token_ids is not None
         return has_ids and reused_ids == len(self._ids)
 
@@ -95,7 +97,8 @@ class TokenPathBuilder:
         self._versions.append(versions)
 
     def built(self) -> TokenPath | None:
-        """Return the path so far, or None if it is unknown because a reply had no token ids."""
+        """Return the path so far. Returns None if it is unknown because a reply had no token
+        ids."""
         if not self._ids:
             return None
         length = len(self._ids)
@@ -122,8 +125,8 @@ class TokenPathBuilder:
         )
 
     def _cut(self, length: int) -> None:
-        """Keep only the first ``length`` ids of the path, and shorten a span that extends beyond
-        them."""
+        """Keep only the first ``length`` ids of the path. A span that extends beyond them is
+        shortened."""
         del self._ids[length:]
         self._spans = [
             ReplyTokenSpan(span.call, span.turn, span.start, min(span.end, length))

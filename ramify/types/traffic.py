@@ -1,5 +1,5 @@
-"""The format of recorded traffic, that is, of conversations with a served policy. It defines how a
-store names the policy that replied, and how it marks the facts about each turn.
+"""Define the format of recorded traffic: conversations of users with a served policy. A store names
+the policy that replied, and marks how each turn was recorded.
 
     STORE/traffic.json     the policy, as ``PolicyArchitectureIdentity``
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
@@ -17,34 +17,34 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Call, Fork, Trajectory
 
 TASK = "traffic"
-"""Task of a recorded conversation."""
+"""Task name of a recorded conversation."""
 RECORDER = "traffic"
-"""Author of how a turn was recorded."""
+"""Author of the annotations that say how a turn was recorded."""
 FEEDBACK = "feedback"
-"""Author and reward of what the user of a reply said about it."""
+"""Author and reward name of a user's feedback on a reply."""
 REDACTED = "redacted"
-"""Token numbers of a turn: 1 for each sampled token that was redacted. None if none was."""
+"""Name of a turn's token flags: 1 for each sampled token that was redacted. Missing if none was."""
 TEMPERATURE = "temperature"
-"""Number of a turn: the temperature that it was sampled at."""
+"""Name of a turn's sampling temperature among its numbers."""
 NEXT_MESSAGE = "next_message"
-"""Name in a rollout's ``metadata`` of what the user wrote after the reply."""
+"""Key in a rollout's ``metadata`` of the message that the user wrote after the reply."""
 
 
 class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
-    """The tokenizer and the architecture of a policy, recorded beside its token ids. The policy's
+    """The tokenizer and architecture of a policy, stored with recorded token ids. The policy's
     weights may change without changing this identity."""
 
     name: str
-    """Path or name that it was loaded from; shown to people."""
+    """Path or name that the policy was loaded from, for display."""
     vocabulary: str
-    """Digest of the vocabulary: the text of every id."""
+    """Digest of the vocabulary, which is the text of every token id."""
     architecture: str
-    """``qwen3 of 596,049,920 parameters``"""
+    """Description of the architecture, such as ``qwen3 of 596,049,920 parameters``."""
 
     def difference(self, other: PolicyArchitectureIdentity) -> str:
-        """Return a description of how the policy ``other`` differs from this one. The text is empty
-        if both have the same tokenizer and architecture, so that token ids and log-probabilities of
-        one can be used for the other."""
+        """Describe how the policy ``other`` differs from this one. Returns an empty text if both
+        have the same tokenizer and architecture. Token ids and log-probabilities of one can then be
+        used for the other."""
         if self.vocabulary != other.vocabulary:
             return f"another tokenizer ({self.name}; here it is {other.name})"
         if self.architecture != other.architecture:
@@ -53,8 +53,8 @@ class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
 
 
 def next_user_message(run: Trajectory, call: Call, turn: int) -> Message | None:
-    """Return the message that the user wrote after the reply of turn ``turn``, or None if no such
-    message was recorded."""
+    """Return the message that the user wrote after the reply of turn ``turn``. Returns None if no
+    such message was recorded."""
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
     forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
     following += [each.turns[0] for each in forks]

@@ -1,8 +1,8 @@
 """The record of a run: a tree of calls with their questions, code and results.
 
-Users inspect a ``Trajectory``, evaluations score it and trainers learn from it. Everything is
-stored once: calls are a flat list with parent ids, and a turn holds only the messages that the
-previous turn did not have.
+Users inspect a ``Trajectory``, evaluations score it and trainers learn from it. Nothing is stored
+twice: calls are a flat list with parent ids, and a turn holds only the messages that the previous
+turn did not have.
 
     Trajectory
     └── Call 0            (rlm, depth 0)
@@ -24,12 +24,13 @@ from ramify.types.message import Message, Reply, Usage
 from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
-"""Version of events and trajectories on disk. Readers reject newer versions and accept older ones.
+"""Version of events and trajectories on disk. Readers accept older versions and reject newer ones.
 Version 2 added ``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
-"""``strategy``: a call without turns, which a plan or another strategy answers by its leaves.
-``judge``: a call that judges its parent call after that ended. Training never learns from it."""
+"""Kinds of calls. ``strategy``: a call without turns, which a plan or another strategy answers by
+its leaf calls. ``judge``: a call that judges its parent call after that ended. Training never uses
+it."""
 
 
 class Stop(enum.StrEnum):
@@ -71,17 +72,16 @@ class AgentCallReason(enum.StrEnum):
     earlier one (``docs/agents.md``)."""
 
     NEW = "new"
-    """The request has no reply of an earlier call: it is a first request, a sub-agent's, or begins
-    again from a summary."""
+    """The request contains no reply of an earlier call. It is a first request, comes from a
+    sub-agent, or starts over from a summary."""
     SAMPLE = "sample"
-    """The call is a further reply to a request that asked for several (``n``)."""
+    """The call is an additional reply to a request that asked for several (``n``)."""
     REPEATED = "repeated"
-    """The same request was sent before, and is answered again."""
+    """The same request was sent before and is answered again."""
     BRANCH = "branch"
-    """The request continues an earlier reply, which another request has continued or is
-    continuing."""
+    """The request continues an earlier reply that another request has already continued."""
     TOOLS = "tools"
-    """The request repeats a conversation and offers other tools than it."""
+    """The request repeats a conversation but offers different tools."""
     THINKING = "thinking"
     """The client dropped or changed the reasoning of a reply."""
     WHITESPACE = "whitespace"
@@ -89,19 +89,19 @@ class AgentCallReason(enum.StrEnum):
     ARGUMENTS = "arguments"
     """The client wrote the JSON of a tool call's arguments differently."""
     MERGED = "merged"
-    """The client joined several messages to one, or split one into several."""
+    """The client joined several messages into one, or split one into several."""
     TRUNCATED = "truncated"
     """The client dropped messages."""
     COMPACTED = "compacted"
-    """The client replaced messages by one that was not sent before, such as a summary."""
+    """The client replaced messages by a new one, such as a summary."""
     EDITED = "edited"
     """The client changed the text of a message in another way."""
     TEMPLATE = "template"
-    """The client changed nothing, but the chat template writes an earlier message differently."""
+    """The client changed nothing, but the chat template renders an earlier message differently."""
 
     def is_rewritten(self) -> bool:
-        """Return True if the client sent back a history that differs from what it had sent and
-        received before.
+        """Return True if the client sent back a history that differs from the one it had sent and
+        received.
 
         >>> AgentCallReason.THINKING.is_rewritten(), AgentCallReason.TEMPLATE.is_rewritten()
         (True, False)
@@ -120,37 +120,38 @@ _NOT_REWRITTEN = {
 
 
 class FileReference(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A reference to a file on this machine, with its properties at the time when it was read."""
+    """A reference to a file on this machine, with its properties at the time it was read."""
 
     path: str
     """Absolute path."""
     num_bytes: int
-    """Size of the part that was read, from the beginning."""
+    """Number of bytes that were read, from the beginning of the file."""
     mtime_ns: int
     """Time of the last change, in nanoseconds since 1970."""
     digest: str
-    """SHA-256 of the part that was read, in hexadecimal digits."""
+    """SHA-256 of those bytes, in hexadecimal digits."""
 
 
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A reference to a context, the input that a call works on, by the hash of its content. The
-    content itself is stored elsewhere."""
+    """A reference to a context by the hash of its content. A context is the input that a call works
+    on, and is stored elsewhere."""
 
     digest: str
-    """SHA-256 (hexadecimal) of the encoded context; also the name of its blob in a store."""
+    """SHA-256 of the encoded context, in hexadecimal digits. The context's blob in a store has the
+    same name."""
     chars: int
     kind: str
     """Python type of the context in the session: ``str``, ``dict``, ``list``, …"""
     pictures: tuple[str, ...] = ()
-    """Digests of its pictures, which are blobs of the store."""
+    """Digests of the context's pictures, which are blobs of the store."""
     files: tuple[FileReference, ...] = ()
     """Files that the context refers to instead of containing them."""
 
     @property
     def reference_text(self) -> str:
-        """Return a text that names the files which the context refers to, such as ``by reference:
-        /var/log/a.log (92,663,629 bytes) and 2 more files``. The text is empty if the context
-        contains its texts."""
+        """Text that names the files to which the context refers, such as ``by reference:
+        /var/log/a.log (92,663,629 bytes) and 2 more files``. Empty if the context contains its
+        texts."""
         if not self.files:
             return ""
         more = len(self.files) - 1
@@ -167,43 +168,42 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     code: str
     stdout: str = ""
-    """Printed output, truncated to the maximum that the model is shown."""
+    """Printed output, truncated to the maximum length that the model is shown."""
     value: str | None = None
     """Echo of the last expression."""
     error: str | None = None
     """Traceback with the cell's line numbers; None if the cell succeeded."""
     seconds: float = 0.0
-    """Time that the session worked, excluding time spent waiting for models."""
+    """Working time of the session in seconds, excluding time spent waiting for models."""
     stdout_chars: int = 0
-    """Full length of the printed output; more than ``len(stdout)`` if it was truncated."""
+    """Full length of the printed output. It exceeds ``len(stdout)`` if the output was truncated."""
     stdout_digest: str | None = None
-    """Blob that holds the full output, if it was truncated and a store is in use."""
+    """Digest of the blob with the full output, if it was truncated and a store is in use."""
     restored: tuple[str, ...] = ()
     """Reserved names that the cell overwrote and that were restored."""
     died: bool = False
-    """True if the session died during the cell and lost the cell's effects; ``error`` gives the
+    """True if the session died during the cell and lost the cell's effects. ``error`` gives the
     reason."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One request to a model, the model's reply, and the cells of code that the reply ran."""
+    """One request to a model, the model's reply, and the code cells in the reply that were run."""
 
     reused: int
-    """Number of messages of the conversation so far (prompts and replies of all previous turns)
-    that this prompt starts with."""
+    """Number of earlier messages of the conversation that this prompt starts with. Earlier messages
+    are the prompts and replies of all previous turns."""
     prompt: tuple[Message, ...]
-    """Messages of this prompt after the reused ones."""
+    """Messages of this prompt that follow the reused ones."""
     reply: Reply
-    """Reply of the model. Its ``prompt_ids`` hold only the ids after the reused ones."""
+    """The model's reply. Its ``prompt_ids`` hold only the ids after the reused ones."""
     cells: tuple[Cell, ...] = ()
     reused_ids: int = 0
-    """Number of ids of the path so far (prompts and replies of all previous turns) that this prompt
-    starts with. Less than all of them if the history was summarized, or if the client tokenized old
-    text again; see ``paths``."""
+    """Number of earlier token ids that this prompt starts with. It is less than all of them if the
+    history was summarized, or if the client tokenized old text again; see ``paths``."""
 
     @property
     def num_ids(self) -> int | None:
-        """The number of token ids up to and including this reply, or None if the client gave no
+        """Number of token ids up to and including this reply. None if the client returned no
         ids."""
         if self.reply.prompt_ids is None or self.reply.token_ids is None:
             return None
@@ -211,7 +211,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Parent(msgspec.Struct, frozen=True, gc=False):
-    """The place that a call was made from: cell ``cell`` of turn ``turn`` of the call ``call``."""
+    """The code that made a call: cell ``cell`` of turn ``turn`` of the call ``call``."""
 
     call: str
     turn: int
@@ -219,22 +219,22 @@ class Parent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """Says that a call is a continuation of the call ``call`` after its turn ``turn``, with which
-    it shares everything before that point."""
+    """The point from which a forked call continues: the call ``call`` after its turn ``turn``. Both
+    calls share everything up to that point."""
 
     call: str
     turn: int
 
 
 class Call(msgspec.Struct, omit_defaults=True, gc=False):
-    """One call of a model: either a whole recursive loop (RLM) with many turns, or a single plain
-    request."""
+    """One call of a model. It is either a whole recursive loop (RLM) with many turns, or a single
+    plain request."""
 
     id: str
     """Dotted path in order of creation: ``0``, ``0.0``, ``0.3.1``."""
     kind: CallKind
     model: str
-    """``provider:model``"""
+    """Name as ``provider:model``."""
     depth: int
     question: str
     parent: Parent | None = None
@@ -242,37 +242,37 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     context: ContextRef | None = None
     turns: list[Turn] = msgspec.field(default_factory=list)
     answer: Any = None
-    """JSON-ready answer; None until the call ends with one."""
+    """Answer that JSON can represent. None until the call ends with one."""
     stop: Stop | None = None
-    """None while the call runs, and after a crash."""
+    """Why the call ended. None while it runs, and after a crash."""
     error: str | None = None
     usage: Usage = Usage()
     """Usage of this call alone, without its children."""
     cost: float | None = None
-    """Dollars for this call alone; None if its model has no price."""
+    """Cost of this call alone in dollars. None if its model has no price."""
     started_s: float = 0.0
     """Seconds since the run started."""
     ended_s: float | None = None
     reason: str = ""
-    """One sentence on why the call ended; empty for ``FINAL`` and in older journals."""
+    """One sentence on why the call ended. Empty for ``FINAL`` and in older journals."""
     cause: AgentCallReason | None = None
-    """Why a request of an outside agent began this call; None for calls of the engine's own
+    """Why a request of an outside agent began this call. None for calls of the engine's own
     loop."""
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A remark about a run, a call or a turn in addition to its rewards: named numbers and one
-    short text."""
+    """A remark on a run, a call or a turn in addition to its rewards: named numbers and a short
+    text."""
 
     by: str
-    """Author: ``task``, or the name of a signal or judge."""
+    """Author of the remark: ``task``, or the name of a signal or judge."""
     call: str = ""
-    """Id of the annotated call; empty for the whole run."""
+    """Id of the annotated call. Empty for the whole run."""
     turn: int = -1
-    """Index in ``Call.turns`` of the annotated turn; -1 for the whole call."""
+    """Index of the annotated turn in ``Call.turns``, or -1 for the whole call."""
     values: dict[str, float] = {}
     tokens: dict[str, list[float]] = {}
-    """Name -> one number for each token that the turn's reply sampled."""
+    """Numbers by name, each with one value for every token sampled in the turn's reply."""
     text: str = ""
     """A short text, such as a hint or a reason."""
 
@@ -283,14 +283,15 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     id: str
     question: str
     schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
-    """Always written, although it is the default, so that later versions can tell formats apart."""
+    """Version of the stored format. It is always written, so that later versions can tell formats
+    apart."""
     task: str = ""
-    """Name of the task that the question came from; empty for a user's question."""
+    """Name of the task that the question came from. Empty for a user's question."""
     context: ContextRef | None = None
     calls: list[Call] = msgspec.field(default_factory=list)
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
-    """Call id -> reward name -> reward."""
+    """Rewards of single calls, by call id and then by reward name."""
     marks: list[Annotation] = msgspec.field(default_factory=list)
     """Annotations in addition to the rewards, oldest first. A later one replaces an earlier one
     with the same target and name."""
@@ -298,35 +299,37 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
     answered_by: str = ""
-    """Call whose answer was chosen, if several branches gave one. Each call has its own ``answer``.
-    """
+    """Id of the call whose answer was chosen, if several branches gave one. Each call has its own
+    ``answer``."""
     stop: Stop | None = None
     usage: Usage = Usage()
-    """Usage of the whole tree."""
+    """Usage of all calls of the run."""
     cost: float | None = None
-    """Dollars for the whole tree; None if no model had a price."""
+    """Cost of all calls of the run in dollars. None if no model had a price."""
     seconds: float = 0.0
     started_at: float = 0.0
     """Unix time."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     warnings: list[str] = msgspec.field(default_factory=list)
-    """Warnings about the run as a whole, such as one about a weak sandbox."""
+    """Warnings about the run as a whole, for example about a weak sandbox."""
     reason: str = ""
-    """One sentence on why the run ended; empty for ``FINAL`` and in older journals."""
+    """One sentence on why the run ended. Empty for ``FINAL`` and in older journals."""
     awaits_score: bool = False
-    """Whether it has no rewards yet because its task scores the rollouts of a step together."""
+    """True if the run has no rewards yet because its task scores all rollouts of a step
+    together."""
     score_error: str = ""
-    """Why its task could not score it, without the names of task and item; empty if it has rewards,
-    or if it failed before it was scored. The whole message is in ``errors``."""
+    """Why the task could not score the run, without the names of task and item. Empty if the run
+    has rewards or failed before it was scored. ``errors`` has the whole message."""
 
     @property
     def root(self) -> Call:
-        """The first call of the run. In a conversation, this is the call of the first question."""
+        """The first call of the run. In a conversation, this is the call that answers the first
+        question."""
         return self.calls[0]
 
     @property
     def depth(self) -> int:
-        """The depth of the deepest call, which is 0 if the root call made no calls."""
+        """Depth of the deepest call. It is 0 if the root call made no calls."""
         return max((call.depth for call in self.calls), default=0)
 
     def call(self, id: str) -> Call:
@@ -355,17 +358,17 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             stack.extend(below.get(call.id, [])[::-1])
 
     def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
-        """Return all messages of ``call`` up to and including the reply of turn ``turn``, which is
-        by default the last turn."""
+        """Return all messages of ``call`` up to and including the reply of turn ``turn``. The
+        default is the last turn."""
         messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
 
     def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
-        """Return the token ids of ``call`` up to and including the reply of turn ``turn`` (default:
-        the last turn). If the call continues other calls, their ids come first. Returns None if
-        that turn has no ids.
+        """Return the token ids of ``call`` up to and including the reply of turn ``turn``, by
+        default the last turn. If the call continues other calls, their ids come first. Returns None
+        if the turn has no ids.
 
         A turn that does not extend the previous one truncates the path where they diverge.
         ``paths`` also returns the part that was cut off.
@@ -379,9 +382,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         """Return the smallest set of token sequences (paths) that contains every token id of
         ``call``.
 
-        This is one path unless a turn does not extend the previous one (``metrics["split_turns"]``
-        counts these). Tokens that several paths share were sampled once: ``TokenPath.spans`` gives
-        the turn and call that sampled them.
+        There is one path, plus another for each turn that does not extend the previous one
+        (``metrics["split_turns"]`` counts these turns). Tokens that several paths
+        share were sampled once. ``TokenPath.spans`` gives the turn and call that sampled them.
         """
         path = TokenPathBuilder()
         paths = []
@@ -395,7 +398,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
         """Yield each turn of ``call`` up to turn ``turn``, with the id of its call and its index.
-        The turns of the calls that ``call`` continues come first."""
+        If ``call`` continues other calls, their turns come first."""
         lineage = [(call, len(call.turns) if turn is None else turn + 1)]
         while (fork := lineage[-1][0].fork) is not None:
             lineage.append((self.call(fork.call), fork.turn + 1))
@@ -405,18 +408,20 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
 
 class GroupFate(enum.StrEnum):
-    """What became of a group of rollouts: whether training learned from it, and if not, why."""
+    """The outcome of a group of rollouts: whether training used it, and if not, why."""
 
     LEARNT = "learnt"
-    """Some of its tokens had an advantage."""
+    """Some tokens of the group had an advantage."""
     NO_SIGNAL = "no_signal"
-    """None had one (zero variance), or it was replaced because nothing could be learned from it."""
+    """No token had an advantage (zero variance), or the group was replaced because nothing could be
+    learned from it."""
     LOST = "lost"
-    """None of its rollouts has a reward."""
+    """No rollout of the group has a reward."""
     SPARE = "spare"
-    """More groups had begun than the step needed."""
+    """The group was not needed, since more groups had begun than the step used."""
     SKIPPED = "skipped"
-    """It did not begin: its item was passed over, since nothing is learned from it now."""
+    """The group did not begin. Its item was skipped because it currently gives no training
+    signal."""
 
     @classmethod
     def _missing_(cls, value: object) -> GroupFate | None:
@@ -424,13 +429,13 @@ class GroupFate(enum.StrEnum):
 
 
 class Group(msgspec.Struct):
-    """The trajectories of several attempts at one task item. A baseline is computed over them."""
+    """The trajectories of several attempts at one task item. Algorithms compute a baseline over
+    them."""
 
     task: str
     trajectories: list[Trajectory]
     greedy: Trajectory | None = None
-    """An additional attempt at temperature 0, if a baseline needs one. Training never learns from
-    it."""
+    """An additional attempt at temperature 0, if a baseline needs one. Training never uses it."""
 
 
 def cut(text: str, width: int = 120) -> str:
@@ -439,8 +444,8 @@ def cut(text: str, width: int = 120) -> str:
 
 
 def answer_text(value: Any) -> str:
-    """Convert an answer to text: a string as it is, None to the empty text, and other values to
-    JSON."""
+    """Convert an answer to text. A string stays as it is, None becomes the empty text, and other
+    values become JSON."""
     return (
         value
         if isinstance(value, str)

@@ -1,5 +1,5 @@
-"""The web viewer, which the command ``ramify view`` starts. It shows runs, training runs,
-evaluations, and comparisons between them.
+"""The web viewer of the command ``ramify view``. It shows runs, training runs and evaluations, and
+compares them with each other.
 
     journals, trajectory files, evaluations, folders of ramify train
       │
@@ -15,5 +15,5 @@ evaluations, and comparisons between them.
          feed.py ──> view_server.py ──HTTP, server-sent events──> static/*.js
                        page_headers.py page_script.py    security headers; the page as one file
 
-Text from models and documents travels as JSON and is put on the page as text, never as HTML.
+Text from models and documents is sent as JSON and inserted into the page as text, never as HTML.
 """

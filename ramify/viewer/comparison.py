@@ -1,14 +1,14 @@
-"""Compare several runs by putting their calls side by side: each row has the calls that answer the
-same question, one per run.
+"""Compare several runs by showing their calls side by side. Each row has the calls that answer the
+same question, one for each run.
 
     run A        run B             rows
     0            0                 0    0
     ├ 0.0 May    ├ 0.0 June   ──>  0.0  0.1    May
     └ 0.1 June   └ 0.1 May         0.1  0.0    June
 
-Two calls can only match below parents that match. Siblings are matched by their whole question and
-context, then by their question, then by words that most of both questions share. The page itself
-compares the texts of matched calls word by word (static/compare.js).
+Two calls can match only if their parents match. Siblings are matched by their whole question and
+context, then by their shortened question, then by the words that their questions share. The page
+itself compares the texts of matched calls word by word (static/compare.js).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ MAX_RUNS = 8
 _MAX_PAIRS = 40_000
 """Maximum number of pairs of questions whose words are compared."""
 _ALIKE = 0.5
-"""Share of the words of two questions that they must have in common."""
+"""Minimum share of common words for two questions to match."""
 Row = list[CallNode | None]
-"""One call per run; None where a run has no such call."""
+"""One call for each run, or None for a run that has no such call."""
 
 
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
-    """Return the overview of a run and the list of its calls, which ``rows_of`` compares with those
-    of other runs."""
+    """Return a run's overview and the list of its calls. ``rows_of`` compares such lists."""
     return head(run), list(run.tree.order)
 
 
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
-    """Match the calls of several runs, and return one row for each group of matching calls. Parents
-    come before their children.
+    """Match the calls of several runs. Returns one row for each group of matching calls, with
+    parents before their children.
 
-    ``calls`` has [id, answer, cost, seconds, whether it failed, outlier, turn, cell] for each run,
-    or None if that run has no such call. ``turn`` and ``cell`` are the place in the parent that
-    made the call, or -1. ``same`` is true if all runs have the call, with the same answer.
+    The field ``calls`` of a row has [id, answer, cost, seconds, whether it failed, outlier, turn,
+    cell] for each run, or None for a run without such a call. ``turn`` and ``cell`` locate the code
+    in the parent that made the call, or are -1. The field ``same`` is true if all runs have the
+    call, with the same answer.
     """
     below = [_children(calls) for calls in runs]
     rows: list[dict[str, Any]] = []
@@ -63,8 +63,8 @@ def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
 
 
 def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
-    """Group calls by the id of their parent. Calls whose parent is not in ``calls`` are grouped
-    under None."""
+    """Group calls by the id of their parent. Calls without a parent in ``calls`` are grouped under
+    None."""
     known = {node.id for node in calls}
     below: dict[str | None, list[CallNode]] = defaultdict(list)
     for node in calls:
@@ -74,9 +74,9 @@ def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
 
 
 def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
-    """Put sibling calls of several runs side by side, in rows with one call per run. ``groups`` has
-    the siblings of each run. A call that matches no other gets its own row, after the row of the
-    call before it."""
+    """Arrange sibling calls of several runs in rows with one call for each run. ``groups`` has the
+    siblings of each run. A call without a match gets a separate row, after the row of the call
+    before it."""
     rows: list[Row] = []
     for run, siblings in enumerate(groups):
         found = _matches([_any(row) for row in rows], siblings, are_roots)
@@ -105,8 +105,8 @@ def _any(row: Row) -> CallNode:
 def _matches(
     known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
 ) -> dict[int, int]:
-    """Match each call in ``siblings`` with a call in ``known`` that has the same question or a
-    similar one. Returns the index in ``known`` for each matched index in ``siblings``."""
+    """Match each call in ``siblings`` to a call in ``known`` with the same or a similar question.
+    Returns the index in ``known`` for each matched index in ``siblings``."""
     keys: list[Callable[[CallNode], Hashable]] = [
         lambda node: (node.kind, node.subject),
         lambda node: (node.kind, node.question),
@@ -127,7 +127,7 @@ def _matches(
 
 
 def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
-    """Match calls whose questions share at least the fraction ``_ALIKE`` of their words, beginning
+    """Match calls whose questions share at least the fraction ``_ALIKE`` of their words, starting
     with the most similar pair. Returns the index in ``known`` for each matched index in
     ``siblings``."""
     if not known or len(known) * len(siblings) > _MAX_PAIRS:

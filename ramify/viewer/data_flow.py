@@ -1,15 +1,15 @@
-"""Find out which sub-calls (calls to models that a session's code made) the values of the session's
-variables came from. This is derived from the code alone.
+"""Trace which model calls the values of a session's variables came from. The analysis uses only the
+session's code, which is parsed but never run.
 
     sums = rlm_query_batched([…], sheets)      sums  ← 0.0 … 0.11
     total = sum(sums)                          total ← sums ← 0.0 … 0.11
     print(total)                               what is printed ← 0.0 … 0.11
 
-The code is only parsed, never run. The result is an upper bound: a value may come from fewer calls
-than its ``ValueOrigin`` names, never from others, unless the code uses something that this module
-does not follow (``exec``, attributes of classes it defines). Conditions count: a count that grows
-under ``if "yes" in reply`` comes from that reply. Where the values appear in texts is found by
-provenance.py.
+Model calls that the code makes are called sub-calls. The result is an upper bound: a value may come
+from fewer sub-calls than its ``ValueOrigin`` names, but not from others. The exception is code that
+this module does not follow, such as ``exec`` or attributes of classes that the code defines.
+Conditions count too: a counter that grows under ``if "yes" in reply`` comes from that reply.
+provenance.py finds where the values appear in texts.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _MAX_ITEMS = 1000
 
 class ValueOrigin(msgspec.Struct, frozen=True):
     """The origin of a value in a session: the sub-calls, the context and the variables that it was
-    made from."""
+    made from. A sub-call is a model call that the session's code made."""
 
     calls: frozenset[str] = frozenset()
-    """Sub-calls whose results it was made from."""
+    """Sub-calls from whose results the value was made."""
     guesses: frozenset[str] = frozenset()
-    """Sub-calls that returned the same text as a literal in the code: the model copied it."""
+    """Sub-calls that returned the same text as a literal in the code, which the model has probably
+    copied."""
     from_context: bool = False
-    """Whether it was made from ``context``."""
+    """True if the value was made from ``context``."""
     names: frozenset[str] = frozenset()
-    """Variables that it was made from."""
+    """Variables from which the value was made."""
     items: dict[Any, ValueOrigin] | None = None
-    """Flow of each item of a list, tuple or dict, if known."""
+    """Origin of each item of a list, tuple or dict, if known."""
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.guesses or self.from_context)
 
     def without_items(self) -> ValueOrigin:
-        """Return the origin of a list or dict as a whole, without the origins of its single
-        items."""
+        """Return the origin of a list or dict as a whole, without the origins of its items."""
         return ValueOrigin(self.calls, self.guesses, self.from_context, self.names)
 
 
@@ -55,6 +55,7 @@ NOTHING = ValueOrigin()
 
 
 def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
+    """Merge several origins into one that includes all of them."""
     several = [flow for flow in flows if flow or flow.names]
     if len(several) == 1:
         return several[0].without_items()
@@ -67,44 +68,45 @@ def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
 
 
 class TracedExpression(msgspec.Struct, frozen=True):
-    """An expression in a cell's code whose value came from sub-calls: a variable, or a call of
-    ``llm_query``."""
+    """An expression in a cell's code whose value came from sub-calls. It is a variable, or a call
+    such as ``llm_query``."""
 
     line: int
-    """From 1."""
+    """Line number in the cell, from 1."""
     column: int
-    """Character in the line, from 0."""
+    """Position in the line, from 0."""
     text: str
     flow: ValueOrigin
 
 
 class CellValueOrigins(msgspec.Struct):
-    """The origins of the values in one cell of code: what it printed, its last expression, the
-    prompts that it sent, and its variables."""
+    """Origins of the values in one code cell: its prints, its last expression, the prompts that it
+    sent, and its uses of variables."""
 
     is_parsed: bool = True
     prints: list[ValueOrigin] = []
     is_straight: bool = True
-    """Whether each print ran exactly once, in the order of ``prints``."""
+    """True if each print ran exactly once, in the order of ``prints``."""
     echo: ValueOrigin = NOTHING
-    """Value of the last expression."""
+    """Origin of the last expression's value."""
     uses: list[TracedExpression] = []
     prompts: dict[str, ValueOrigin] = {}
-    """Sub-call -> what its prompt and context were made from."""
+    """For each sub-call, the origin of its prompt and context."""
 
 
 class CellValueTracer:
-    """Traces where values came from through the cells of one session. The cells must be given in
-    order."""
+    """Trace where values came from through the code cells of one session. The cells must be given
+    in order."""
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
         """Create a tracer for one session. ``guess`` takes a literal in the code and returns the
-        earlier sub-calls that returned the same value, since the model may have copied it."""
+        earlier sub-calls that returned the same value. The model may have copied the literal from
+        them."""
         self.env: dict[str, ValueOrigin] = {"context": ValueOrigin(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
-        """Variable -> (turn, cell, line) of its last assignment."""
+        """Place (turn, cell, line) of each variable's last assignment."""
         self.final: ValueOrigin | None = None
-        """What was given to ``FINAL`` last."""
+        """Origin of the value that was last passed to ``FINAL``."""
         self._guess = guess
         self._place = (0, 0)
         self._control: list[ValueOrigin] = []
@@ -115,7 +117,7 @@ class CellValueTracer:
     def trace_cell(
         self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]
     ) -> CellValueOrigins:
-        """Trace the values through one cell of code and return their origins. ``made`` lists the
+        """Trace the values through one code cell and return their origins. ``made`` lists the
         sub-calls that the code made."""
         self._cell = CellValueOrigins(prints=[], uses=[], prompts={})
         self._place = (turn, cell)
@@ -135,8 +137,8 @@ class CellValueTracer:
         return self._cell
 
     def _quietly(self, node: ast.expr) -> ValueOrigin:
-        """Return the origin of an expression that was evaluated before. Its prints and uses are not
-        recorded a second time."""
+        """Return the origin of an expression that was evaluated before, without recording its
+        prints and uses again."""
         prints, uses = len(self._cell.prints), len(self._cell.uses)
         flow = self._flow(node)
         del self._cell.prints[prints:], self._cell.uses[uses:]
@@ -198,7 +200,7 @@ class CellValueTracer:
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
         """Trace a block of code that may not have run. A variable that the block assigns may still
-        have its earlier value, so its two possible origins are merged."""
+        have its earlier value, so both possible origins are merged."""
         before = dict(self.env)
         self._block(body)
         for name, flow in before.items():
@@ -223,8 +225,8 @@ class CellValueTracer:
         self._cell.is_straight &= before == len(self._cell.prints)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Trace the definition of a function. The origin of the function is that of all variables
-        and calls in its body. Nothing is known about when its prints run."""
+        """Trace the definition of a function. The function's origin includes all variables and
+        calls in its body. It is unknown when its prints run."""
         before = dict(self.env)
         prints = len(self._cell.prints)
         self._block(node.body)
@@ -262,8 +264,8 @@ class CellValueTracer:
                 pass
 
     def _put(self, target: ast.Subscript, flow: ValueOrigin) -> None:
-        """Record an assignment to an item of a container, such as ``answer["content"] = …``. The
-        item gets its own origin if its key is a constant."""
+        """Record an assignment to an item of a container, such as ``answer["content"] = …``. If the
+        key is a constant, the item gets a separate origin."""
         key = target.slice.value if isinstance(target.slice, ast.Constant) else None
         if not isinstance(target.value, ast.Name):
             return self._add_to(target.value, flow)
@@ -426,8 +428,8 @@ class CellValueTracer:
         items: dict[Any, ValueOrigin] | None,
         whole: ValueOrigin,
     ) -> dict[Any, ValueOrigin] | None:
-        """Return where each item of a comprehension such as ``[f(x) for x in xs]`` came from.
-        Returns None unless the items of ``xs`` or the calls made by ``f`` are known."""
+        """Return the origin of each item of a comprehension such as ``[f(x) for x in xs]``. Returns
+        None unless the items of ``xs`` or the calls made by ``f`` are known."""
         if len(parts) != 1 or isinstance(node, ast.SetComp):
             return None
         made = [site for site in ast.walk(parts[0]) if site in self._sites]

@@ -1,12 +1,12 @@
-"""Send changes of a run or training folder to the pages that show it. Each file is polled by one
-task, however many pages follow it.
+"""Send changes of a run or training folder to the pages that show it. One task polls each file,
+however many pages follow it.
 
     file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
     replies arrive ── polled every 0.1 s meanwhile ──> {"arriving": […]} to each page
 
 A page that connects late, or reconnects, names the version that it has and receives the changes
-since then. This module decides how often files are polled and what stays in memory; HTTP is handled
-by view_server.py.
+since then. This module decides how often files are polled and what stays in memory. view_server.py
+handles HTTP.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from ramify.viewer.watched_run import WatchedRun
 INTERVAL_S = 0.012
 """Seconds between polls of a file that is being written."""
 IDLE_INTERVAL_S = 0.25
-"""Seconds between polls of a file without a writer."""
+"""Seconds between polls of a file that no process is writing."""
 _POLLS_PER_WRITER_CHECK = 40
-"""Polls between checks that the writer of a file is still alive."""
+"""Number of polls between checks that the writer of a file is still alive."""
 _POLLS_PER_LIVE_READ = 8
-"""Polls between reads of the replies that are arriving."""
+"""Number of polls between reads of the replies that are arriving."""
 _SMALL_BYTES = 1 << 18
-"""Maximum bytes to read directly; more is read in a thread, so that other pages do not wait."""
+"""Maximum bytes to read in the event loop. More is read in a thread, so that other pages do not
+wait."""
 MAX_OPEN = 12
-"""Maximum number of runs in memory that no page follows."""
+"""Maximum number of runs to keep in memory that no page follows."""
 
 T = TypeVar("T", bound=WatchedRun | TrainingCurves)
 R = TypeVar("R")
 
 
 class FileFeed(Generic[T]):
-    """Polls one file for changes and sends them to the pages that follow the file."""
+    """Poll one file for changes and send them to the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
         self.watched: T = watched
@@ -51,23 +52,23 @@ class FileFeed(Generic[T]):
         self._queues: set[asyncio.Queue[Any]] = set()
         self._task: asyncio.Task[None] | None = None
         self._arriving: dict[str, Any] | None = None
-        """Last message about replies that are arriving, for pages that connect later."""
+        """The last message about arriving replies, for pages that connect later."""
 
     async def refresh_watched(self) -> T:
-        """Read everything new from the file, and return ``watched``, the object that holds the
-        file's content."""
+        """Read all new content of the file and return ``watched``, the object that holds the
+        content."""
         async with self.lock:
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
     async def call_locked(self, look: Callable[[T], R]) -> R:
-        """Call ``look`` with the watched object, in a thread, and return the result. Nothing can
-        change the object meanwhile."""
+        """Call ``look`` with the watched object in a thread, and return the result. The object
+        cannot change during the call."""
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)
 
     async def follow(self, version: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the changes since ``version``, then every new change, until the server stops."""
+        """Yield the changes since ``version`` and then every new change, until the server stops."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues.add(queue)
         try:
@@ -102,10 +103,10 @@ class FileFeed(Generic[T]):
             return overview_update(run, missed) if missed or run.version != version else None
 
     async def _poll(self) -> None:
-        """Poll the file for changes as long as any page follows it.
+        """Poll the file for changes while any page follows it.
 
-        Polls are frequent while the file has a writer. Without one they are rare, but continue: a
-        run may be scored long after its end, or resumed.
+        Polls are frequent while the file has a writer. Without one they are rare but continue,
+        because a run may be scored long after its end, or resumed.
         """
         path = self.watched.journal_path if isinstance(self.watched, WatchedRun) else None
         live_text = LiveReplyFileReader(path) if path is not None else None
@@ -164,14 +165,14 @@ class FileFeed(Generic[T]):
             queue.put_nowait(message)
 
     _sent_head: tuple[object, ...] = ()
-    """Values behind the head that the pages last received."""
+    """Values from which the overview that the pages last received was made."""
     _sent_version = -1
     """Version of ``watched`` that all pages have received."""
 
 
 class FileFeedCache:
-    """All feeds of a server, one per file. The least recently used ones are dropped, unless a page
-    follows them."""
+    """All feeds of a server, one for each file. The least recently used feeds are dropped, unless a
+    page follows them."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, FileFeed[WatchedRun]] = OrderedDict()

@@ -1,10 +1,10 @@
-"""Data for the page of an evaluation matrix (suites, models and modes), and the same page as one
-file that opens offline.
+"""Collect the data for the page of an evaluation matrix, which covers suites, models and modes. The
+page can also be written as one file that opens offline.
 
     ID.matrix, records of its cells ──▶ {"rows": [figures of a cell, …], "attempts": {record: […]}}
 
-The figures are those of evaluate/matrix_report.py. The attempts of one cell on a server are shown
-by training.py.
+evaluate/matrix_report.py computes the figures. training.py shows the attempts of one cell on a
+server.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ramify.viewer.page_script import offline_page
 from ramify.viewer.run_catalog import RunCatalog
 
 MAX_ATTEMPTS = 20_000
-"""Attempts in a file that opens offline; the rest is left out."""
+"""Maximum number of attempts in a file that opens offline. Further attempts are omitted."""
 RecordedOutcomes = dict[str, tuple[AttemptOutcome, ...]]
-"""Id of a cell's record -> its outcomes so far."""
+"""Outcomes so far of each cell, by the id of the cell's record."""
 _MAX_ANSWER = 300
-"""Characters of an answer in such a file."""
+"""Maximum characters of an answer in a file that opens offline."""
 
 
 def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
@@ -57,8 +57,7 @@ def stored_matrix_page(library: RunCatalog, key: str) -> tuple[str, bytes]:
 
 
 def matrix_html(report: MatrixReport, outcomes: RecordedOutcomes) -> bytes:
-    """Return the content of an HTML file that shows an evaluation matrix and its attempts without a
-    server."""
+    """Return an HTML file that shows an evaluation matrix and its attempts without a server."""
     left = MAX_ATTEMPTS
     attempts: dict[str, list[dict[str, Any]]] = {}
     for cell in report.plan.cells:
@@ -86,7 +85,7 @@ def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedO
 
 
 def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
-    """Return the outcomes of the attempts made so far in one cell (suite, model and mode) of an
+    """Return the outcomes of all attempts so far in one cell (suite, model and mode) of an
     evaluation matrix. Empty if the cell has not begun. Errors are added to ``problems``."""
     try:
         return read_evaluation(path, problems).outcomes if path.is_file() else ()

@@ -1,7 +1,7 @@
-"""The security headers that every response of the viewer has.
+"""Define the security headers of every response of the viewer.
 
-Text of models and documents is shown as text, and a browser that obeys these headers runs no script
-but the page's own. Access is controlled in ramify/http_server/.
+Text from models and documents is shown as text. A browser that obeys these headers runs no scripts
+except the page's own. ramify/http_server/ controls access.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Bundle the viewer's JavaScript modules without a build step, into one script that the server
-sends or into one HTML file.
+"""Bundle the viewer's JavaScript modules into one script, or into one HTML file that opens offline.
+No build step is needed.
 
-A browser would load twenty modules six at a time, and the page's data only after them; and a page
-opened from disk cannot import modules. So ``main.js`` and everything that it imports become one
-script, ``app.js``: the modules one after another without their import lines. For this the names in
-all modules must be distinct (a test checks it). Modules that are imported on demand stay separate
-files, and import from ``app.js``.
+A browser would load twenty modules six at a time, and only then the page's data. A page opened from
+disk cannot import modules at all. Therefore ``main.js`` and everything that it imports become one
+script, ``app.js``: the modules one after another, without their import lines. This requires that
+the names in all modules are distinct, which a test checks. Modules that are imported on demand stay
+separate files, and import from ``app.js``.
 
 One run, or one matrix, can also be exported to an HTML file that works offline, with the script,
 styles and data inside. The file's Content-Security-Policy allows only this script and this style
@@ -37,7 +37,7 @@ from ramify.viewer.watched_run import WatchedRun
 STATIC = Path(__file__).parent / "static"
 APP = "app.js"
 _IMPORT = re.compile(r'^import (\w+|\{[^}]*\}) from "\./(.+?)";\n', re.MULTILINE)
-"""An import; the formatter puts one of many names on several lines."""
+"""Matches an import statement. The formatter puts an import of many names on several lines."""
 ON_DEMAND = (
     "markdown.js",
     "latex.js",
@@ -54,13 +54,13 @@ _VENDOR_EXPORT = re.compile(
 
 
 def app() -> str:
-    """Return the source of ``app.js``, which consists of all modules that ``main.js`` imports,
-    followed by ``main.js`` itself."""
+    """Return the source of ``app.js``: all modules that ``main.js`` imports, followed by
+    ``main.js`` itself."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
 def early() -> str:
-    """Return the page's inline script, which requests the run's data before the other scripts load,
+    """Return the page's inline script. It requests the run's data before the other scripts load,
     because the data takes longest to arrive."""
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
@@ -76,8 +76,8 @@ def module(name: str) -> str:
 
 
 def csp_hash(text: str) -> str:
-    """Return the hash of a script or style sheet, in the form that a Content-Security-Policy
-    needs."""
+    """Return the hash of a script or style sheet in the form that a Content-Security-Policy
+    uses."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -102,8 +102,8 @@ def _add(name: str, done: dict[str, str]) -> None:
 
 
 def whole(on_demand: Sequence[str]) -> str:
-    """Return the source of ``app.js`` together with the modules ``on_demand``, which a page would
-    otherwise import when it needs them."""
+    """Return the source of ``app.js`` combined with the modules ``on_demand``. A page would
+    otherwise import these modules only when it needs them."""
     done = dict(_modules())
     main = done.pop("main.js")
     for name in on_demand:
@@ -114,8 +114,8 @@ def whole(on_demand: Sequence[str]) -> str:
 
 def _vendored(name: str, source: str) -> str:
     """Convert a third-party JavaScript module to code that defines its exports as constants.
-    ``name`` is what the page's code imports: a name for the default export, or ``{ names }`` in
-    braces for named exports."""
+    ``name`` is the imported name as the page's code writes it. Named exports are given in braces:
+    ``{ names }``."""
     if name.startswith("{"):
         exports = _VENDOR_EXPORTS.findall(source)[-1]
         pairs = (each.split(" as ") for each in exports.split(","))
@@ -132,12 +132,12 @@ def _returned(match: re.Match[str]) -> str:
 
 
 MAX_TEXT = 100_000
-"""Maximum characters of one text in the file; the rest is cut."""
+"""Maximum characters of one text in the file. Longer texts are cut off."""
 
 
 def offline_run_page(located: LocatedRun) -> bytes:
-    """Return the content of an HTML file that shows a run without a server. Raises StoreError if
-    nothing of the run can be read."""
+    """Return an HTML file that shows a run without a server. Raises StoreError if no part of the
+    run can be read."""
     run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
@@ -146,8 +146,7 @@ def offline_run_page(located: LocatedRun) -> bytes:
 
 
 def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
-    """Return the content of an HTML file that contains ``data`` and the JavaScript modules that
-    show it."""
+    """Return an HTML file that contains ``data`` and the JavaScript modules that show it."""
     script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src "
@@ -167,7 +166,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
 
 
 def offline_run_data(run: WatchedRun) -> dict[str, Any]:
-    """Return all data about a run that the page would otherwise request from the server."""
+    """Return all data of a run that the page would otherwise request from the server."""
     calls, token_views, links, siblings = {}, {}, {}, {}
     for node in run.tree.order:
         try:
@@ -196,8 +195,8 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the lines around each citation of an answer. A key is the name of the cited text and
-    the first cited line (``report.txt/12``)."""
+    """Return the text around each citation in an answer. A key consists of the name of the cited
+    text and the first cited line, such as ``report.txt/12``."""
     found = {}
     for each in citations:
         name, line = each["source"], each["first_line"]
@@ -209,7 +208,8 @@ def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> str:
-    """Encode a value as JSON in which an HTML parser cannot find an end tag or a comment."""
+    """Encode a value as JSON that can be embedded in HTML. A parser cannot find an end tag or a
+    comment in it."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

@@ -1,14 +1,14 @@
-"""Find out where the values of a call came from, and return links from its outputs, code and answer
-to other calls.
+"""Find out where the values of a call came from. The result is a list of links from the call's
+outputs, code and answer to other calls.
 
     the answer 332628  ⟵ total ⟵ sums ⟵ 0.0 … 0.11        computed from what they returned
     the output 1414    ⟵ 0.7                               the same value
 
-``data_flow.py`` says which sub-calls a printed or returned expression came from. Here the values
-that those calls returned (texts, numbers, items of lists and dicts) are looked for in the text,
-the longest first. A link is *certain* if the value came back through variables, and otherwise a
-match of texts: the model copied it. A value that more than ``MAX_SOURCES`` calls returned is not
-linked by itself. The rest of a text that was computed from calls is one link to all of them.
+``data_flow.py`` finds the sub-calls that a printed or returned expression came from. This module
+searches the text for the values that those calls returned (texts, numbers, items of lists and
+dicts), the longest first. A link is *certain* if the value came back through variables. Otherwise
+only the texts are equal, because the model copied the value. A value that more than ``MAX_SOURCES``
+calls returned gets no link. The rest of a text computed from calls is one link to all of them.
 """
 
 from __future__ import annotations
@@ -38,33 +38,34 @@ MAX_CALLS = 3_000
 """Maximum number of sub-calls whose results are read."""
 MAX_LINKS = 2_000
 _MAX_SHOWN = 200
-"""Maximum sources of a computed value that a link names."""
+"""Maximum number of sources that the link of a computed value names."""
 
 
 class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
     """A link from a piece of text in a call to the calls that the text came from."""
 
     turn: int
-    """Turn of the text; -1 for the answer and the question."""
+    """Turn that contains the text, or -1 for the answer and the question."""
     cell: int
     part: str
-    """``stdout``, ``value``, ``code``, ``answer`` or ``question``."""
+    """Part of the turn: ``stdout``, ``value``, ``code``, ``answer`` or ``question``."""
     start: int
     end: int
     sources: list[str] = []
-    """Sub-calls that returned it, or from whose results it was computed."""
+    """Sub-calls that returned the text, or from whose results it was computed."""
     is_certain: bool = False
-    """True if it came back through variables; False if only the texts are the same."""
+    """True if the value came back through variables. False if only the texts are the same."""
     is_computed: bool = False
     via: list[list[Any]] = []
-    """[variable, turn, cell, line] of the variables on the way, last assigned first."""
+    """Variables that the value passed through as [variable, turn, cell, line], last assigned
+    first."""
     place: list[Any] | None = None
-    """[turn, cell, part, start, end] of the output or prompt where the value was first seen."""
+    """The output or prompt where the value was first seen, as [turn, cell, part, start, end]."""
 
 
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Return the links that show where the values of the call ``id`` came from. Raises StoreError
-    if there is no such call."""
+    """Find the links that show where the values of the call ``id`` came from. Raises StoreError if
+    there is no such call."""
     call, node = run.call_detail(id).call, run.tree.nodes[id]
     returned = ReturnedValueIndex()
     links = (
@@ -80,7 +81,7 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
 
 
 class _CallLinks:
-    """Collects links from the outputs, code and answer of one call to the sub-calls that their
+    """Collect the links of one call: from its outputs, code and answer to the sub-calls that the
     values came from. The cells of the call's session are traced in order."""
 
     def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
@@ -90,10 +91,11 @@ class _CallLinks:
         self._flow = CellValueTracer(returned.guess)
         self._links: list[TextProvenanceLink] = []
         self._shown: list[tuple[int, int, str, str, bool]] = []
-        """(turn, cell, part, text, whether it came from the context) of the outputs so far."""
+        """All outputs so far as (turn, cell, part, text, whether the text came from the
+        context)."""
         self._by_place = _calls_by_place(run, call.id)
         self._asked: list[str] = []
-        """Questions of the sub-calls so far."""
+        """Questions of all sub-calls so far."""
 
     def collect_links(self) -> list[TextProvenanceLink]:
         for index, turn in enumerate(self._call.turns):
@@ -127,9 +129,8 @@ class _CallLinks:
     def _outputs(
         self, flow: CellValueOrigins, stdout: str, value: str
     ) -> Iterator[tuple[str, str, int, ValueOrigin]]:
-        """Yield the outputs of a cell, each as a tuple of the kind of output (such as ``stdout``),
-        the text, the text's offset in that output, and its origin. If each print wrote one line,
-        the standard output is yielded line by line."""
+        """Yield the outputs of a cell as (kind of output, text, offset of the text, origin). If
+        each print wrote one line, the standard output is yielded line by line."""
         if not flow.is_parsed:
             everything = ValueOrigin(guesses=self._returned.call_ids)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
@@ -176,8 +177,8 @@ class _CallLinks:
         flow: ValueOrigin,
         spans: Sequence[ReturnedValueSpan],
     ) -> None:
-        """Link numbers in a text that were computed, rather than returned by a call, to the calls
-        that they were computed from. A text without numbers or returned values is linked as a
+        """Link computed numbers in a text to the calls that they were computed from. Numbers that a
+        call returned are already linked. A text without numbers or returned values is linked as a
         whole."""
         if not flow.calls:
             return
@@ -194,7 +195,7 @@ class _CallLinks:
             self._add(place, at, at + len(stripped), flow, computed=True)
 
     def _was_given(self, number: str) -> bool:
-        """Return True if a number was already known from the question of a call, or from an earlier
+        """Return True if a number was already known from a call's question or from an earlier
         output that shows the context."""
         texts = [self._call.question, *(asked for asked in self._asked)]
         texts += [shown for *_, shown, from_context in self._shown if from_context]
@@ -212,8 +213,8 @@ class _CallLinks:
             self._from_variables(text, flow)
 
     def _from_variables(self, text: str, flow: ValueOrigin) -> None:
-        """Link an answer that was computed from the context to the variables that it was computed
-        with, and to what was printed from the context."""
+        """Link an answer that was computed from the context to the variables used, and to the last
+        output that shows the context."""
         via = self._via(flow.names)
         printed = [each for each in self._shown if each[4] and each[3].strip()]
         if not via and not (flow.from_context and printed):
@@ -237,8 +238,8 @@ class _CallLinks:
         )
 
     def _placed(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
-        """Add the links of an answer. If the answer is a dict or list whose items have known
-        origins, each item is linked separately."""
+        """Add the links of an answer. Items of a dict or list with known origins are linked
+        separately."""
         entries = (
             value.items()
             if isinstance(value, dict)
@@ -317,8 +318,8 @@ class _CallLinks:
         )
 
     def _via(self, names: frozenset[str]) -> list[list[Any]]:
-        """Return those of the variables ``names`` whose values came from sub-calls or the context.
-        Each is given with the turn, cell and line of its last assignment, the latest first."""
+        """Return the variables among ``names`` whose values came from sub-calls or the context.
+        Each has the turn, cell and line of its last assignment, the latest first."""
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
@@ -338,7 +339,7 @@ def _order(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Return the position of ``value`` in ``text`` as a separate word, or -1 if it does not
+    """Return the position of ``value`` in ``text`` as a separate word. Returns -1 if it does not
     occur."""
     match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
     return match.start() if match else -1
@@ -347,8 +348,8 @@ def _position(text: str, value: str) -> int:
 def _calls_by_place(
     run: WatchedRun, id: str
 ) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
-    """Return the sub-calls of the call ``id``, each with its question and answer, grouped by the
-    turn and cell whose code made them."""
+    """Return the sub-calls of the call ``id`` by the turn and cell whose code made them. Each comes
+    with its question and answer."""
     found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
     children = [node for node in run.tree.order if node.parent and node.parent.call == id]
     for node in children[:MAX_CALLS]:
@@ -366,8 +367,8 @@ def _calls_by_place(
 
 
 def _plain_links(call: Call) -> list[TextProvenanceLink]:
-    """Link the answer of a plain call (one without a session), and the numbers in the answer, to
-    the places in the prompt that have the same text."""
+    """Link the answer of a plain call, or the numbers in it, to equal text in the prompt. A plain
+    call is one without a session."""
     if not call.turns or call.answer is None:
         return []
     text, links = answer_text(call.answer), []
@@ -385,7 +386,7 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
 
 
 def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextProvenanceLink]:
-    """Link values in the question of a child call to earlier calls of its parent that returned
+    """Link values in the question of a child call to the earlier calls of its parent that returned
     them."""
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":

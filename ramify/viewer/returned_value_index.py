@@ -1,13 +1,13 @@
-"""Find the place in a cell's code that made each sub-call, and the places in a text that show a
-value which a sub-call returned.
+"""Find the code that made each sub-call, and the places in a text that show a value which a
+sub-call returned. A sub-call is a model call that a session's code made.
 
     0.0 returned "30,102 dollars"     "30,102 dollars" and 30102 lead to 0.0
     0.1 returned ["web-3", 7]         "web-3" and 7 lead to 0.1
 
-A value that more than ``MAX_SOURCES`` calls returned is linked to none. A journal records the
-sub-calls of a cell in the order of their creation, but not the expression that made each one;
+A value that more than ``MAX_SOURCES`` calls returned is not linked. A journal records the sub-calls
+of a cell in the order of their creation, but not the expression that made each one.
 ``match_call_sites`` finds that expression. ``data_flow.py`` traces where the results went from
-there, and which calls a text can have come from.
+there, and which calls a text may have come from.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ QUERIES = {
     "rlm_query_batched": "rlm",
 }
 _MIN_WORDS = 6
-"""Characters of a literal that tells one place from another."""
+"""Minimum characters of a literal that can distinguish one call expression from another."""
 
 
 class CellSubcall(msgspec.Struct, frozen=True):
-    """A sub-call, that is, a call to a model that the code of a cell made."""
+    """A sub-call, which is a model call that the code of a cell made."""
 
     id: str
     kind: str
@@ -42,11 +42,11 @@ class CellSubcall(msgspec.Struct, frozen=True):
 
 def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
     """Find the expression in a cell's code that made each sub-call. Returns the ids of the
-    sub-calls for each such expression (its syntax node).
+    sub-calls for each expression, by its syntax node.
 
-    An expression is recognised by its kind, by the literal words of its prompt, and, where each
-    expression runs once, by the order. Calls that look the same are assigned to every expression of
-    their kind.
+    An expression is recognised by its kind and by the literal words of its prompt. If each
+    expression runs once, the order decides. Calls that look the same are assigned to every
+    expression of their kind.
     """
     sites = _sites_of(tree)
     found: dict[ast.AST, list[str]] = {site: [] for site, _, _ in sites}
@@ -64,8 +64,8 @@ def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.
 
 
 def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
-    """Return the expressions in the code that make sub-calls, in source order. Each is given as its
-    syntax node, the name of the called function, and the literal texts in the prompt."""
+    """Return the expressions in the code that make sub-calls, in source order. Each has its syntax
+    node, the name of the called function, and the literal texts in the prompt."""
     called = {}
     found: list[tuple[ast.AST, str, list[str]]] = []
     for node in ast.walk(tree):
@@ -92,8 +92,8 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Assign the sub-calls to the expressions in the code by their order alone. This is possible if
-    each expression runs once and makes a known number of calls; otherwise None is returned."""
+    """Assign the sub-calls to expressions in the code by their order alone. Returns None unless
+    each expression runs once and makes a known number of calls."""
     repeated = {
         inner
         for outer in ast.walk(tree)
@@ -132,20 +132,21 @@ def _in_order(
 
 
 MAX_SOURCES = 3
-"""Maximum number of calls that may have returned a value that is linked."""
+"""Maximum number of calls that may have returned a value for it to be linked."""
 _MIN_TEXT = 5
-"""Characters of a text that is linked without flow, and digits of such a number (3)."""
+"""Minimum characters of a text that identifies a value. A number needs at least 3 digits
+instead."""
 NUMBER = re.compile(
     r"(?<![\w.])(?<!\w-)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w]|\.\d)"
 )
 _PERCENT = re.compile(r"\s?%")
 _MAX_LITERAL = 2_000
-"""Characters of a literal whose numbers are looked at."""
+"""Number of characters of a literal that are searched for numbers."""
 _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Return a key that is the same for equal values, so that 30,102 and 30102.0 count as the same
+    """Return a key that is the same for equal values. For example, 30,102 and 30102.0 are the same
     number."""
     try:
         return float(f"{float(text.replace(',', '')):.12g}")
@@ -160,7 +161,7 @@ class ReturnedValueIndex:
     def __init__(self) -> None:
         self._by_key: dict[Any, set[str]] = {}
         self._texts: dict[str, list[str]] = {}
-        """Call -> texts that it returned, whole and in parts."""
+        """Texts that each call returned, whole and in parts, by call id."""
 
     def add(self, id: str, answer: Any) -> None:
         texts: list[str] = []
@@ -174,7 +175,7 @@ class ReturnedValueIndex:
 
     @property
     def call_ids(self) -> frozenset[str]:
-        """The ids of all calls that were added to the index so far."""
+        """Ids of all calls that were added so far."""
         return frozenset(self._texts)
 
     def calls_with(self, text: str) -> frozenset[str]:
@@ -184,8 +185,8 @@ class ReturnedValueIndex:
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess(self, value: Any) -> frozenset[str]:
-        """Return the ids of the calls that returned the value of a literal in the code, or the
-        numbers in that literal. Values that are too short to identify a call are ignored."""
+        """Return the ids of the calls that returned a literal in the code, or the numbers in that
+        literal. Values that are too short to identify a call are ignored."""
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
@@ -196,28 +197,28 @@ class ReturnedValueIndex:
 
     def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
         """Return the ids of the calls that returned the number at ``match`` in ``text``. A
-        percentage also matches its fraction: 45.67 % matches 0.4567."""
+        percentage also matches its fraction, so 45.67 % matches 0.4567."""
         calls = self.calls_with(match[0])
         if calls or not _PERCENT.match(text, match.end()):
             return calls
         return self.calls_with(str(_key(match[0]) / 100))
 
     def texts_of(self, calls: Iterable[str]) -> list[str]:
-        """Return the texts that these calls returned, the longest first."""
+        """Return the texts that ``calls`` returned, the longest first."""
         texts = {text for call in calls for text in self._texts.get(call, ())}
         return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
 
 
 def is_telling(text: str) -> bool:
-    """Return True if a text is long enough that another text is hardly equal by coincidence."""
+    """Return True if a text is long enough to be unlikely to equal another by coincidence."""
     if NUMBER.fullmatch(text):
         return sum(letter.isdigit() for letter in text) >= 3
     return len(text) >= _MIN_TEXT
 
 
 def leaves(answer: Any) -> Iterator[str]:
-    """Yield all texts inside a value: the value itself if it is a text, and otherwise the items of
-    lists and dicts, including those encoded as JSON in a text."""
+    """Yield all texts inside a value. A text is yielded itself, and lists and dicts are searched,
+    even if they are encoded as JSON in a text."""
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
         value = stack.pop()
@@ -240,6 +241,8 @@ def leaves(answer: Any) -> Iterator[str]:
 
 
 class ReturnedValueSpan(msgspec.Struct, frozen=True):
+    """A range ``[start, end)`` of a text that shows a value which ``calls`` returned."""
+
     start: int
     end: int
     calls: frozenset[str]
@@ -248,8 +251,8 @@ class ReturnedValueSpan(msgspec.Struct, frozen=True):
 def find_values(
     text: str, returned: ReturnedValueIndex, calls: frozenset[str]
 ) -> list[ReturnedValueSpan]:
-    """Return the places in ``text`` that show a value which one of ``calls`` returned. The places
-    do not overlap, since longer values take precedence."""
+    """Return the places in ``text`` that show a value returned by one of ``calls``. They do not
+    overlap, since longer values take precedence."""
     taken = bytearray(len(text))
     spans: list[ReturnedValueSpan] = []
     for value in returned.texts_of(calls):

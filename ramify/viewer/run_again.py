@@ -1,14 +1,14 @@
 """Start new runs from the page of a stored run. A new run continues the stored one from one of its
-turns, with an edit.
+turns, after an edit.
 
     page ──> estimate: what it may cost, or why it is refused ──> start ──> address of the new run
 
 Such runs spend money, so a page that every user of this machine may open cannot start them
-(view_server.py). They run on another event loop than the server, so that pages stay quick, and end
-with it; what is recorded can be resumed. An estimate needs no API key. A key that the environment
-lacks is given with the start: it is in memory until the run ends, and nowhere else. Where a fork
-begins and what it repeats is determined in engine/run_fork.py; the command turns a run's settings
-into an ``RLM``.
+(view_server.py). They run on a separate event loop, so that the server's pages stay fast. They end
+with the server, but can be resumed from their journals. An estimate needs no API key. If the
+environment lacks a key, the page sends it with the start. It stays in memory until the run ends and
+is stored nowhere. engine/run_fork.py decides where a fork begins and what it repeats. The command
+turns a run's settings into an ``RLM``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import struct_fields
 
 MAX_RUNNING = 4
-"""Maximum number of runs in progress that pages of one server have started."""
+"""Maximum number of unfinished runs that the pages of one server may have started."""
 T = TypeVar("T")
 _UNUSED_KEY = "no-key-is-needed-for-an-estimate"
 
 
 Rebuild = Callable[[RunStarted, RunStore, Mapping[str, str]], RLM]
-"""Builds the RLM that a stored run was made with. The last argument has API keys by the name of
-their model; the other models have theirs from the environment."""
+"""A function that builds the RLM of a stored run. Its last argument has API keys by model name.
+Models without an entry take their keys from the environment."""
 
 
 class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,35 +53,35 @@ class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     """Address of the stored run."""
     call: str
     turn: int
-    """From 0."""
+    """Index of the turn, from 0."""
     code: str | None = None
-    """Edited code, which runs in place of the turn's reply."""
+    """Edited code to run in place of the turn's reply."""
     prompt: list[str] | None = None
     """Edited texts of the messages that the turn adds to the prompt."""
     max_cost: float | None = None
-    """Dollars that the new run may spend; None for the limit of the stored run."""
+    """Maximum cost of the new run in dollars. None for the limit of the stored run."""
     keys: dict[str, str] = {}
-    """API keys by the name of their model, for models without one in the environment."""
+    """API keys by model name, for models without a key in the environment."""
 
     def __repr__(self) -> str:
         return f"RerunFromTurnRequest({self.key!r}, {self.call!r}, {self.turn})"  # without keys
 
 
 class RunAgain:
-    """Starts new runs that a page requests. Its coroutines may be awaited on any event loop."""
+    """Start the new runs that a page requests. The methods may be awaited on any event loop."""
 
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
         self._rlms: dict[str, RLM] = {}
-        """Address of a stored run -> the RLM that it was made with, without keys of pages."""
+        """RLM of each stored run, by the run's address, without keys from pages."""
         self._lacking: dict[str, dict[str, str]] = {}
-        """Address of a stored run -> its models without a key, each with the variable that would
-        have it."""
+        """Models without an API key, by the address of the stored run. Each has the environment
+        variable that should hold the key."""
         self._opened = AsyncExitStack()
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
     async def turn_to_edit(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
-        """Return what a page needs in order to edit a turn: its messages and code, and an estimate
+        """Return the data that a page needs to edit a turn: its messages and code, and an estimate
         of what running it again may cost."""
 
         def look() -> tuple[ForkPoint, Limits]:
@@ -102,19 +102,18 @@ class RunAgain:
         }
 
     async def estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> dict[str, Any]:
-        """Return an estimate of what the new run may cost. Raises RamifyError if the run would be
-        refused."""
+        """Estimate the cost of the new run. Raises RamifyError if the run would be refused."""
         return struct_fields(await _elsewhere(self._estimate(located, wanted)))
 
     async def start(
         self, located: LocatedRun, wanted: RerunFromTurnRequest
     ) -> tuple[RunStore, str]:
-        """Start the new run, and return its store and its id. Raises RamifyError if the run is
+        """Start the new run, and return its store and id. Raises RamifyError if the run is
         refused."""
         return await _elsewhere(self._start(located, wanted))
 
     async def close(self) -> None:
-        """Cancel all started runs that are still in progress."""
+        """Cancel all started runs that have not ended."""
         if self._rlms or self._running:
             await _elsewhere(self._close())
 
@@ -188,7 +187,7 @@ class RunAgain:
 
 async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
     """Wait until a run has ended, and close the resources that only this run used. Returns the
-    error of the run, or an empty text if there was none."""
+    run's error, or an empty text."""
     try:
         async with own:
             return (await handle).error or ""
@@ -210,7 +209,7 @@ def _options(rlm: RLM, wanted: RerunFromTurnRequest) -> ForkOptions:
 
 
 def _store_of(located: LocatedRun) -> RunStore:
-    """Return the store that contains a run. Raises StoreError if the run is only a file outside a
+    """Return the store that contains a run. Raises StoreError if the run is a file outside any
     store."""
     if located.store is not None:
         return located.store
@@ -224,7 +223,7 @@ def _store_of(located: LocatedRun) -> RunStore:
 
 
 async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the event loop of the synchronous API, and await its result here."""
+    """Run a coroutine on the event loop of the synchronous API and await its result."""
     return await asyncio.wrap_future(
         asyncio.run_coroutine_threadsafe(work, event_loop_thread.loop())
     )

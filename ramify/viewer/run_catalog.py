@@ -1,11 +1,11 @@
-"""List the runs, training folders and evaluations in the folders, files and stores that the viewer
-was given.
+"""List the runs, training folders and evaluations in the places that the viewer was given. A place
+is a folder, a file or a store.
 
-A place is a store (a folder with ``runs/``, or another ``RunStore``), a journal, a file of
-trajectories, the record of an evaluation, a folder of ``ramify train``, or a folder that contains
-any of these. Every request reads the places again, because files grow; the rows of unchanged files
-are cached. An unreadable file has a row with the reason. Addresses are resolved in run_lookup.py;
-the pages are made by watched_run.py and training.py.
+A store is a folder with ``runs/``, or another ``RunStore``. A file may be a journal, a file of
+trajectories, or the record of an evaluation. A folder may be one of ``ramify train``, or contain
+any of these. Every request reads the places again, because files grow. The rows of unchanged files
+are cached. An unreadable file has a row with the reason. run_lookup.py resolves addresses, and
+watched_run.py and training.py make the pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     """One row in the viewer's list of runs."""
 
     key: str
-    """Address of its page."""
+    """Address of the run's page."""
     id: str
     question: str = ""
     model: str = ""
@@ -62,29 +62,29 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     requests: int = 0
     """Number of model requests."""
     tokens: int = 0
-    """Input plus output tokens."""
+    """Number of input and output tokens together."""
     cost: float | None = None
-    """Dollars; None if no model had a known price."""
+    """Cost in dollars. None if no model had a known price."""
     stop: str = ""
-    """Stop reason; empty while the run is in progress, and if it was interrupted."""
+    """Why the run stopped. Empty while the run is in progress, and if it was interrupted."""
     reward: float | None = None
-    """Its first reward, if it has any."""
+    """The run's first reward, if any."""
     rewards: dict[str, float] = {}
     alive: bool = False
     source: str = ""
-    """Path of its file; empty for a run of a store."""
+    """Path of the run's file. Empty for a run of a store."""
     task: str = ""
     problem: str | None = None
     answer: str | None = None
-    """Beginning of the answer; None if there is none."""
+    """Beginning of the answer. None if the run has not answered."""
     ending: str = ""
-    """One sentence on why it ended."""
+    """One sentence on why the run ended."""
     labels: tuple[str, ...] = ()
-    """Labels of its review, and the verdict of the people who labelled it."""
+    """Labels from people's reviews, and the verdict of the people who gave them."""
     verdicts: dict[str, Verdict] = {}
     note: str = ""
     corrected: dict[str, float] = {}
-    """Corrected scores by name; ``reward`` is the corrected one."""
+    """Corrected scores by name. ``reward`` already is the corrected one."""
 
     def take_review(self, review: HumanRunReview) -> None:
         """Copy the labels, note and corrected scores of a person's review into this row."""
@@ -94,7 +94,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
 
 
 class TrainingListRow(msgspec.Struct, omit_defaults=True):
-    """One row in the viewer's list of training runs, for one folder of ``ramify train``."""
+    """One training folder (from ``ramify train``) in the viewer's list of training runs."""
 
     key: str
     name: str
@@ -102,17 +102,17 @@ class TrainingListRow(msgspec.Struct, omit_defaults=True):
 
 
 class EvaluationListRow(msgspec.Struct, omit_defaults=True):
-    """One row in the viewer's list of evaluations, for one evaluation record."""
+    """One evaluation record in the viewer's list of evaluations."""
 
     key: str
     name: str
-    """Name of the file, which begins with the date."""
+    """Name of the record's file, which begins with the date."""
     model: str = ""
     task: str = ""
     split: str = ""
     items: int = 0
     attempts: int = 0
-    """Planned attempts per item."""
+    """Number of planned attempts per item."""
     num_made: int = 0
     """Number of attempts made so far."""
     score: float | None = None
@@ -122,22 +122,23 @@ class EvaluationListRow(msgspec.Struct, omit_defaults=True):
 
 
 class MatrixListRow(msgspec.Struct, omit_defaults=True):
-    """One row in the viewer's list of evaluation matrices."""
+    """One evaluation matrix (suites, models and modes) in the viewer's list of matrices."""
 
     key: str
     name: str
-    """Its id, which begins with the date, and with which the names of its cells' records begin."""
+    """The matrix's id, which begins with the date. The names of its cells' records begin with
+    it."""
     suites: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     cells: int = 0
     planned: int = 0
-    """Planned attempts."""
+    """Number of planned attempts."""
     problem: str | None = None
 
 
 class UnreadableFileRow(msgspec.Struct):
-    """A row for a file or folder that cannot be shown, with the reason."""
+    """A file or folder that cannot be shown, with the reason."""
 
     path: str
     text: str
@@ -147,6 +148,7 @@ _trajectories = msgspec.json.Decoder(TrajectoryOutline)
 
 
 def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
+    """Return the list row of a stored run, given its summary and address."""
     return RunListRow(
         key,
         summary.id,
@@ -177,6 +179,8 @@ def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
 
 
 def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
+    """Return the list row of one line in a file of trajectories. A damaged line gets a row that
+    states the problem."""
     try:
         short = _trajectories.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -221,6 +225,8 @@ def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> Ru
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
+    """Return the list row of an evaluation record. An unreadable record gets a row that states the
+    problem."""
     problems: list[str] = []
     try:
         record = read_evaluation(path, problems)
@@ -262,16 +268,16 @@ def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
 
 
 MAX_MAP_ROWS = 100_000
-"""Maximum number of questions of a map in its table."""
+"""Maximum number of questions shown in the table of a map (one question asked about many rows)."""
 MAX_FILES = 20_000
-"""Maximum number of files listed from one place; the list says if there are more."""
+"""Maximum number of files listed from one place. The list states if there are more."""
 _Stamp = tuple[int, int]
 _Rows = list[RunListRow | EvaluationListRow]
 
 
 class RunCatalog:
-    """The runs, training folders and evaluations in the folders, files and stores that the viewer
-    was given, or in the default store.
+    """A catalog of the runs, training folders and evaluations in the places that the viewer was
+    given. Without any place, the default store is used.
 
     Only one thread at a time may call ``listing``.
     """
@@ -282,16 +288,18 @@ class RunCatalog:
         self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
-        """Number of a place -> state of its store, and the rows of its runs in that state."""
+        """State of each place's store with the rows of its runs in that state, by the number of the
+        place."""
         self._trainings: dict[int, tuple[dict[Path, int], list[Path]]] = {}
-        """Number of a place -> times of change of the folders in it, and its training folders."""
+        """Times of change of the folders in each place, and its training folders, by the number of
+        the place."""
         self._problems: list[UnreadableFileRow] = []
         self._reading_maps = threading.Lock()
 
     @property
     def location_names(self) -> list[str]:
-        """The paths or names of the folders, files and stores that were given. They are shown at
-        the top of the page."""
+        """Paths or names of the given folders, files and stores, which are shown at the top of the
+        page."""
         return [str(place) for place in self._places]
 
     # --- lists
@@ -299,8 +307,8 @@ class RunCatalog:
     def listing(self) -> tuple[list[RunListRow], list[EvaluationListRow], list[UnreadableFileRow]]:
         """Return all runs and all evaluations, newest first, and the unreadable files.
 
-        A run or evaluation with a problem has a normal row that names the problem. Rows are not
-        changed afterwards; a row that is the same object as before is unchanged.
+        A run or evaluation with a problem has a normal row that names the problem. Returned rows
+        are never modified, so a row that is the same object as before is unchanged.
         """
         self._problems = []
         rows = [row for place in self._places for row in self._rows_in(place)]
@@ -314,8 +322,8 @@ class RunCatalog:
         return self.listing()[0]
 
     def trainings(self) -> list[TrainingListRow]:
-        """Return a row for each training folder (a folder with metrics), in the order of the given
-        places."""
+        """Return a row for each training folder, in the order of the given places. A training
+        folder is one that has metrics."""
         return [
             TrainingListRow(place.key(folder), folder.name, str(folder))
             for place in self._places
@@ -429,8 +437,8 @@ class RunCatalog:
         return rows
 
     def maps(self) -> list[dict[str, Any]]:
-        """Return a summary of each map (one question asked about many rows), newest first, with the
-        address of its page."""
+        """Return a summary of each map, newest first, with the address of its page. A map is one
+        question asked about many rows."""
         with self._reading_maps:
             rows = [
                 {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
@@ -461,38 +469,37 @@ class RunCatalog:
     # --- single entries
 
     def find(self, key: str) -> LocatedRun:
-        """Return the run with address ``key``. Raises StoreError if it does not exist."""
+        """Find the run with address ``key``. Raises StoreError if it does not exist."""
         return self._places.find_run(key)
 
     def training(self, key: str) -> Path:
-        """Return the training folder with address ``key``. Raises StoreError if it does not
-        exist."""
+        """Find the training folder with address ``key``. Raises StoreError if it does not exist."""
         path = self._places.path(key)
         if path is None or not (path / METRICS).is_file():
             raise StoreError(f"unknown training {key!r}: choose one from the list")
         return path
 
     def evaluation(self, key: str) -> Path:
-        """Return the path of the evaluation record with address ``key``. Raises StoreError if it
-        does not exist."""
+        """Find the evaluation record with address ``key``, and return its path. Raises StoreError
+        if it does not exist."""
         path = self._places.path(key)
         if path is None or not path.is_file():
             raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
         return path
 
     def key_of(self, path: Path) -> str | None:
-        """Return the address of the file or folder ``path``, or None if it is outside the places
-        that were given."""
+        """Return the address of the file or folder ``path``. Returns None if it is outside the
+        given places."""
         return self._places.key(path)
 
     def key_of_stored_run(self, store: RunStore, id: str) -> str | None:
-        """Return the address of the run ``id`` in ``store``, or None if this store was not given to
-        the catalog."""
+        """Return the address of the run ``id`` in ``store``. Returns None if the catalog does not
+        have this store."""
         return self._places.key_of_run(store, id)
 
     def key_of_evaluation_run(self, record: Path, id: str) -> str | None:
-        """Return the address of a run that belongs to an evaluation. ``record`` is the file of the
-        evaluation, whose store contains the run. Returns None if the run is missing."""
+        """Return the address of a run that belongs to an evaluation. The run is in the same store
+        as ``record``, the evaluation's file. Returns None if the run is missing."""
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 
@@ -518,8 +525,8 @@ def _may_be_alive(row: RunListRow | EvaluationListRow) -> bool:
 
 
 def _changed_at(folder: Path) -> int:
-    """Return the time, in nanoseconds, at which an entry of a folder was last added or removed, or
-    0 if the folder cannot be read."""
+    """Return the time in nanoseconds at which an entry of a folder was last added or removed.
+    Returns 0 if the folder cannot be read."""
     try:
         return folder.stat().st_mtime_ns
     except OSError:

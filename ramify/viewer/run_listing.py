@@ -1,13 +1,13 @@
-"""Send the list of runs to a page column by column, and after the first time only what changed
-since the page last asked.
+"""Send the list of runs to a page, column by column. After the first time, only changes since the
+page's last request are sent.
 
     page ── since="" ──────> {"version": "k3-7", "num": 10000, "columns": {"key": […], …}, …}
     page ── since="k3-7" ──> {"version": "k3-7", "num": 0}                     nothing changed
     page ── since="k3-7" ──> {"version": "k3-8", "num": 1, "columns": …, "gone": [keys], …}
 
 A column whose values are all the same is sent as one value. Evaluations, training folders, problems
-and places are sent whole when any of them changed. A page with an unknown version, such as that of
-an earlier server, receives everything. The list itself is read by run_catalog.py.
+and places are all sent again when any of them changed. A page with an unknown version, such as that
+of an earlier server, receives everything. run_catalog.py reads the list.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ramify.viewer.run_catalog import RunCatalog, RunListRow
 
 _UNUSED = ("rewards", "requests", "verdicts")
 _FIELDS = tuple(name for name in RunListRow.__struct_fields__ if name not in _UNUSED)
-"""Columns of the list: the fields that the page shows or filters by."""
+"""Columns of the list, which are the fields that the page shows or filters by."""
 _MAX_GONE = 10_000
-"""Number of deleted runs to remember; a page that missed more receives everything."""
+"""Number of deleted runs to remember. A page that missed more receives the whole list."""
 
 
 class VersionedRunList:
-    """The list of runs with the version at which each row changed, so that a page can ask for
-    changes only. Safe for use by several threads."""
+    """The list of runs with the version at which each row changed, so that a page can request only
+    the changes. Safe for use by several threads."""
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
@@ -39,21 +39,21 @@ class VersionedRunList:
         self._version = 0
         self._rows: dict[str, tuple[int, RunListRow]] = {}
         self._gone: dict[str, int] = {}
-        """Key of a deleted run -> version at which it was missing."""
+        """Version at which each deleted run was first missing, by the run's key."""
         self._oldest = 0
-        """Versions before this one cannot be continued."""
+        """Oldest version from which changes are still known."""
         self._others: dict[str, Any] = {}
         self._others_version = 0
 
     def rows(self) -> dict[str, Any]:
-        """Return all runs, and the other fields of the listing such as evaluations and training
+        """Return all runs with the other fields of the listing, such as evaluations and training
         folders."""
         with self._lock:
             runs, others = self._look()
             return {"runs": runs, **others}
 
     def changes(self, since: str) -> dict[str, Any]:
-        """Return what has changed in the list since version ``since``. If that version is unknown,
+        """Return the changes to the list since version ``since``. If that version is unknown,
         return the whole list."""
         with self._lock:
             self._refresh()
@@ -111,8 +111,8 @@ class VersionedRunList:
 
 
 def _same(known: Any, found: Any) -> bool:
-    """Return True if two values are equal. NaN counts as equal to itself here, so that it is not
-    sent again and again."""
+    """Return True if two values are equal. NaN counts as equal to itself, so that it is not sent
+    again and again."""
     return known is found or bool(known == found) or repr(known) == repr(found)
 
 

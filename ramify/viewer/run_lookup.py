@@ -1,4 +1,4 @@
-"""Resolve addresses of runs and files. An address names a run or file below one of the places
+"""Resolve the addresses of runs and files. An address names a run or file in one of the places
 (folders, files and stores) that the viewer was given.
 
     20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
@@ -7,9 +7,9 @@
     20261126-211500-map-1a2b3c4d5e:7        question 7 of a map of the first place
 
 A store without files, such as a ``MemoryStore``, is a place, too. No address can reach a file
-outside of the places. The first line of a file decides its kind: a
-journal (one run, an event per line), a file of trajectories (one run per line, as training saves
-rollouts), or the record of an evaluation (a plan, then one outcome per line).
+outside the places. The first line of a file decides its kind: a journal (one run, one event per
+line), a file of trajectories (one run per line, as training saves rollouts), or the record of an
+evaluation (a plan, then one outcome per line).
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from ramify.types.trajectory import SCHEMA_VERSION
 
 Kind = Literal["journal", "trajectory", "evaluation"]
 _MAX_FIRST_LINE = 1 << 26
-"""Maximum length of the first line in bytes; a trajectory with token ids may be long."""
+"""Maximum length of the first line in bytes. A trajectory with token ids may be long."""
 
 
 class LocatedRun(NamedTuple):
-    """A run and the location that it is stored at: its address, its journal or file, and its line
-    in the file."""
+    """A run with its location: its address, its journal or file, and its line in the file."""
 
     key: str
     run: StoredRun
     line: int | None = None
-    """Line number in a file of trajectories, from 1; None for a journal."""
+    """Line number in a file of trajectories, from 1. None for a journal."""
     store: RunStore | None = None
-    """Its store, if it was found through one."""
+    """The run's store, if the run was found through one."""
 
 
 def kind_of(path: Path) -> Kind | str:
-    """Return the kind of a file, such as journal or evaluation record, which is recognised by the
-    first line. If it is not a known kind, return a sentence that says why."""
+    """Return the kind of a file, which is recognised by its first line: journal, trajectory or
+    evaluation. For any other file, return a sentence that says why it is not a run."""
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
     if line.startswith(b'{"type":"RunStarted"'):
@@ -79,7 +78,7 @@ def kind_of(path: Path) -> Kind | str:
 
 
 def newer_schema_error(path: Path, number: int, version: int) -> str:
-    """Return the error message for line ``number`` of a file, which was written with a newer schema
+    """Return the error message for line ``number`` of a file that was written with a newer schema
     version."""
     return (
         f"{path}, line {number} was written by a newer Ramify (schema {version}; this one reads up "
@@ -88,7 +87,7 @@ def newer_schema_error(path: Path, number: int, version: int) -> str:
 
 
 MAX_DEPTH = 4
-"""Maximum depth of the search below a place."""
+"""Maximum depth of folders to search below a place."""
 _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
@@ -97,7 +96,7 @@ class ViewedPlace(NamedTuple):
 
     number: int
     path: Path | None
-    """None for a store without files."""
+    """Path of the place. None for a store without files."""
     store: RunStore | None
 
     def __str__(self) -> str:
@@ -108,8 +107,8 @@ class ViewedPlace(NamedTuple):
         return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key(self, path: Path) -> str:
-        """Return the address of a file or folder below this place. A journal in a store has the
-        address of the run that it records."""
+        """Return the address of a file or folder below this place. The address of a journal in a
+        store is that of its run."""
         assert self.path is not None  # the caller found the file there
         relative = path.relative_to(self.path)
         if self.store is not None and relative.parent == Path("runs"):
@@ -118,8 +117,8 @@ class ViewedPlace(NamedTuple):
 
 
 class RunLocations:
-    """All places (stores, files and folders) that the viewer was given, in order. Without any, the
-    default store is used."""
+    """All places (stores, files and folders) that the viewer was given, in order. The default is
+    the user's store."""
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
         """Check and open the given paths and stores. Raises ConfigError for a path that does not
@@ -132,7 +131,7 @@ class RunLocations:
         return iter(self._all)
 
     def find_run(self, key: str) -> LocatedRun:
-        """Return the run with address ``key``. Raises StoreError if it does not exist."""
+        """Find the run with address ``key``. Raises StoreError if it does not exist."""
         place, name, is_file = self._split(key)
         if place is None:
             raise StoreError(f"unknown run {key!r}: choose one from the list")
@@ -149,8 +148,8 @@ class RunLocations:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def maps(self) -> Iterator[tuple[ViewedPlace, StoredMap]]:
-        """Yield the maps (one question asked about many rows) in all stores, each up to date. Maps
-        that cannot be read are left out."""
+        """Yield the maps in all stores, each up to date. A map is one question asked about many
+        rows. Unreadable maps are skipped."""
         for place in self._all:
             if isinstance(place.store, Store):
                 for path in MapStore(place.store.root).paths():
@@ -158,8 +157,8 @@ class RunLocations:
                         yield place, self._maps.of(path)
 
     def find_map(self, key: str) -> tuple[ViewedPlace, StoredMap]:
-        """Return the map with address ``key``, with the place that contains it. Raises StoreError
-        if the map does not exist."""
+        """Find the map with address ``key``, and return it with the place that contains it. Raises
+        StoreError if the map does not exist."""
         place, name, is_file = self._split(key)
         if place is None or is_file:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
@@ -175,8 +174,8 @@ class RunLocations:
         return self._maps.of(path)
 
     def path(self, key: str) -> Path | None:
-        """Return the path of the file or folder with address ``key``, or None if ``key`` is the
-        address of something else.
+        """Return the path of the file or folder with address ``key``. Returns None if ``key`` is
+        the address of something else.
 
         Raises StoreError if the file or folder no longer exists.
         """
@@ -184,24 +183,24 @@ class RunLocations:
         return _below(place, name) if place is not None and is_file else None
 
     def key(self, path: Path) -> str | None:
-        """Return the address of the file or folder ``path``, or None if it is outside the places
-        that the viewer was given."""
+        """Return the address of the file or folder ``path``. Returns None if it is outside the
+        places that the viewer was given."""
         for place in self._all:
             if place.path is not None and path.is_relative_to(place.path):
                 return place.key(path)
         return None
 
     def key_of_run(self, store: RunStore, id: str) -> str | None:
-        """Return the address of the run ``id`` in ``store``, or None if the viewer was not given
-        this store."""
+        """Return the address of the run ``id`` in ``store``. Returns None if the viewer was not
+        given this store."""
         path = store.stored(id).path
         if path is not None:
             return self.key(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewedPlace | None, str, bool]:
-        """Split an address into its place and the rest, which is a path or the id of a run. For
-        example, ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
+        """Split an address into its place and the rest, which is a path or a run's id. For example,
+        ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 
         The last value returned is True if the rest is a path.
         """
@@ -253,7 +252,7 @@ def _place(number: int, name: str | Path | RunStore) -> ViewedPlace:
 
 def _below(place: ViewedPlace, name: str) -> Path:
     """Return the path of the file or folder ``name`` in a place. Raises StoreError if the name
-    leads out of the place."""
+    points outside the place."""
     if "\0" in name or place.path is None:
         raise StoreError(f"{place} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path
