@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests to model servers, over plain connections, TLS and proxies.
+"""An HTTP/1.1 client for requests to model servers, over plain connections, TLS and proxies.
 
     async with pool.send(model, route, body) as response:      HttpExchange
         await response.read()                                  the whole response, or
@@ -43,19 +43,20 @@ from ramify.http_client.tls import tls_context, tls_failure
 from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable_name
 
 _MOST_HEAD_BYTES = 1 << 16
-"""Maximum bytes of the head and the interim responses before it."""
+"""Maximum bytes of a response's head, including any interim responses before it."""
 _MOST_HEADERS = 256
 _MOST_INTERIM = 16
 _MOST_CHUNK_OVERHEAD_BYTES = 1 << 13
-"""Maximum bytes of all chunk extensions, superfluous zeros and trailers of a body."""
+"""Maximum bytes of all chunk extensions, superfluous zeros and trailers in a body."""
 _CHUNK_FRAME_BYTES = 24
 """Bytes of the longest chunk frame without extensions: 16 digits and three line ends."""
 _UNREAD_BYTES = 1 << 20
-"""Bytes of a streamed body that may be unread before receiving pauses."""
+"""Maximum unread bytes of a streamed body. Beyond them, receiving pauses."""
 _PIECE_BYTES = 1 << 18
-"""Bytes of each piece in which a body is sent, so that encryption does not block the event loop."""
+"""Size in bytes of the pieces in which a body is sent. Small pieces keep encryption from blocking
+the event loop."""
 _PACKED_PIECE_BYTES = 1 << 14
-"""Bytes of a compressed, streamed body that are unpacked at once: they can become 16 MB."""
+"""Bytes of a compressed, streamed body that are decompressed at once. They can expand to 16 MB."""
 _JSON = "application/json"
 _HEADERS = {"User-Agent": "ramify", "Accept": _JSON}
 _HEADER = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+: [\t\x20-\x7e\x80-\xff]*")
@@ -67,7 +68,7 @@ Method = Literal["GET", "POST", "DELETE"]
 
 
 class HttpResponse(msgspec.Struct, frozen=True):
-    """A complete response of a server: its status, headers and body."""
+    """A complete HTTP response: status, headers and body."""
 
     status: int
     headers: Mapping[str, str]
@@ -77,18 +78,18 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 class RequestDestination(msgspec.Struct, frozen=True):
     """The destination of a client's requests: URL, method, headers and proxy. It is computed once
-    per client, so that a single request needs no lookup."""
+    per client to keep single requests cheap."""
 
     url: str
     method: Method
     origin: tuple[str, str, int, str]
-    """(scheme, host, port, proxy) of the server, or ("unix", path of the socket, 0, ""). Requests
-    with the same origin share connections."""
+    """(scheme, host, port, proxy) of the server, or ("unix", socket path, 0, ""). Requests with the
+    same origin share connections."""
     head: bytes
-    """Request line and headers, without Content-Length. Includes the key, so it is never
+    """Request line and headers, without Content-Length. They contain the API key, so this is never
     printed."""
     connect: bytes = b""
-    """CONNECT request to the proxy, if the route needs one. May include the proxy's password."""
+    """CONNECT request to the proxy, if one is needed. It may contain the proxy's password."""
 
     def __repr__(self) -> str:
         return f"RequestDestination({self.url!r})"
@@ -101,8 +102,8 @@ def route_to(
     *,
     through_proxy: bool = True,
 ) -> RequestDestination:
-    """Return the destination for requests to ``url``, with the proxy that the environment sets.
-    With ``through_proxy=False`` the proxy is ignored. Raises ConfigError for a header that cannot
+    """Return the destination for requests to ``url``, through the proxy that the environment sets.
+    With ``through_proxy=False`` any proxy is ignored. Raises ConfigError for a header that cannot
     be sent."""
     parts = urlsplit(url)
     host = _ascii_host(parts.hostname or "")
@@ -128,7 +129,7 @@ def route_to_socket(
     path: str, target: str, headers: Mapping[str, str], method: Method
 ) -> RequestDestination:
     """Return the destination for requests to a server behind a Unix socket. ``path`` is the path of
-    the socket, and ``target`` the path and query of the request, already quoted."""
+    the socket. ``target`` is the request's path and query, already quoted."""
     head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
     return RequestDestination(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
@@ -161,19 +162,20 @@ def _proxy_headers(proxy: str) -> dict[str, str]:
 
 
 def _shown_proxy(proxy: str) -> str:
-    """Return the URL of a proxy without its user name and password."""
+    """Return a proxy's URL without its user name and password."""
     parts = urlsplit(proxy)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 ChooseAddresses = Callable[[str, Sequence[str]], Sequence[str]]
-"""(host name, its IP addresses) -> those that may be connected to, at least one. What it raises
-ends the request. The name is resolved once, so no other address is used."""
+"""Function from (host name, its IP addresses) to the addresses that may be connected to, at least
+one. Any exception that it raises ends the request. Names are resolved only once, so no other
+address can be used."""
 
 
 class HttpConnectionPool:
-    """A pool that keeps connections to any number of servers open, so that later requests can reuse
-    them. The pool belongs to the event loop of its first request."""
+    """A pool of open connections to any number of servers. Later requests reuse idle connections.
+    The pool belongs to the event loop of its first request."""
 
     def __init__(
         self,
@@ -182,10 +184,10 @@ class HttpConnectionPool:
         max_body_bytes: int = 64 << 20,
         choose_addresses: ChooseAddresses | None = None,
     ) -> None:
-        """Create an empty pool. ``connect_s`` limits the seconds to connect, including the proxy
-        and TLS. A connection that was idle for ``keepalive_s`` seconds is not reused, because
-        common servers close idle connections after five seconds. ``choose_addresses`` decides which
-        addresses of a server may be connected to; it is not used for requests through a proxy."""
+        """Create an empty pool. ``connect_s`` limits the seconds to connect, including proxy and
+        TLS. Connections idle for ``keepalive_s`` seconds are not reused, because common servers
+        close them after five seconds. ``choose_addresses`` selects which addresses of a server may
+        be used, except for requests through a proxy."""
         self._keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
@@ -204,8 +206,8 @@ class HttpConnectionPool:
     ) -> HttpExchange:
         """Return an exchange that sends ``body`` when its ``async with`` block is entered.
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
-        response. ``upgrades`` allows status 101, after which the caller takes the connection
-        over."""
+        response. ``upgrades`` allows status 101, after which the caller takes over the
+        connection."""
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
         return HttpExchange(self, where, route, body, most, upgrades)
 
@@ -217,7 +219,7 @@ class HttpConnectionPool:
             await asyncio.sleep(0)
 
     async def take(self, where: str, route: RequestDestination) -> _Connection:
-        """Return the most recently used idle connection to a server, or open a new one."""
+        """Take the most recently used idle connection to a server, or open a new one."""
         idle = self._idle.get(route.origin)
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
         while idle:
@@ -228,8 +230,7 @@ class HttpConnectionPool:
         return await self._connect(where, route)
 
     def put_back(self, route: RequestDestination, connection: _Connection) -> None:
-        """Put a connection back into the pool after its response is complete, for use by another
-        request."""
+        """Return a connection to the pool for another request, once its response is complete."""
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(route.origin, deque()).append(connection)
 
@@ -266,8 +267,8 @@ class HttpConnectionPool:
             raise _unreachable(f"{text} ({reason}){hint}", reason) from error
 
     async def _opened(self, route: RequestDestination) -> _Connection:
-        """Open a connection: first TCP, then a tunnel through the proxy if the destination needs
-        one, then TLS."""
+        """Open a connection in up to three steps: TCP, a tunnel through the proxy if needed, and
+        TLS."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
         if scheme == "unix":
@@ -321,7 +322,7 @@ class HttpConnectionPool:
             raise
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Resolve a host name once, and return those of its addresses that may be connected to."""
+        """Resolve a host name once. Returns those of its addresses that may be connected to."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         assert self._choose_addresses is not None
@@ -335,14 +336,14 @@ def _unreachable(message: str, reason: str) -> Unreachable:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed, in words. If several addresses were tried, the error has no
-    ``errno``, so the error number is read from its text."""
+    """Return in words why a connection failed. If several addresses were tried, the error number is
+    read from the text, because the error then has no ``errno``."""
     number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
 
 class _ProxyRefused(Exception):
-    """Raised when a proxy does not open a connection to the server."""
+    """Raised when a proxy refuses to open a connection to the server."""
 
     def __init__(self, text: str, *, transient: bool) -> None:
         super().__init__(text)
@@ -350,9 +351,9 @@ class _ProxyRefused(Exception):
 
 
 class HttpExchange:
-    """A request and its response. Entering the ``async with`` block sends the request and waits for
-    the head of the response. Leaving the block returns the connection to the pool if the response
-    is complete, and closes the connection otherwise."""
+    """One HTTP request and its response. Entering the ``async with`` block sends the request and
+    waits for the response's head. Leaving it returns the connection to the pool if the response is
+    complete, and closes the connection otherwise."""
 
     status: int
     headers: dict[str, str]
@@ -404,11 +405,11 @@ class HttpExchange:
 
     @property
     def is_complete(self) -> bool:
-        """True once the whole body of the response has arrived."""
+        """True once the whole response body has arrived."""
         return self._reader.is_complete
 
     async def read(self) -> HttpResponse:
-        """Wait for the whole body, and return the complete response."""
+        """Wait for the whole body, then return the complete response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         try:
@@ -425,7 +426,7 @@ class HttpExchange:
 
     async def receive(self) -> bytes:
         """Return the next part of the body as soon as it arrives, and b"" at the end. The length of
-        the whole body is not limited, but the server is slowed down while much of it is unread."""
+        the whole body is unlimited, but the server is throttled while much of it is unread."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         connection.streams()
@@ -446,10 +447,10 @@ class HttpExchange:
             raise self._located(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Take over the connection after a response that turns it into a plain stream, which is one
-        with status 101 or with a body that ends only when the connection does. Returns the
-        connection and the bytes that have already arrived. The caller sets the protocol of the
-        connection and closes it. Raises MalformedResponse for any other response."""
+        """Take over the connection as a plain stream. Returns the transport and the bytes that have
+        already arrived. The response must have status 101 or a body that ends only with the
+        connection, otherwise MalformedResponse is raised. The caller sets the transport's protocol
+        and closes it."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
@@ -477,7 +478,7 @@ class HttpExchange:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server, which handles one request at a time."""
+    """A connection to a server. It handles one request at a time."""
 
     def __init__(self, all: set[_Connection]) -> None:
         self.idle_since = 0.0
@@ -489,21 +490,21 @@ class _Connection(asyncio.Protocol):
         self._wake: asyncio.Future[None] | None = None
         self._is_sending_paused = False
         self._is_sent = True
-        """False while a part of the request has not been written."""
+        """False until the whole request has been written."""
         self._is_streamed = False
         self._is_reading_paused = False
         self._poll: select.poll | None = None
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """The asyncio transport of the connection, or None once the connection is closed."""
+        """The asyncio transport of the connection. None after it is closed."""
         return self._transport
 
     # --- one request --------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
         """Send a request, and let ``reader`` parse the response as it arrives. If the response
-        arrives before the whole request is sent, the rest is not sent."""
+        comes early, the rest of the request is not sent."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unreachable("the server closed the connection before the request was sent")
@@ -524,8 +525,8 @@ class _Connection(asyncio.Protocol):
         self._is_sent = True
 
     async def more(self) -> None:
-        """Wait until more of the response has arrived, or until more of the request can be sent.
-        Raises the error with which the exchange failed."""
+        """Wait for more of the response, or until more of the request can be sent. Raises the error
+        that ended the exchange, if any."""
         self._check()
         if self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = False
@@ -542,14 +543,14 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Switch to streaming: from now on, the number of unread bytes is limited instead of the
+        """Switch to streaming. From now on, the number of unread bytes is limited instead of the
         size of the whole body."""
         self._is_streamed = True
         if self._reader is not None:
             self._reader.is_streamed = True
 
     def finish(self) -> bool:
-        """End the exchange. Returns True if the connection can carry another request."""
+        """End the exchange. Returns True if the connection can be reused for another request."""
         reader, self._reader = self._reader, None
         is_whole = reader is not None and reader.is_complete and reader.keeps
         if reader is not None:
@@ -561,7 +562,7 @@ class _Connection(asyncio.Protocol):
         return is_whole and is_open and self._is_sent and self._error is None
 
     def is_quiet(self) -> bool:
-        """Return True if an idle connection is still open and no data has arrived on it."""
+        """Return True if an idle connection is still open and nothing has arrived on it."""
         if self._transport is None or self._transport.is_closing():
             return False
         if self._poll is None:
@@ -570,8 +571,8 @@ class _Connection(asyncio.Protocol):
         return not self._poll.poll(0)
 
     async def tunnel(self, connect: bytes) -> None:
-        """Send a CONNECT request to the proxy, so that it opens a connection to the server. Raises
-        _ProxyRefused if the proxy does not do so."""
+        """Ask the proxy to open a connection to the server, with a CONNECT request. Raises
+        _ProxyRefused if it does not."""
         reader = ResponseReader(_MOST_HEAD_BYTES)
         try:
             await self.ask(connect, b"", reader)
@@ -589,7 +590,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Forget the transport, because another protocol uses it from now on."""
+        """Give up the transport, because another protocol uses it from now on."""
         self._all.discard(self)
         self._transport = None
 
@@ -644,7 +645,7 @@ class _Connection(asyncio.Protocol):
 
 
 class ResponseReader:
-    """A parser of one HTTP response, fed with the bytes that arrive on a connection."""
+    """A parser for one HTTP response. It is fed with bytes as they arrive."""
 
     __slots__ = (
         "_begin",
@@ -672,41 +673,41 @@ class ResponseReader:
 
     def __init__(self, max_body_bytes: int) -> None:
         self.status = 0
-        """0 until the head has arrived."""
+        """HTTP status, or 0 until the head has arrived."""
         self.headers: dict[str, str] = {}
         self.unread = bytearray()
-        """Part of the body that has arrived and was not taken. It is not a list, because chunks may
-        be as small as one byte."""
+        """Part of the body that has arrived but was not taken. One buffer is used instead of a
+        list, because chunks may be as small as one byte."""
         self.is_complete = False
         self.keeps = False
-        """True if the connection can carry another request after this response."""
+        """True if the connection can be reused after this response."""
         self.ends_with_connection = False
         """True if only the end of the connection marks the end of the body."""
         self.is_streamed = False
-        """True if the body is taken as it arrives. Its whole length then has no limit."""
+        """True if the body is taken as it arrives. Its total length is then unlimited."""
         self.may_upgrade = False
-        """True if status 101 was asked for."""
+        """True if the request allows status 101 (switching protocols)."""
         self.is_upgraded = False
-        """True after status 101: what follows the head is no longer HTTP."""
+        """True after status 101. Everything after the head is then no longer HTTP."""
         self._max_body_bytes = max_body_bytes
         self._num_body_bytes = 0
         self._left = -1
-        """Bytes of the body that have not arrived; -1 if its length is not known in advance."""
+        """Bytes of the body that have not arrived yet. -1 if the length is not known in advance."""
         self._is_chunked = False
         self._overhead = 0
-        """Bytes of chunks beyond their data and their minimal frames."""
+        """Bytes of chunked encoding beyond the data and minimal frames."""
         self._num_head_bytes = 0
         self._num_interim = 0
         self._num_headers = 0
         self._has_head = False
         self._begin = b""
-        """First bytes of the head, to compare with ``_STARTS``."""
+        """First bytes of the head, which must match ``_STARTS``."""
         self._tail = b""
-        """Last bytes of an incomplete head, at most three."""
+        """Last bytes of the incomplete head, at most three, to find its end across pieces."""
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def take(self, most: int | None = None) -> bytes:
-        """Return the part of the body that has arrived since the last call, or at most its first
+        """Return the part of the body that has arrived and was not taken yet, or only its first
         ``most`` bytes."""
         if most is None:
             taken, self.unread = bytes(self.unread), bytearray()
@@ -716,13 +717,13 @@ class ResponseReader:
         return taken
 
     def release_parser(self) -> None:
-        """Release the parser, so that memory is freed promptly: the parser and this object refer to
-        each other."""
+        """Drop the parser to free memory promptly, because the parser and this object refer to each
+        other."""
         self._parser = None
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes that arrived from the server. Raises MalformedResponse if they are
-        not valid HTTP or exceed a limit."""
+        """Parse the next bytes from the server. Raises MalformedResponse if they are not valid HTTP
+        or exceed a limit."""
         if self.is_complete:
             self.keeps = False  # unsolicited bytes
             return
@@ -741,8 +742,7 @@ class ResponseReader:
             self._take(data)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Parse the next bytes of the head, up to its end. Returns the bytes that follow the
-        head."""
+        """Parse the next bytes of the head, up to its end. Returns the bytes after the head."""
         while data and not self.status:
             if len(self._begin) < len(_STARTS):
                 self._begin = (self._begin + data)[: len(_STARTS)]
@@ -783,7 +783,7 @@ class ResponseReader:
         self.headers.clear()
 
     def _begin_body(self) -> None:
-        """Determine from the head how the end of the body is marked."""
+        """Determine from the headers how the body will end."""
         headers = self.headers
         if self.status in (204, 304):
             self.is_complete = True  # such a response has no body, whatever its headers say

@@ -1,4 +1,4 @@
-"""The TLS settings of connections to model servers: which certificate authorities are trusted, and
+"""TLS settings for connections to model servers: which certificate authorities are trusted, and
 what a failed handshake means.
 
 By default the system's certificate authorities are trusted. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``
@@ -24,16 +24,15 @@ _NOT_TLS = (
     "RECORD_LAYER_FAILURE",
     "PACKET_LENGTH_TOO_LONG",
 )
-"""OpenSSL's reasons for an answer that is not TLS."""
+"""OpenSSL's error codes for an answer that is not TLS."""
 _contexts: dict[tuple[str | None, ...], ssl.SSLContext] = {}
-"""Values of the environment variables -> the context for these values"""
+"""Values of the environment variables -> the TLS context for them."""
 _lock = threading.Lock()
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS context that fits the current environment variables. The first call blocks
-    while it reads certificates. Raises ConfigError if a variable names a file or folder that cannot
-    be used."""
+    """Return the TLS context for the current environment variables. The first call blocks while
+    certificates are read. Raises ConfigError if a variable names an unusable file or folder."""
     values = tuple(os.environ.get(name) for name in (*_REPLACING, *_ADDING))
     with _lock:
         if values not in _contexts:
@@ -42,7 +41,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 def tls_failure(error: Exception) -> tuple[str, str]:
-    """Return why a TLS handshake failed, in OpenSSL's words, and advice for the user."""
+    """Return why a TLS handshake failed, in OpenSSL's words, and what the user can do about it."""
     reason = " ".join(str(getattr(error, "verify_message", "") or error).split())[:200]
     if isinstance(error, ssl.SSLCertVerificationError):
         return reason, "name your certificate authority in SSL_CERT_FILE"
@@ -71,8 +70,8 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _check_replacing() -> None:
-    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` cannot be used. OpenSSL would
-    ignore the variable silently, and then every connection would fail."""
+    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` is unusable. OpenSSL would
+    silently ignore the variable, and every connection would fail."""
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:

@@ -1,4 +1,4 @@
-"""Functions that check URLs of servers, and find the proxy that the environment sets for a URL.
+"""Check URLs of servers, and find the proxy that the environment sets for a URL.
 
     https://host/v1      a URL; HTTPS_PROXY or ALL_PROXY is its proxy, unless NO_PROXY has the host
     http://host:99999    not a URL
@@ -17,8 +17,8 @@ from ramify.errors import ConfigError
 
 
 def is_http_url(url: str) -> bool:
-    """Return True if ``url`` is an http or https URL with a host and, if it names one, a valid
-    port."""
+    """Return True if ``url`` is an http or https URL with a host. A port is optional but must be
+    valid."""
     try:
         parts = urlsplit(url)
         return bool(
@@ -32,15 +32,15 @@ def is_http_url(url: str) -> bool:
 
 def proxy_variable_name(url: str) -> str:
     """Return the name of the environment variable that sets the proxy for ``url``. If none is set,
-    return the name of the one to set."""
+    return the one that could be set."""
     scheme = urlsplit(url).scheme
     names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     return next((name for name in names if os.environ.get(name)), names[1])
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment configures for ``url``, or None for a direct
-    connection. Raises ConfigError if the variable's value is not the URL of an HTTP proxy."""
+    """Return the proxy that the environment sets for ``url``, or None for a direct connection.
+    Raises ConfigError if the proxy is not an HTTP proxy's URL."""
     if sys.platform not in ("darwin", "win32") and not any(
         name.lower().endswith("_proxy") for name in os.environ
     ):

@@ -1,5 +1,5 @@
-"""Access control of an HTTP server: its address, its keys, and the checks of the ``Host`` and
-``Origin`` headers.
+"""Access control of an HTTP server: where it listens, which keys it accepts, and checks of the
+``Host`` and ``Origin`` headers.
 
     127.0.0.1:PORT      every process on this machine can connect, so a key or a token is required,
                         unless the user opens the server to this machine
@@ -31,15 +31,15 @@ from ramify.secrets import remember
 
 
 class ListenAddress(msgspec.Struct, frozen=True):
-    """The address on which a server listens, and whether it answers without a key."""
+    """The address on which a server listens, and whether requests need a key there."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 picks a free port."""
+    """Port number. 0 picks a free port."""
     socket: Path | None = None
-    """Unix socket to listen on instead of a port."""
+    """Path of a Unix socket to use instead of a port."""
     is_open: bool = False
-    """True if every process on this machine may send requests without a key."""
+    """True if any process on this machine may send requests without a key."""
 
     def __post_init__(self) -> None:
         if self.is_open and (self.socket is not None or not is_loopback(self.host)):
@@ -56,26 +56,27 @@ class ListenAddress(msgspec.Struct, frozen=True):
 
     @property
     def is_local(self) -> bool:
-        """True if no other machine can connect."""
+        """True if no other machine can connect to the server."""
         return self.socket is not None or is_loopback(self.host)
 
 
 class BearerKeys:
-    """The keys that a server accepts. Only their SHA-256 digests are stored."""
+    """The API keys that a server accepts. Only their SHA-256 digests are stored."""
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """Create a set of accepted keys. ``digests`` maps the name of each caller to the SHA-256
-        digest of its key, in hexadecimal."""
+        """Create a set of accepted keys. ``digests`` maps each caller's name to the SHA-256 digest
+        of its key in hexadecimal."""
         self._digests = dict(digests)
 
     @classmethod
     def from_key(cls, key: str) -> BearerKeys:
-        """Create a set with a single accepted key, which logs redact from now on."""
+        """Create a set with a single accepted key. From now on, logs redact the key."""
         remember("key of this server", key)
         return cls({"default": digest_of(key)})
 
     def caller(self, presented: str) -> str | None:
-        """Return the name of the caller to whom a key belongs, or None if the key is not accepted.
+        """Return the name of the caller whose key was presented, or None if the key is not
+        accepted.
 
         The presented key is compared with every accepted key, each time in constant time. So the
         duration reveals nothing about the keys.
@@ -90,19 +91,19 @@ class BearerKeys:
 
 
 def new_key() -> str:
-    """Generate a random key, which a server accepts until it stops."""
+    """Generate a random API key. A server accepts it until the server stops."""
     return f"rk-{secrets.token_urlsafe(24)}"
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 digest of a key in hexadecimal. The key may contain surrogate escapes,
-    which represent bytes of a header that is not UTF-8."""
+    """Return the SHA-256 digest of a key in hexadecimal. Surrogate escapes in the key stand for
+    bytes that are not UTF-8."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def presented_key(http: web.Request) -> str:
-    """Return the key that a request presents, either as a bearer token or, as clients of
-    Anthropic's API send it, in ``x-api-key``. Empty if there is none."""
+    """Return the API key in a request's headers: the bearer token, or ``x-api-key`` as Anthropic's
+    clients send it. Empty if there is none."""
     scheme, _, key = http.headers.get("Authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer or http.headers.get("x-api-key", "").strip()
@@ -116,7 +117,8 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(netloc: str) -> str:
-    """
+    """Return the host part of a network location, without its port.
+
     >>> host_of("[::1]:8765")
     '::1'
     """
@@ -124,8 +126,8 @@ def host_of(netloc: str) -> str:
 
 
 def check_host(http: web.Request, url: str) -> None:
-    """Raise RequestRejected if the ``Host`` header of a request does not name this machine. The
-    error suggests ``url`` instead."""
+    """Raise RequestRejected unless a request's ``Host`` header names this machine. The error
+    suggests ``url`` instead."""
     if not is_loopback(host_of(http.host)):
         raise RequestRejected(
             f"the host {http.host!r:.100} is not this machine: send requests to {url}, and let a "
@@ -136,7 +138,7 @@ def check_host(http: web.Request, url: str) -> None:
 
 
 def check_origin(http: web.Request) -> None:
-    """Raise RequestRejected if a request was sent by a web page of another origin."""
+    """Raise RequestRejected if a web page of another origin sent the request."""
     origin = http.headers.get("Origin")
     if origin is not None and _netloc(origin) != http.host:
         raise RequestRejected(

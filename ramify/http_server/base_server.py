@@ -1,5 +1,5 @@
-"""The HTTP server that all of Ramify's servers build on: the commands ``serve``, ``view``,
-``serve-policy`` and ``mcp``.
+"""The HTTP server on which all of Ramify's servers are built: ``serve``, ``view``, ``serve-policy``
+and ``mcp``.
 
     connection ──▶ head ──▶ Host, Origin ──▶ key or token ──▶ route ──▶ body ──▶ response
     (connections.py)        (access.py)                       (request_body_limiter.py)
@@ -45,9 +45,9 @@ from ramify.store.durable_files import make_folder
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 GONE = 499
-"""Status under which a request is counted if its client disconnected. It is never sent."""
+"""Status that is recorded for a request whose client disconnected. It is never sent."""
 CALLER = web.RequestKey("caller", str)
-"""Name of the caller who sent a request; empty if the server needs no key."""
+"""Name of the caller who sent a request. Empty if the server needs no key."""
 _UPLOADS = web.AppKey("uploads", RequestBodyLimiter)
 _BACKLOG = 1024
 _LIMITS = HttpLimits()
@@ -56,15 +56,15 @@ _log = ComponentLogger("serve")
 
 @asynccontextmanager
 async def received(http: web.Request) -> AsyncIterator[bytes]:
-    """Receive the body of a request, for use within an ``async with`` block. Until the block ends,
-    the body counts against the server's limit on memory. Raises RequestRejected if the body is too
-    large or too slow."""
+    """Receive a request's body, for use in an ``async with`` block. Until the block ends, the body
+    counts against the server's memory limit. Raises RequestRejected if it is too large or arrives
+    too slowly."""
     async with http.app[_UPLOADS].received(http, http[CALLER]) as body:
         yield body
 
 
 class HttpServer:
-    """An HTTP server for one aiohttp application, which checks each request before the application
+    """An HTTP server for one aiohttp application. It checks every request before the application
     sees it."""
 
     def __init__(
@@ -79,12 +79,11 @@ class HttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """Create a server, which does not listen yet. ``keys`` are the accepted keys, or None if
-        the address needs no key. ``token`` is an alternative for web pages, which send it in a URL
-        or a cookie. Paths in ``public`` need no key. ``statuses`` maps errors that routes raise to
-        HTTP statuses; any other error becomes status 500. ``key_help`` tells a client without a key
-        what to do. ``on_response`` is called after each response with the path of its route and its
-        status.
+        """Create a server that does not listen yet. ``keys`` are the accepted keys, or None if the
+        address needs none. ``token`` is an alternative for web pages, sent in a URL or a cookie.
+        Paths in ``public`` need no key. ``statuses`` maps errors of routes to HTTP statuses; other
+        errors get status 500. ``key_help`` tells a client without a key what to do. ``on_response``
+        is called after each response with the route's path and the status.
 
         Raises ConfigError for an address that needs a key if there are no ``keys``.
         """
@@ -93,8 +92,8 @@ class HttpServer:
         self.host = address.host
         self.port = address.port
         self.num_rejected: Counter[str] = Counter()
-        """Code of a rejection (``missing_key``, ``wrong_key``, ``wrong_host``, ``wrong_origin``)
-        -> number of requests."""
+        """Rejection code (``missing_key``, ``wrong_key``, ``wrong_host``, ``wrong_origin``) ->
+        number of rejected requests."""
         self._address = address
         self._keys = keys
         self._token = token
@@ -110,14 +109,14 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The URL of the server without a path and without a token: ``http://127.0.0.1:PORT``."""
+        """The URL of the server, without path and token: ``http://127.0.0.1:PORT``."""
         if self._address.socket is not None:
             return "http://localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     async def start(self, app: web.Application) -> None:
-        """Start to listen and to pass requests to ``app``. Raises ConfigError if the address cannot
+        """Start listening, and pass requests to ``app``. Raises ConfigError if the address cannot
         be used."""
         self._listeners = _listeners(self._address)
         if self._address.socket is None:
@@ -200,8 +199,8 @@ class HttpServer:
             return bug.response(http)
 
     def _check(self, http: web.Request) -> None:
-        """Check the host, the origin, the key and the content type of a request. Raises
-        RequestRejected."""
+        """Check a request's host, origin, key and content type. Raises RequestRejected if one is
+        not acceptable."""
         try:
             if self._address.is_local:
                 check_host(http, self.url)
@@ -278,7 +277,8 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """Return a listening Unix socket. It must be in a folder that other users cannot enter."""
+    """Return a listening Unix socket. Raises ConfigError if other users can enter its folder, or
+    another server listens there."""
     folder = make_folder(path.parent)
     if folder.stat().st_mode & 0o077:
         raise ConfigError(f"{folder} can be entered by other users: run chmod 700 {folder}")

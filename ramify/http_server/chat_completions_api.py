@@ -1,5 +1,4 @@
-"""The chat completions API for a single model: functions that parse requests and write replies and
-streams.
+"""The chat completions API for a single model: parse requests, and write replies and streams.
 
     body ──read──> ChatExchange ── request ──> Request       Reply ──> body or events
 
@@ -47,7 +46,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "structured_outputs": (),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 
 
 class _Function(msgspec.Struct):
@@ -56,7 +55,7 @@ class _Function(msgspec.Struct):
 
 
 class PriorToolCall(msgspec.Struct):
-    """A tool call that an earlier reply of the conversation made."""
+    """A tool call from an earlier reply in the conversation."""
 
     id: str = ""
     function: _Function = msgspec.field(default_factory=_Function)
@@ -81,14 +80,14 @@ class _Tool(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """The options of a streamed completion: whether its last event states the token usage."""
+    """Options of a streamed chat completion. ``include_usage`` adds the token usage to the last
+    event."""
 
     include_usage: bool = False
 
 
 class ChatCompletionRequest(msgspec.Struct):
-    """A request for a chat completion, with the fields that this server reads and those that it
-    rejects."""
+    """A chat completion request: the fields that this server reads, and those that it rejects."""
 
     messages: list[_CompletionMessage]
     model: str = ""
@@ -134,12 +133,12 @@ encode = model_api.encode
 
 
 class ChatExchange:
-    """A chat completion: the parsed request, and the methods that write its replies as one body or
-    as events."""
+    """A chat completion request in progress, with methods that write its replies as one body or as
+    stream events."""
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request. Raises Refused or RequestRejected for a request that
-        cannot be answered."""
+        """Prepare to answer a parsed request. Raises Refused or RequestRejected if it cannot be
+        answered."""
         self.num_replies = _num_replies(parsed.n)
         self.is_streamed = bool(parsed.stream)
         self.request = _request_of(parsed, model.window)
@@ -221,8 +220,8 @@ class ChatExchange:
 
 
 def read(body: bytes, model: ServedModel) -> ChatExchange:
-    """Parse the body of a request for a chat completion. Raises Refused or RequestRejected with the
-    reason if the request is invalid."""
+    """Parse the body of a chat completion request. Raises Refused or RequestRejected with the
+    reason if it is invalid."""
     parsed = model_api.decode_request(_decoder, body, "chat completion")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -237,8 +236,7 @@ def read(body: bytes, model: ServedModel) -> ChatExchange:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the token usage of several replies to one prompt. The tokens of the prompt count
-    once."""
+    """Return the total token usage of several replies to one prompt. Prompt tokens count once."""
     total = usages[0]
     for usage in usages[1:]:
         total += usage
@@ -249,7 +247,7 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Convert a token usage to the JSON object that chat completions contain."""
+    """Convert token usage to the JSON object used in chat completions."""
     return {
         "prompt_tokens": usage.input_tokens,
         "completion_tokens": usage.output_tokens,
@@ -260,20 +258,21 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def opening(id: str, model: str) -> dict[str, Any]:
-    """Return the first event of a streamed completion, which names the role but has no text."""
+    """Return the first event of a streamed completion. It names the role and has no text."""
     return chunk(id, model, {"role": "assistant", "content": ""})
 
 
 def chunk(
     id: str, model: str, delta: dict[str, Any], index: int = 0, created: int | None = None
 ) -> dict[str, Any]:
-    """Return one event of a streamed completion, with what is new in reply number ``index``."""
+    """Return one event of a streamed completion. ``delta`` is the new part of reply number
+    ``index``."""
     choice = {"index": index, "delta": delta, "finish_reason": None}
     return {**head(id, model, "chat.completion.chunk", created), "choices": [choice]}
 
 
 def head(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
-    """Return the fields that are the same in every body and event. ``created`` is a Unix time in
+    """Return the fields that every body and event starts with. ``created`` is a Unix time in
     seconds, by default now."""
     return {"id": id, "object": kind, "created": created or int(time.time()), "model": model}
 
@@ -285,7 +284,7 @@ def _num_replies(n: int | None) -> int:
 
 
 def _request_of(parsed: ChatCompletionRequest, window: int) -> Request:
-    """Convert a chat completion request to an engine request. Without a token limit, a reply may
+    """Convert a chat completion request to an engine request. Without a token limit, the reply may
     fill the context window."""
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     sampling = Sampling(

@@ -1,5 +1,5 @@
-"""The connections of one server: how many may be open, and how long each may take to send the head
-of a request.
+"""Connection limits of a server: how many connections may be open, and how long each may take to
+send a request's head.
 
     accept ──▶ waiting (no byte, or part of a head) ──▶ request in progress ──▶ waiting …
                   │ too late or too large: closed
@@ -30,18 +30,20 @@ from ramify.logging import ComponentLogger
 _log = ComponentLogger("serve")
 MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
-"""Seconds for which the rest of a rejected body is read, so that the client sees its answer."""
+"""Seconds for which the rest of a rejected body is read, so that the client still sees its
+answer."""
 _LINGERING_BYTES = 8 << 20
-"""Maximum bytes of a rejected body that are read. Beyond them the connection is closed, because
-reading takes time from other clients."""
+"""Maximum bytes of a rejected body that are read. Then the connection is closed, because reading
+takes time from other clients."""
 _EVICT_S = 1.0
-"""Seconds without a first head after which a new connection may replace this one."""
+"""Seconds after which a connection that has not sent a first head may be closed in favour of a new
+one."""
 _EVICT_IDLE_S = 5.0
-"""Seconds between two requests after which a new connection may replace this one. The limit is
-longer because the client may be about to send its next request."""
+"""Seconds after which a connection that is idle between requests may be closed in favour of a new
+one. This limit is longer, because the next request may follow soon."""
 _SWEEP_S = 0.25
 _BATCH = 32
-"""Maximum number of connections that are accepted in one iteration of the event loop."""
+"""Maximum number of connections accepted in one iteration of the event loop."""
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -54,11 +56,12 @@ class ServerConnectionManager:
         self.most = limits.max_connections or max_connections()
         self.all: set[HttpServerConnection] = set()
         self.waiting: dict[HttpServerConnection, None] = {}
-        """Connections without a request in progress, in the order in which they began to wait."""
+        """Connections without a request in progress. Those that have waited longest come first."""
 
     @property
     def is_crowded(self) -> bool:
-        """True if so many connections are open that each should be closed after its response."""
+        """True if so many connections are open that each one should be closed after its
+        response."""
         return len(self.all) > self.most * 3 // 4
 
     async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
@@ -90,8 +93,7 @@ class ServerConnectionManager:
             )
 
     async def sweep(self) -> None:
-        """Close connections that have waited too long for a request, again and again until
-        cancelled."""
+        """Close connections that have waited too long for a request. Runs until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -100,8 +102,8 @@ class ServerConnectionManager:
                     connection.force_close()
 
     def _evict(self) -> bool:
-        """Close the connection that has waited longest for a request. Returns False if none has
-        waited long enough."""
+        """Close the connection that has waited longest for a request, to admit a new one. Returns
+        False if none has waited long enough."""
         now = time.monotonic()
         for connection in self.waiting:
             patience = _EVICT_IDLE_S if connection.is_idle else _EVICT_S
@@ -114,8 +116,8 @@ class ServerConnectionManager:
 
 
 class HttpServerConnection(web.RequestHandler):
-    """An aiohttp connection with limits on the size of a request's head, and on the time until the
-    head has arrived."""
+    """An aiohttp connection that limits the size of a request's head and how long it may take to
+    arrive."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class HttpServerConnection(web.RequestHandler):
         self._tail = b""
         self._has_asked = False
         self._num_drained: int | None = None
-        """Bytes of a rejected body that were read; None if there is none."""
+        """Bytes read of a rejected body. None if no body was rejected."""
         self._is_head_read = False
         """True from the end of a request's head until the response is sent."""
         self._wait()
@@ -143,16 +145,16 @@ class HttpServerConnection(web.RequestHandler):
     def _wait(self) -> None:
         self.waits_since = time.monotonic()
         self.deadline = self.waits_since + self._table.limits.idle_s
-        """Time (monotonic seconds) at which a waiting connection is closed."""
+        """Time at which a waiting connection is closed, in monotonic seconds."""
         self._num_head_bytes, self._tail, self._is_head_read = 0, b"", False
 
     @property
     def is_idle(self) -> bool:
-        """True between two requests while no byte of the next request has arrived."""
+        """True between two requests, until the first byte of the next one arrives."""
         return self._has_asked and not self._num_head_bytes
 
     def mark_busy(self) -> None:
-        """Mark the connection as busy, because the head of a request has been read."""
+        """Mark the connection as busy. Called once a request's head has been read."""
         self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)
 
@@ -197,8 +199,8 @@ class HttpServerConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the response to data that is not HTTP, in the usual error format and without a log
-        record."""
+        """Return the response to data that is not HTTP. It uses the usual error format, and nothing
+        is logged for bad requests."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
         if status >= 500:
@@ -213,7 +215,8 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _counts(self, data: bytes) -> bool:
-        """Add data to the size of the current head. Returns False if the head is too large."""
+        """Count received bytes towards the size of the current head. Returns False if the head is
+        too large."""
         if not self._num_head_bytes:
             data = data.lstrip(b"\r\n")  # blank lines before a request
             self.deadline = min(self.deadline, time.monotonic() + self._table.limits.head_s)

@@ -1,4 +1,4 @@
-"""The limits of one server: how much its clients may send at once, and how long they may take."""
+"""Limits of a server: how much its clients may send at once, and how long they may take."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on the connections of a server, and on the heads and bodies of its requests."""
+    """Limits on a server's connections, and on the heads and bodies of requests."""
 
     max_body_bytes: int = 64 << 20
-    """Maximum bytes of one body, and of all bodies that are being received from one key."""
+    """Maximum bytes of one body, and of all bodies being received from one key."""
     max_connections: int | None = None
-    """Maximum open connections; None for a third of the descriptors that the process may open."""
+    """Maximum open connections. None: a third of the descriptors that the process may open."""
     head_s: float = 15.0
-    """Seconds from the first byte of a head to its end."""
+    """Seconds from the first byte of a request's head to its last."""
     idle_s: float = 75.0
-    """Seconds after which a connection without a request is closed. The limit exceeds the 60 s for
-    which proxies keep their connections."""
+    """Seconds after which a connection without a request is closed. This exceeds the 60 s for which
+    proxies keep connections."""
     body_s: float = 300.0
-    """Seconds in which a whole body must arrive."""
+    """Seconds within which a whole body must arrive."""
     stall_s: float = 15.0
     """Maximum pause in seconds between two parts of a body."""
 
     @property
     def max_arriving_bytes(self) -> int:
-        """The maximum number of bytes of all bodies that are being received at the same time, over
-        all keys."""
+        """The maximum bytes of all bodies being received at the same time, over all keys."""
         return self.max_body_bytes + self.max_body_bytes // 2

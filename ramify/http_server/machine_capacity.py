@@ -1,5 +1,5 @@
-"""Limits that follow from the machine: how many connections and runs a server can hold, given the
-file descriptors, memory and processes that are free.
+"""Server limits that depend on the machine: how many connections and runs fit into the free file
+descriptors, memory and processes.
 
     raise_descriptor_limit()     at the start of a command that serves
     max_connections()            so that runs keep descriptors for their journals and sessions
@@ -17,23 +17,22 @@ import resource
 from pathlib import Path
 
 MOST_DESCRIPTORS = 1 << 16
-"""The limit of open files is not raised above this: some programs loop over every possible
-descriptor."""
+"""Upper bound to which the open-file limit is raised. Some programs loop over every possible
+descriptor, so it should not be too large."""
 MOST_CONNECTIONS = 4096
 MOST_RUNS = 256
 DESCRIPTORS_OF_A_RUN = 8
-"""Descriptors of one run, measured with the jail: its journal, and the pipes and memory files of
-its sessions."""
+"""File descriptors of one run, measured with the jail: its journal, and its sessions' pipes and
+memory files."""
 _RESERVE = 48
-"""Descriptors that the process itself uses: libraries, logs, the fork server."""
+"""File descriptors that the process itself needs for libraries, logs and the fork server."""
 MEMORY_OF_A_RUN = 64 << 20
-"""Bytes that a run with one session needs, in this process and in its sandbox."""
+"""Bytes of memory for a run with one session, in this process and in its sandbox."""
 PROCESSES_OF_A_RUN = 3
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of open files as far as the hard limit allows, and return the
-    new limit."""
+    """Raise this process's soft limit on open files as far as allowed, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -54,7 +53,7 @@ def max_connections() -> int:
 
 
 def max_runs() -> int:
-    """Return how many runs this machine can hold at the same time, at most ``MOST_RUNS``."""
+    """Return how many runs this machine can hold at once, at most ``MOST_RUNS``."""
     descriptors = descriptor_limit() - _RESERVE - max_connections()
     bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
     if memory := free_memory():
@@ -65,15 +64,14 @@ def max_runs() -> int:
 
 
 def free_memory() -> int | None:
-    """Return how many bytes of memory this process may still take, or None if the system does not
-    say."""
+    """Return how many bytes of memory this process may still allocate, or None if unknown."""
     found = [_available_memory(), _left(Path("/sys/fs/cgroup"), "memory.max", "memory.current")]
     known = [each for each in found if each is not None]
     return min(known) if known else None
 
 
 def free_processes() -> int | None:
-    """Return how many more processes this user may start, or None without a limit."""
+    """Return how many more processes this user may start, or None if unlimited."""
     found = [_left(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
@@ -91,16 +89,16 @@ def _available_memory() -> int | None:
 
 
 def _left(folder: Path, most: str, current: str) -> int | None:
-    """Return how much of a control group's limit is unused, or None without a limit. ``most`` and
-    ``current`` are the names of the files with the limit and the current use."""
+    """Return the unused part of a control group's limit, or None if it is unlimited. ``most`` and
+    ``current`` name the files with the limit and the current use."""
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((folder / most).read_text()) - int((folder / current).read_text()))
     return None
 
 
 def _num_own_processes() -> int:
-    """Return the number of this user's threads, because the system's limit counts each thread as a
-    process. 0 if it is unknown."""
+    """Return the number of this user's threads, or 0 if unknown. Threads are counted because the
+    system's process limit counts them."""
     num = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):

@@ -1,5 +1,4 @@
-"""Anthropic's messages API for a single model: functions that parse requests and write replies and
-streams.
+"""Anthropic's messages API for a single model: parse requests, and write replies and streams.
 
     body ──read──> MessagesExchange ── request ──> Request       Reply ──> body or events
 
@@ -43,10 +42,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 _TEXT_BLOCKS = {"text": "text"}
 _UNPARSED = "unparsed"
-"""Name under which arguments that are not an object are sent."""
+"""Field name for tool-call arguments that are not a JSON object."""
 _STOP_REASONS = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
@@ -88,8 +87,8 @@ class _OutputConfig(msgspec.Struct):
 
 
 class MessagesRequest(msgspec.Struct):
-    """A request for a message or for the number of its tokens, with the fields that this server
-    reads and those that it rejects."""
+    """A request to the messages API for a reply or a token count: the fields that this server
+    reads, and those that it rejects."""
 
     messages: list[_Turn]
     model: str = ""
@@ -105,7 +104,7 @@ class MessagesRequest(msgspec.Struct):
     output_config: _OutputConfig | None = None
     output_format: Any = None
     store: bool | None = None
-    """With false, nothing of the exchange is recorded. Anthropic's own API has no such field."""
+    """If false, nothing of the exchange is recorded. Anthropic's own API has no such field."""
     # Rejected unless their value has no effect: see ``_HARMLESS``.
     container: Any = None
     mcp_servers: Any = None
@@ -116,14 +115,14 @@ _decoder = msgspec.json.Decoder(MessagesRequest)
 
 
 class MessagesExchange:
-    """A request for a message in Anthropic's API, with the methods that write the reply as one body
-    or as events."""
+    """A messages API request in progress, with methods that write its reply as one body or as
+    stream events."""
 
     num_replies = 1
 
     def __init__(self, parsed: MessagesRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request. Raises Refused or RequestRejected for a request that
-        cannot be answered."""
+        """Prepare to answer a parsed request. Raises Refused or RequestRejected if it cannot be
+        answered."""
         self.is_streamed = bool(parsed.stream)
         self.is_private = parsed.store is False
         self.request = _request_of(parsed, model.window)
@@ -134,7 +133,7 @@ class MessagesExchange:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
         self._growth = ReplyDeltaTracker()
         self._open = ""
-        """Type of the block that a stream is writing; empty if it writes none."""
+        """Type of the content block that is being streamed. Empty between blocks."""
         self._num_blocks = 0
 
     def body(self, replies: Sequence[Reply]) -> bytes:
@@ -189,7 +188,7 @@ class MessagesExchange:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Open a content block of the given kind, unless one is open already. Returns the events to
+        """Open a content block of the given kind, unless one is already open. Returns the events to
         send: the end of the previous block and the start of this one."""
         if self._open == kind:
             return b""
@@ -222,14 +221,14 @@ class MessagesExchange:
         }
 
     def _ending(self, reply: Reply) -> dict[str, Any]:
-        """Return the fields that say why the reply ended."""
+        """Return the fields that state why the reply ended."""
         reason = _STOP_REASONS.get(reply.finish, "end_turn")
         stop = self._stop_sequence(reply) if reason == "end_turn" else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_sequence(self, reply: Reply) -> str | None:
-        """Return the stop sequence that ended the reply, or None. It is the one that follows the
-        message's text in the text of the sampled tokens."""
+        """Return the stop sequence that ended the reply, or None. In the sampled text, it directly
+        follows the message's text."""
         stops = self.request.sampling.stop
         if not stops or not reply.token_ids:
             return None
@@ -239,8 +238,8 @@ class MessagesExchange:
 
 
 def read(body: bytes, model: ServedModel) -> MessagesExchange:
-    """Parse the body of a request for a message. Raises Refused or RequestRejected with the reason
-    if the request is invalid."""
+    """Parse the body of a messages API request. Raises Refused or RequestRejected with the reason
+    if it is invalid."""
     parsed = _parsed(body)
     if parsed.max_tokens is None:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
@@ -250,8 +249,8 @@ def read(body: bytes, model: ServedModel) -> MessagesExchange:
 
 
 def read_count_request(body: bytes, model: ServedModel) -> Request:
-    """Parse the body of a request for the number of tokens of a prompt. Raises Refused or
-    RequestRejected with the reason if the request is invalid."""
+    """Parse the body of a request to count a prompt's tokens. Raises Refused or RequestRejected
+    with the reason if it is invalid."""
     return _request_of(_parsed(body), model.window)
 
 
@@ -318,8 +317,7 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _reply(turn: _Turn) -> list[Message]:
-    """Convert a turn of the assistant, which is a text or a list of content blocks, to one
-    message."""
+    """Convert an assistant turn to one message. The turn is a text or a list of content blocks."""
     if isinstance(turn.content, str):
         return [Message("assistant", turn.content)]
     content, reasoning = "", None
@@ -339,8 +337,8 @@ def _reply(turn: _Turn) -> list[Message]:
 
 
 def _given(turn: _Turn) -> list[Message]:
-    """Convert a turn that the model did not write to messages. Each tool result becomes a message,
-    and so does the text between two tool results."""
+    """Convert a turn not written by the model to messages. Each tool result becomes a message, and
+    so does any text between tool results."""
     role = turn.role
     if isinstance(turn.content, str):
         return [Message(role, turn.content)]
@@ -375,8 +373,8 @@ def _unsupported(block: _Block) -> RequestRejected:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as the object that the API requires. Text that is not a
-    JSON object becomes the only field of a new object."""
+    """Convert tool-call arguments from text to the object that the API requires. Text that is not a
+    JSON object is wrapped in one."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -385,8 +383,8 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _arguments(input: dict[str, Any]) -> str:
-    """Return the arguments of a tool call as text, given the object that the API contains. If the
-    text was not a JSON object when it was sent, that text is returned unchanged."""
+    """Convert tool-call arguments from the API's object to text. Text that ``_object`` wrapped is
+    returned unchanged."""
     unparsed = input.get(_UNPARSED)
     if len(input) == 1 and isinstance(unparsed, str):
         return unparsed

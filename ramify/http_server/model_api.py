@@ -1,5 +1,4 @@
-"""The interface between the HTTP APIs of one model and the model that answers their requests, with
-functions that all these APIs share.
+"""The interface between a model and its HTTP APIs, with functions shared by all of the APIs.
 
     body ── completions.read ────┐                                 ┌─ body
             responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
@@ -38,40 +37,43 @@ T = TypeVar("T")
 MAX_REPLIES = 128
 """Maximum number of replies to one request."""
 MAX_TOP_LOGPROBS = 20
-"""Maximum number of likeliest tokens reported for each sampled token."""
+"""Maximum number of most likely tokens reported per sampled token."""
 encode = msgspec.json.Encoder().encode
 
 
 class ServedModel(Protocol):
-    """A model that answers the requests of one caller of a server."""
+    """A model that answers the requests of one caller."""
 
     name: str
-    """Name of the model in responses."""
+    """Model name shown in responses."""
     window: int
-    """Maximum tokens of prompt and reply together."""
+    """Context window: maximum tokens of prompt and reply together."""
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return independent replies to one request. Raises RamifyError or RequestRejected."""
+        """Return independent replies to one request. Raises RamifyError or RequestRejected on
+        failure."""
         ...
 
     def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield the replies to a request as they grow, each with its number: the message so far
-        after each step, and the whole reply at its end. Raises RamifyError or RequestRejected."""
+        """Yield the replies to a request as they grow. Each value is a reply's number with the
+        message so far, or with the whole reply at its end. Raises RamifyError or RequestRejected on
+        failure."""
         ...
 
     def num_tokens(self, request: Request) -> int:
-        """Return the number of tokens of a request's prompt. Raises Refused if it is unknown."""
+        """Return the number of tokens in a request's prompt. Raises Refused if it cannot be
+        determined."""
         ...
 
     def token_text(self, id: int) -> str:
-        """Return the text of one token, or an empty string if it is unknown."""
+        """Return the text of a token, or an empty string if it is unknown."""
         ...
 
 
 class ModelApiExchange(Protocol):
-    """A request in the format of an API, with the methods that write the answer in the same format.
+    """A request in the format of one API, with methods that write the answer in the same format.
 
     ``body`` returns a whole response. A stream consists of ``begin``, any number of ``grow``,
     ``end`` for each reply, and ``close``; ``fail`` replaces the rest after an error.
@@ -80,7 +82,7 @@ class ModelApiExchange(Protocol):
     id: str
     """Id of the response."""
     is_private: bool
-    """If True, the caller wants nothing of this exchange to be recorded (``store: false``)."""
+    """True if the caller wants nothing of this exchange to be recorded (``store: false``)."""
     request: Request
     num_replies: int
     is_streamed: bool
@@ -100,21 +102,21 @@ class ModelApiExchange(Protocol):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """The tools that a reply must or may call. The choice is not written into the prompt, so that a
-    conversation keeps its token ids; instead the finished reply is checked."""
+    """The constraint on which tools a reply must or may call. It is checked on the finished reply
+    and never written into the prompt, so the conversation's token ids do not change."""
 
     is_required: bool = False
-    """If True, a reply without a tool call is an error."""
+    """True if a reply without a tool call is an error."""
     is_forbidden: bool = False
-    """If True, a reply with a tool call is an error."""
+    """True if a reply with a tool call is an error."""
     names: tuple[str, ...] = ()
-    """Tools that the reply may call; empty for all."""
+    """Names of the tools that a reply may call. Empty: all."""
     is_parallel: bool = True
-    """If False, a reply with more than one tool call is an error."""
+    """False if a reply with more than one tool call is an error."""
 
     def check(self, reply: Reply) -> None:
-        """Raise RequestRejected if a reply does not call a tool although it must, or calls one that
-        is not allowed."""
+        """Raise RequestRejected if a reply lacks a required tool call or makes one that is not
+        allowed."""
         called = [call.name for call in reply.message.tool_calls]
         others = [name for name in called if self.names and name not in self.names]
         problem = ""
@@ -132,16 +134,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> RequestRejected:
-    """Return the error for a reply that does not do what the request required. It includes the text
-    of the reply."""
+    """Return the error for a reply that violates a requirement of its request. The error includes
+    the reply's text."""
     error = RequestRejected(problem, code=code)
     error.more["failed_generation"] = reply.message.content
     return error
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
-    """Return the choice unchanged, or raise RequestRejected if it names or requires a tool that is
-    not offered."""
+    """Return the tool choice unchanged. Raises RequestRejected if it names or requires a tool that
+    is not offered."""
     known = {tool.name for tool in tools}
     unknown = next((name for name in choice.names if name not in known), None)
     if unknown is not None:
@@ -154,8 +156,8 @@ def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> 
 
 
 def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
-    """Parse the ``tool_choice`` of a request, in the format of chat completions or of the responses
-    API. Raises RequestRejected if its value is not supported."""
+    """Parse a request's ``tool_choice`` in the format of chat completions or the responses API.
+    Raises RequestRejected for an unsupported value."""
     is_parallel = parallel is not False
     if choice is None or choice == "auto":
         return ToolChoice(is_parallel=is_parallel)
@@ -183,8 +185,8 @@ def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
-    """Decode the JSON body of a request. Raises Refused with the reason if that fails. ``kind``
-    says what the API returns, for the error."""
+    """Decode the JSON body of a request. Raises Refused with the reason if it is invalid. ``kind``
+    names the requested object in the error."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -192,7 +194,7 @@ def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> 
 
 
 def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raise RequestRejected if a request has an unsupported field whose value would change the
+    """Raise RequestRejected if a request sets an unsupported field to a value that would change the
     answer.
 
     ``harmless`` maps the name of each unsupported field to the values that have no effect.
@@ -204,8 +206,7 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise Refused unless ``temperature`` is at least 0, and ``top_p`` is above 0 and at most
-    1."""
+    """Raise Refused unless ``temperature`` is at least 0 and ``top_p`` is above 0 and at most 1."""
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
         raise Refused(
             f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"
@@ -213,8 +214,8 @@ def check_sampling(temperature: float | None, top_p: float | None) -> None:
 
 
 def check_top_logprobs(number: int | None) -> int:
-    """Return how many of the likeliest tokens to report for each sampled token. Raises
-    RequestRejected if a request asks for too many."""
+    """Return how many of the most likely tokens to report per sampled token. Raises RequestRejected
+    for more than ``MAX_TOP_LOGPROBS``."""
     if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
         raise RequestRejected(
             f"top_logprobs={number} must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
@@ -223,9 +224,8 @@ def check_top_logprobs(number: int | None) -> int:
 
 
 def schema_in(format: Any, where: str) -> dict[str, Any] | None:
-    """Return the JSON schema in the response format of a request to either OpenAI API, or None if
-    the reply may be any text. ``where`` names the field for errors. Raises RequestRejected if the
-    response format is not supported."""
+    """Return the JSON schema from the response format of an OpenAI API request, or None for plain
+    text. ``where`` names the field in errors. Raises RequestRejected for an unsupported format."""
     kind = format.get("type") if isinstance(format, dict) else None
     if format is None or kind == "text":
         return None
@@ -248,12 +248,14 @@ _SENT_ID = re.compile(r"(call_\d+)_[0-9a-f]{16}")
 
 
 def new_reply_mark() -> str:
-    """Return random characters that make the ids of one reply's tool calls unique."""
+    """Return random characters that make one reply's tool-call ids unique."""
     return secrets.token_hex(8)
 
 
 def unique_call_id(id: str, mark: str) -> str:
-    """
+    """Append a mark to the tool-call id that a chat template generated, so that it is unique in the
+    conversation. Other ids stay unchanged.
+
     >>> unique_call_id("call_0", "5f1c0a9be2d34c77")
     'call_0_5f1c0a9be2d34c77'
     """
@@ -261,7 +263,8 @@ def unique_call_id(id: str, mark: str) -> str:
 
 
 def original_call_id(id: str) -> str:
-    """
+    """Remove the mark that ``unique_call_id`` appended to a tool-call id. Other ids stay unchanged.
+
     >>> original_call_id("call_0_5f1c0a9be2d34c77")
     'call_0'
     """
@@ -270,7 +273,7 @@ def original_call_id(id: str) -> str:
 
 
 def calls_with_unique_ids(message: Message) -> list[ToolCall]:
-    """Return the tool calls of a reply, with ids that are unique in the conversation."""
+    """Return a reply's tool calls with ids that are unique in the conversation."""
     if not message.tool_calls:
         return []
     mark = new_reply_mark()
@@ -281,16 +284,16 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
 
 
 class ReplyDeltaTracker:
-    """A record of how much of a streamed message was sent, which finds the text that is new."""
+    """Tracks how much of a streamed message has been sent, to find the text that is new."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
         self._content = ""
 
     def gained(self, message: Message) -> tuple[str | None, str]:
-        """Return the reasoning and the content by which a message has grown since the last call.
-        The reasoning is None if nothing was added to it; the first part of it may be empty. If text
-        that was already sent has changed, nothing is sent again."""
+        """Return the reasoning and content added to a message since the last call. The reasoning is
+        None if nothing was added, and its first part may be empty. If already sent text has
+        changed, nothing is sent again."""
         reasoning: str | None = None
         if message.reasoning is not None:
             reasoning = _gain(self._reasoning or "", message.reasoning)
@@ -319,7 +322,7 @@ def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[st
 
 
 class _TokenTexts:
-    """A cache of the texts of tokens, so that each is looked up once."""
+    """A cache of token texts, so that each one is looked up once."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of
@@ -335,15 +338,15 @@ class _TokenTexts:
 
 
 def server_sent_event(event: object, kind: str = "") -> bytes:
-    """Encode one event of a stream as server-sent events require. ``kind`` is the event's name,
-    which some APIs repeat outside the data."""
+    """Encode one stream event as a server-sent event. ``kind`` is the event's name, which some APIs
+    repeat outside the data."""
     head = f"event: {kind}\n".encode() if kind else b""
     return b"%sdata: %s\n\n" % (head, encode(event))
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield the texts of the parts of a message. ``kinds`` maps each supported kind of part to the
-    field that has its text. Raises Refused for any other kind."""
+    """Yield the text of each part of a message. ``kinds`` maps each supported kind of part to the
+    field with its text. Raises Refused for any other kind."""
     for part in parts:
         kind = str(part.get("type"))
         if kind not in kinds:

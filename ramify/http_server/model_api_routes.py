@@ -1,5 +1,4 @@
-"""The HTTP routes of three APIs for one model: chat completions, responses, and Anthropic's
-messages.
+"""HTTP routes of three APIs for one model: chat completions, responses, and Anthropic's messages.
 
     POST {prefix}/v1/chat/completions          chat_completions_api.py
     POST {prefix}/v1/responses                 responses_api.py
@@ -37,46 +36,44 @@ from ramify.types.message import Reply
 
 T = TypeVar("T")
 _LARGE_BYTES = 1 << 18
-"""Size above which a body is parsed in a thread."""
+"""Body size in bytes above which parsing moves to a thread."""
 
 
 Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
-"""Records a reply: (id of the response, number of the reply in it, request, reply)."""
+"""Function that records a reply: (response id, number of the reply in it, request, reply)."""
 
 
 class CallerModel(msgspec.Struct, frozen=True):
-    """The model that answers one caller of a server, with the responses that are stored for this
-    caller."""
+    """The model that answers one caller, with the responses stored for this caller."""
 
     model: ServedModel
     stored: StoredResponses
     recorder: Recorder | None = None
-    """Records each reply before it is sent completely; None if nothing is recorded."""
+    """Records each reply before its last part is sent. None if nothing is recorded."""
 
     async def record(self, exchange: ModelApiExchange, index: int, reply: Reply) -> None:
         if self.recorder is not None and not exchange.is_private:
             await self.recorder(exchange.id, index, exchange.request, reply)
 
     def recording_headers(self, exchange: ModelApiExchange) -> dict[str, str]:
-        """Return the HTTP headers that tell a client that its conversation is recorded."""
+        """Return the HTTP headers that tell a client whether its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
 
 Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModel]]
-"""Admits a request until the block ends. Raises RequestRejected."""
+"""Context manager that admits a request until its block ends. Raises RequestRejected."""
 
 
 class ModelApiRoutes:
-    """The HTTP routes of the three APIs with which clients use a model: chat completions,
-    responses, and Anthropic's messages. ``admit`` accepts each request and decides which model
-    answers it."""
+    """HTTP routes for using a model through three APIs: chat completions, responses, and
+    Anthropic's messages. ``admit`` accepts each request and selects the model that answers."""
 
     def __init__(self, admit: Admission) -> None:
         self._admit = admit
 
     def add_to(self, app: web.Application, prefix: str = "") -> None:
-        """Add the routes to an aiohttp application, with ``prefix`` before their paths."""
+        """Add the routes to an aiohttp application. Their paths start with ``prefix``."""
         base = f"{prefix}/v1"
         app.router.add_post(base + chat_completions_api.PATH, self._chat)
         app.router.add_post(base + responses_api.PATH, self._response)
@@ -148,8 +145,7 @@ class ModelApiRoutes:
 
 @contextlib.contextmanager
 def errors_as_rejections() -> Iterator[None]:
-    """Return a context manager that turns errors of the model and of a request into error
-    responses."""
+    """Return a context manager that converts errors of a model or a request to error responses."""
     try:
         yield
     except RamifyError as error:
@@ -159,7 +155,7 @@ def errors_as_rejections() -> Iterator[None]:
 
 
 def rejection_of(error: RamifyError) -> RequestRejected:
-    """Convert an error of the model, or of the request, to an error response."""
+    """Convert an error of a model or a request to an error response."""
     match error:
         case Refused():
             return RequestRejected(str(error), code=TOO_LONG if error.too_long else None)
@@ -175,8 +171,8 @@ def rejection_of(error: RamifyError) -> RequestRejected:
 def listed_models(
     http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
 ) -> web.Response:
-    """Return the response to a request for the list of models. The list consists of the one model
-    that is served, in the format of OpenAI or Anthropic, depending on the request."""
+    """Return the response to a request for the list of models. It lists the one served model, in
+    OpenAI's or Anthropic's format depending on the request."""
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
     if is_recorded:
         about["recorded"] = True
@@ -235,8 +231,8 @@ async def _streamed(
 
 
 def _check(reply: Reply, exchange: ModelApiExchange) -> None:
-    """Raise RequestRejected if a reply does not have what the request required: tool calls, or
-    log-probabilities of the likeliest tokens."""
+    """Raise RequestRejected if a reply lacks what the request required: the right tool calls, or
+    the most likely tokens' log-probabilities."""
     exchange.tool_choice.check(reply)
     top_logprobs = exchange.request.sampling.top_logprobs
     if top_logprobs and reply.token_ids and reply.top_logprobs is None:

@@ -1,4 +1,4 @@
-"""Error responses of all servers, in the format of the API that a client uses.
+"""Error responses of all servers, in the format of the API that the client uses.
 
     OpenAI      {"error": {"message": "…", "type": "rate_limit_error", "code": null, "param": null}}
     Anthropic   {"type": "error", "error": {"type": "rate_limit_error", "message": "…"}}
@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 TOO_LONG = "context_length_exceeded"
-"""Code of the error for a prompt that does not fit the model's window, in OpenAI's APIs."""
+"""Error code in OpenAI's APIs for a prompt that does not fit in the context window."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -35,8 +35,7 @@ _ANTHROPIC_KINDS = {
 
 
 class RequestRejected(Exception):
-    """Raised to answer a request with an error response. The text of the exception is the message
-    for the client."""
+    """Raised to answer a request with an error response. Its text is the message to the client."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class RequestRejected(Exception):
         retry_after_s: float | None = None,
         run: str | None = None,
     ) -> None:
-        """Create a rejection. ``param`` names the wrong field of the request; ``run`` is the id of
-        the run that failed, if there was one."""
+        """Create a rejection. ``param`` names the request's wrong field, and ``run`` is the id of a
+        failed run."""
         super().__init__(text)
         self.param = param
         self.status = status
@@ -59,14 +58,14 @@ class RequestRejected(Exception):
         self.kind = kind or kind_of(status)
         self.retry_after_s = retry_after_s
         self.more: dict[str, Any] = {} if run is None else {"run": run}
-        """Fields of the error beyond those of the API."""
+        """Additional fields of the error, beyond those of the API."""
 
     def body(self) -> bytes:
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
     def anthropic_body(self) -> bytes:
-        """Return the body of the error response in the format of Anthropic's API. As in that API,
-        the error for a prompt that is too long begins with "prompt is too long"."""
+        """Return the error body in the format of Anthropic's API. The message for an overlong
+        prompt begins with "prompt is too long", as in that API."""
         text = f"prompt is too long: {self}" if self.code == TOO_LONG else str(self)
         text = text.encode("utf-8", "replace").decode()
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else None)
@@ -74,7 +73,7 @@ class RequestRejected(Exception):
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, http: web.Request | None = None) -> web.Response:
-        """Return the error response, in the format of the API that the request ``http`` uses.
+        """Return the error response in the format of the API that the request ``http`` uses.
         Without a request, the format is OpenAI's."""
         is_anthropic = http is not None and asks_anthropic(http)
         body = self.anthropic_body() if is_anthropic else self.body()
@@ -94,22 +93,22 @@ class RequestRejected(Exception):
 
 
 def asks_anthropic(http: web.Request) -> bool:
-    """Return True if a request uses Anthropic's API, as its path or its header
-    ``anthropic-version`` shows."""
+    """Return True if a request uses Anthropic's API. Its path or its header ``anthropic-version``
+    shows that."""
     is_below = http.path.endswith(("/messages", "/messages/count_tokens"))
     return is_below or "anthropic-version" in http.headers
 
 
 def kind_of(status: int) -> str:
-    """Return the error type that OpenAI's API uses for an HTTP status."""
+    """Return OpenAI's error type for an HTTP status."""
     return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
 def error_body(
     text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
 ) -> bytes:
-    """Return the body of an error response in the format of OpenAI's API. ``param`` names the wrong
-    field of the request; ``more`` adds further fields."""
+    """Return an error body in the format of OpenAI's API. ``param`` names the request's wrong
+    field, and ``more`` adds fields."""
     text = text.encode("utf-8", "replace").decode()  # a path may hold lone surrogates
     return msgspec.json.encode(
         {"error": {"message": text, "type": kind, "code": code, "param": param, **more}}

@@ -1,5 +1,5 @@
-"""This module reads the bodies of requests, with limits on their total size in memory and on how
-long each may take.
+"""Read the bodies of requests, with limits on their total memory and on the time that each may
+take.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)
@@ -29,19 +29,19 @@ SMALL_BYTES = 64 << 10
 
 
 class RequestBodyLimiter:
-    """A reader for the bodies of one server's requests, with limits on the memory and time that
-    they may take."""
+    """Reads the bodies of one server's requests, and limits their total memory and the time of
+    each."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self.reserved: Counter[str] = Counter()
-        """Caller -> bytes reserved."""
+        """Caller -> number of bytes reserved."""
 
     @asynccontextmanager
     async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
-        """Read the body of a request from ``caller``. The memory stays reserved until the
-        ``async with`` block ends. Raises RequestRejected if the body is too large or too slow, or
-        if too many bodies are in transfer."""
+        """Read the body of a caller's request. Its memory stays reserved until the ``async with``
+        block ends. Raises RequestRejected if the body is too large or too slow, or if too many
+        bodies are in transfer."""
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRejected("send the body without Content-Encoding", status=415)
         length = http.content_length or 0
@@ -75,8 +75,7 @@ class RequestBodyLimiter:
 
 
 class _Upload:
-    """The body of one request while it is being received, and the memory that is reserved for
-    it."""
+    """A request body that is being received, and the memory reserved for it."""
 
     def __init__(self, uploads: RequestBodyLimiter, caller: str) -> None:
         self._uploads = uploads
@@ -84,8 +83,8 @@ class _Upload:
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Increase the memory that is reserved for this body to ``num_bytes``. Raises
-        RequestRejected if that exceeds a limit."""
+        """Increase the memory reserved for this body to ``num_bytes``. Raises RequestRejected if a
+        limit would be exceeded."""
         most = self._uploads.limits.max_body_bytes
         if num_bytes > most:
             raise RequestRejected(

@@ -1,5 +1,4 @@
-"""The responses API for a single model: functions that parse requests and write responses and
-streams.
+"""OpenAI's responses API for a single model: parse requests, and write responses and streams.
 
     body ──read──> ResponsesExchange ── request ──> Request       Reply ──> body or events
 
@@ -39,7 +38,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 _TEXT_PARTS = {
     "input_text": "text",
     "output_text": "text",
@@ -49,23 +48,22 @@ _TEXT_PARTS = {
     "summary_text": "text",
 }
 _UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Finish of a reply -> why its response is incomplete."""
+"""Why a reply ended early -> the reason in an incomplete response."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response that is stored so that later requests can continue from it, with the conversation
-    up to it."""
+    """A stored response and the conversation up to it, from which a later request can continue."""
 
     messages: tuple[Message, ...]
     """The conversation without instructions, up to and including the reply."""
     body: bytes
-    """The response's body."""
+    """The response's JSON body."""
     num_bytes: int
-    """Size of the request and of the response."""
+    """Size of the request and the response together."""
 
 
 class StoredResponses:
-    """The last few thousand responses to one caller, by id. The total size is limited, too."""
+    """The last few thousand responses to one caller, by id. Their total size is limited, too."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -75,7 +73,7 @@ class StoredResponses:
         return self._stored.get(id)
 
     def keep(self, id: str, response: StoredResponse) -> None:
-        """Store a response, and remove the oldest ones if there are too many or they are too
+        """Store a response. The oldest ones are removed while there are too many or they are too
         large."""
         self._stored[id] = response
         self._num_bytes += response.num_bytes
@@ -83,7 +81,7 @@ class StoredResponses:
             self.forget(next(iter(self._stored)))
 
     def forget(self, id: str) -> bool:
-        """Remove a response. Returns False if there is none with this id."""
+        """Remove a stored response. Returns False if there is none with this id."""
         response = self._stored.pop(id, None)
         self._num_bytes -= response.num_bytes if response is not None else 0
         return response is not None
@@ -112,7 +110,7 @@ class _Text(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct):
-    """A request for a response, with the fields that this server reads and those that it
+    """A request to the responses API: the fields that this server reads, and those that it
     rejects."""
 
     input: str | list[_Item]
@@ -145,8 +143,8 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 class ResponsesExchange:
-    """A request in OpenAI's responses API, with the methods that write the reply as one body or as
-    events."""
+    """A responses API request in progress, with methods that write its reply as one body or as
+    stream events."""
 
     num_replies = 1
 
@@ -157,7 +155,7 @@ class ResponsesExchange:
         stored: StoredResponses,
         num_bytes: int,
     ) -> None:
-        """Prepare to answer a parsed request, whose body had ``num_bytes`` bytes.
+        """Prepare to answer a parsed request whose body had ``num_bytes`` bytes.
 
         Raises Refused or RequestRejected for a request that cannot be answered.
         """
@@ -258,8 +256,8 @@ class ResponsesExchange:
         return self._event("failed", response=response)
 
     def _finished(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
-        """Return the body of the finished response. The response is also stored, so that a later
-        request can continue from it, unless the request says ``store: false``."""
+        """Return the body of the finished response. Unless the request says ``store: false``, the
+        response is stored, so that a later request can continue from it."""
         reason = _UNFINISHED.get(reply.finish)
         fields = self._fields("incomplete" if reason else "completed", output, reply.usage)
         fields["incomplete_details"] = {"reason": reason} if reason else None
@@ -301,7 +299,7 @@ class ResponsesExchange:
         return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
 
     def _text_delta(self, kind: str, text: str) -> bytes:
-        """Return the events that add text to the item of this kind. The item is opened if
+        """Return the events that add text to the response item of this kind. The item is opened if
         necessary."""
         events = b""
         if not self._items or self._items[-1].kind != kind:
@@ -401,7 +399,7 @@ class ResponsesExchange:
 
 
 class _StreamedItem(msgspec.Struct, frozen=True):
-    """An item of a response that has begun to be streamed."""
+    """A response item whose streaming has begun."""
 
     kind: str
     place: dict[str, Any]
@@ -409,8 +407,8 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:
-    """Parse the body of a request for a response. Raises Refused or RequestRejected with the reason
-    if the request is invalid."""
+    """Parse the body of a responses API request. Raises Refused or RequestRejected with the reason
+    if it is invalid."""
     parsed = model_api.decode_request(_decoder, body, "response")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
@@ -420,7 +418,7 @@ def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesE
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Convert a token usage to the JSON object that the responses API contains."""
+    """Convert token usage to the JSON object used in the responses API."""
     return {
         "input_tokens": usage.input_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -445,8 +443,8 @@ def _tools(offered: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _messages(input: str | list[_Item]) -> list[Message]:
-    """Convert the items of a request to messages. Consecutive items that the model wrote in one
-    reply become one message."""
+    """Convert a request's input items to messages. Consecutive items from one reply of the model
+    become one message."""
     if isinstance(input, str):
         return [Message("user", input)] if input else []
     messages: list[Message] = []
@@ -465,7 +463,7 @@ def _messages(input: str | list[_Item]) -> list[Message]:
 
 
 class _WrittenReply:
-    """The items of one earlier reply, in order: reasoning, then a message, then function calls."""
+    """The items of one earlier reply in order: reasoning, then a message, then function calls."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -473,7 +471,7 @@ class _WrittenReply:
         self._calls: list[ToolCall] = []
 
     def takes(self, item: _Item) -> bool:
-        """Return True if an item can belong to the same reply as the items before."""
+        """Return True if an item can belong to the same reply as the items before it."""
         if item.type == "function_call":
             return True
         has_text = self._content is not None or bool(self._calls)
@@ -493,8 +491,8 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an item that the model did not write to a message. Raises Refused or RequestRejected
-    if the item is not supported."""
+    """Convert an item not written by the model to a message. Raises Refused or RequestRejected if
+    it is not supported."""
     if item.type == "function_call_output":
         id = model_api.original_call_id(item.call_id)
         return Message("tool", _text(item.output), tool_call_id=id)
