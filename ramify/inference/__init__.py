@@ -1,4 +1,4 @@
-"""Model clients, and inference engines whose weights change while a policy is trained.
+"""Model clients, and inference engines whose weights are updated while a policy is trained.
 
     >>> from ramify import inference
     >>> policy = inference.load_policy("Qwen/Qwen3-0.6B")

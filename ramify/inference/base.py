@@ -1,5 +1,5 @@
-"""The interface of inference engines: clients of a model whose weights can be updated while a
-policy is trained.
+"""The interface of inference engines: model clients whose weights can be updated while a policy is
+trained.
 
     local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
     NAME                            the same, over a policy that ships with the package
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 
 PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
-that an older trainer or engine would misunderstand. Both sides send theirs at the start."""
+that an older trainer or engine would misunderstand. Both sides exchange their versions first."""
 TAGS = ("weights", "kv_cache")
-"""Parts of an engine's memory that can sleep, by the names that vLLM and SGLang use, in the order
-in which they are woken. The weights wake first, then the update runs, and the KV cache wakes last,
-so that the update can also use its memory."""
+"""Kinds of engine memory that can sleep, named as in vLLM and SGLang, in wake-up order. The weights
+wake first, then the update runs. The KV cache wakes last, so that the update can use its memory."""
 
 
 class EngineLost(ModelError):
-    """Raised when the engine that should answer is gone. If the engine comes back, it has the
-    weights that are current at that time.
+    """Raised when the engine that should answer is gone. If it comes back, it gets the weights that
+    are current by then.
 
     Example:
         except inference.EngineLost:    # asked again at another engine of the fleet
@@ -43,14 +42,14 @@ class EngineLost(ModelError):
 
 class CachePressure(msgspec.Struct, frozen=True):
     """The load on an engine's KV cache. A client that can report it has a method ``async pressure()
-    -> CachePressure | None``, which returns None if the server does not report its load."""
+    -> CachePressure | None``. That method returns None if the server does not report its load."""
 
     full: float
-    """Share of the cache that running sequences use."""
+    """Fraction of the cache that running sequences use."""
     waiting: int
     """Number of queued sequences."""
     evicted: int
-    """Number of sequences that were preempted and must be recomputed; a running total."""
+    """Number of sequences that were preempted and must be recomputed, as a running total."""
 
 
 @runtime_checkable
@@ -63,25 +62,25 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the engine's weights with ``weights``, whose version number is ``version``, and
-        clear everything that was cached under the old ones. A reply in progress continues under the
-        new weights; its ``versions`` records which tokens each version sampled."""
+        """Replace the engine's weights by version ``version``, and clear everything cached under
+        the old ones. A reply in progress continues under the new weights. Its ``versions`` records
+        which version sampled which tokens."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """Return a fingerprint of the weights that the engine uses now. It is equal for equal
-        weights, and computed as in ``models.fingerprint``. None if the engine stores its weights in
-        another layout."""
+        """Return a fingerprint of the engine's current weights, computed as in
+        ``models.fingerprint``. Equal weights have equal fingerprints. Returns None if the engine
+        stores its weights in another layout."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token except the first, given the tokens before it, at
-        temperature 1."""
+        """Return the log-probability at temperature 1 of each token except the first, given the
+        tokens before it."""
         ...
 
 
 def require_train_extra(what: str) -> None:
-    """Raise ConfigError if the packages that run a model in this process are not installed."""
+    """Raise ConfigError if the packages for running a model in this process are not installed."""
     for package in ("torch", "transformers", "safetensors"):
         if find_spec(package) is None:
             raise ConfigError(
@@ -91,7 +90,7 @@ def require_train_extra(what: str) -> None:
 
 
 def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
-    """Return the error for a prompt of ``num_ids`` tokens that leaves no room for a reply in the
+    """Return the error for a prompt of ``num_ids`` tokens that leaves no space for a reply in the
     context window."""
     parts = "given as ids"
     if request is not None:

@@ -207,6 +207,8 @@ class _Simulation:
         self._counts: list[_StepCounts] = []
 
     def run(self, steps: int) -> SimulationResult:
+        # Steps at both ends are simulated but not counted, because fewer groups are in progress
+        # there.
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
         queue = SimulatedGroupSchedule(
@@ -218,6 +220,7 @@ class _Simulation:
     def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
         """Draw the rollouts of one group, and decide whether all of them get the same reward.
         Nothing can be learned from a group with equal rewards."""
+        # Seeded by the run's seed and the group's number alone, so that all settings get the same work.
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)

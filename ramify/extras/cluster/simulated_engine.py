@@ -288,6 +288,7 @@ class SimulatedEngine:
 
     def _ring(self) -> None:
         """Schedule a wake-up for the next end of a sequence. Earlier wake-ups become invalid."""
+        # SimPy timeouts cannot be cancelled, so a number tells current wake-ups from outdated ones.
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
             left = max(self._running[0][0] - self._steps, 0.0)

@@ -113,6 +113,7 @@ class SimulatedCores:
     def _reschedule(self) -> None:
         """Set the pace of all work, and schedule a wake-up for the first completion."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
+        # Engine and event loop share one Python interpreter, so together they use at most one core.
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
         self._loop_pace = self._pace / (1 + engine_wants)

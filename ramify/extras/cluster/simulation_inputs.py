@@ -1,4 +1,5 @@
-"""The inputs of a simulation: measurements of a finished run, read from its folder.
+"""Read the inputs of a simulation from the folder of a finished run: its rollouts, times and
+settings.
 
     OUT/rollouts/step-*.jsonl     whole call trees by group: the workload of a rollout; requests
                                   with their seconds: the engine's rate
@@ -112,6 +113,8 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         """Return two times for one step: the seconds to learn from ``tokens`` tokens with ``ranks``
         trainer ranks, and the seconds to publish the weights."""
         times = ranks / self.sizes.ranks
+        # Each doubling of the ranks costs a factor ``scaling``. Fewer ranks are assumed to scale
+        # linearly.
         faster = times * self.scaling ** math.log2(times) if times > 1 else times
         learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(
             self.learn_off
@@ -173,6 +176,7 @@ def measured(
     )
     step_seconds = _step_seconds(lines)
     trees = [tree for step in steps for group in groups[step] for tree in group]
+    # Groups that dynamic sampling discarded also used the engine, but were not recorded.
     hidden = max(1.0, tried / sizes.items)
     spent = (
         [each for each in recorded_cpu_times(run, list(done.values())) if each.step in steps]
@@ -315,6 +319,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
     """Fit the speed of an engine in the trainer's process to the CPU time of its steps. Returns
     None if no steps were recorded."""
     paces = [pace for each in spent for pace in each.engine]
+    # Weighted least squares: the variance of a total is assumed to grow with its number of steps.
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
     rows = [
         (pace.steps * weight, pace.tokens * weight, pace.read * weight)

@@ -45,7 +45,7 @@ LINK_GB_PER_S = 10.0
 
 
 class MeasuredSpeeds(msgspec.Struct, frozen=True):
-    """The speeds of a measured run: tokens per second of each trainer rank and of each engine."""
+    """The measured speeds of a run: tokens per second per trainer rank and per engine."""
 
     tokens: StepTokens
     learnt_per_s: float

@@ -174,6 +174,7 @@ class MontySession:
         with self._request():
             self._num_cells += 1
             cell = self._cell = MontyCell(answer, self._spec.max_output_bytes)
+            # If the cell is stopped, a new worker continues from this state.
             state = await self._worker.dump()
             work = asyncio.ensure_future(self._execute(cell, code))
             try:
@@ -233,6 +234,7 @@ class MontySession:
         return None, None
 
     async def _execute(self, cell: MontyCell, code: str) -> tuple[str | None, str | None]:
+        # Monty's tracebacks number every input of the worker, not only cells.
         self._cell_of[self._num_feeds] = self._num_cells
         self._num_feeds += 1
         assigned, has_echo, uses_last = inspect_cell(code)

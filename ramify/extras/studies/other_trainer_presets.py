@@ -213,7 +213,7 @@ SKYRL = TrainerPreset(
         "`rl.algorithm.value_reduction=rollout`, as its objective `ppo` has it.",
     ),
 )
-"""The defaults of SkyRL at a956457 (2026-08-21)."""
+"""The defaults of SkyRL at commit a956457 (2026-08-21)."""
 
 PRIME = TrainerPreset(
     trainer="prime-rl at 559b447 (2026-08-21)",
@@ -250,7 +250,7 @@ PRIME = TrainerPreset(
         _DECAY,
     ),
 )
-"""The defaults of prime-rl at 559b447 (2026-08-21)."""
+"""The defaults of prime-rl at commit 559b447 (2026-08-21)."""
 
 VERL = TrainerPreset(
     trainer="verl at 1dda039 (0.10.0.dev, 2026-08-22)",
@@ -356,7 +356,7 @@ VERL = TrainerPreset(
         "many (`rl.sample.items`).",
     ),
 )
-"""The defaults of verl at 1dda039 (0.10.0.dev, 2026-08-22)."""
+"""The defaults of verl at commit 1dda039 (0.10.0.dev, 2026-08-22)."""
 
 AREAL = TrainerPreset(
     trainer="AReaL at 4aef98d (2026-05-21), its examples/math",

@@ -131,5 +131,6 @@ def suite_task(
             rows = JsonArrayRows(source) if str(source).endswith(".json") else source
             loaded = dataset({split: rows}, item=file.row_to_item, reward=reward, name=name)
             splits[split] = loaded.splits[split]
+            # Decode the first row now, so that a file in another format is rejected here.
             splits[split][0]
     return SimpleTask(name, splits, reward, families=families)

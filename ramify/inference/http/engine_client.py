@@ -1,5 +1,5 @@
-"""The interface of a client for one inference engine behind HTTP, whatever software the engine
-runs. ``vllm.py`` and ``sglang.py`` implement it.
+"""The interface of a client for one inference engine behind HTTP. ``vllm.py`` and ``sglang.py``
+implement it for their engines.
 
 The load on a server's KV cache is read from its monitoring metrics (``GET /metrics``, in the text
 format of Prometheus).
@@ -29,8 +29,8 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def parse_kv_cache_pressure(text: str) -> CachePressure | None:
-    """Parse the load on the KV cache from a server's Prometheus metrics. Returns None if the
-    metrics do not mention a cache."""
+    """Parse the KV cache load from a server's Prometheus metrics. Returns None if they mention no
+    cache."""
     values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
@@ -45,8 +45,8 @@ def parse_kv_cache_pressure(text: str) -> CachePressure | None:
 
 
 def format_kv_cache_metrics(pressure: CachePressure) -> str:
-    """Write the load on a KV cache as Prometheus metrics, under vLLM's names, so that
-    ``parse_kv_cache_pressure`` can parse the text."""
+    """Format a KV cache load as Prometheus metrics with vLLM's names. ``parse_kv_cache_pressure``
+    can parse them."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
     return "".join(
@@ -56,8 +56,8 @@ def format_kv_cache_metrics(pressure: CachePressure) -> str:
 
 
 def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Combine the loads of several servers: the fill of the fullest cache, and the total numbers of
-    waiting and evicted sequences. Returns None if no server reports its load."""
+    """Combine the KV cache loads of several servers: the fill of the fullest cache, and total
+    numbers of waiting and evicted sequences. Returns None if no server reports its load."""
     known = [load for load in loads if load is not None]
     if not known:
         return None
@@ -69,51 +69,52 @@ def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePre
 
 
 class ServerInfo(NamedTuple):
-    """The facts that an engine server reports about itself, such as its version, context window and
+    """What an engine server reports about itself, such as its version, context window and
     vocabulary."""
 
     version: str
-    """Version of its software."""
+    """Version of the engine software."""
     window: int | None
     dtype: str
-    """Such as ``float32``; empty if it does not say."""
+    """Data type such as ``float32``. Empty if not reported."""
     vocabulary: int | None
     logprobs_mode: str
-    """``processed_logprobs`` if log-probabilities are those of the distribution that was sampled
-    from. Empty if it does not say."""
+    """``processed_logprobs`` if log-probabilities belong to the distribution that was sampled from.
+    Empty if not reported."""
     levels: tuple[int, ...] = (1, 2)
-    """Levels at which it can sleep, as far as it says."""
+    """Sleep levels that the server supports, as far as reported."""
 
 
 class SampledIds(NamedTuple):
-    """The token ids that an engine sampled for one request, with their log-probabilities."""
+    """The token ids sampled by an engine for one request, with their log-probabilities."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     end: str
-    """``stop`` or ``length``; ``abort`` if a pause ended the reply."""
+    """Why sampling ended: ``stop``, ``length``, or ``abort`` if a pause ended it."""
     cached: int
-    """Prompt tokens that were already in the cache."""
+    """Number of prompt tokens that were already cached."""
     versions: tuple[VersionSpan, ...] | None
-    """Which version sampled which tokens; None if the server does not say."""
+    """Which version of the weights sampled which tokens. None if the server does not report it."""
     kept: tuple[tuple[int, ...], ...] | None
     routed: Any = None
-    """What the server says about experts, in a form of ``reported_experts.py``; None: nothing."""
+    """The server's report about experts, in a format of ``reported_experts.py``. None if there is
+    none."""
 
 
 class EngineClient(Protocol):
-    """A client of one engine server. Each engine software has its implementation. All methods raise
-    ModelError, which names the server and the request."""
+    """A client of one engine server, implemented for each engine software. All methods raise
+    ModelError that names the server and the request."""
 
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Ask the server for its version and capabilities. Raises ConfigError if the server has
-        another version of the protocol, or cannot receive weights."""
+        """Ask the server for its version and capabilities. Raises ConfigError if it has another
+        version of the protocol or cannot receive weights."""
         ...
 
     async def check_health(self) -> None:
-        """Raise ModelError if the server does not report in time that it is alive."""
+        """Raise ModelError unless the server reports in time that it is alive."""
         ...
 
     async def sample(
@@ -121,12 +122,12 @@ class EngineClient(Protocol):
     ) -> SampledIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token except the first, given the tokens before it, at
-        temperature 1."""
+        """Return the log-probability at temperature 1 of each token except the first, given the
+        tokens before it."""
         ...
 
     async def pressure(self) -> CachePressure | None:
-        """Return the load on the server's KV cache, or None if the server does not report it."""
+        """Return the load on the server's KV cache, or None if not reported."""
         ...
 
     async def has_token_id(self, id: int) -> bool:
@@ -136,39 +137,37 @@ class EngineClient(Protocol):
     async def fingerprint(self) -> str | None: ...
 
     async def pause(self) -> None:
-        """Stop sampling until ``resume`` is called. Replies in progress may end early, with
-        ``abort`` as the reason."""
+        """Stop sampling until ``resume`` is called. Replies in progress may end early with the
+        reason ``abort``."""
         ...
 
     async def resume(self) -> None: ...
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """Prepare the server for weight updates. Called once, with the setup information of the
-        weight sync method."""
+        """Prepare the server for weight updates. Called once with the weight sync's setup
+        information."""
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights. After the last chunk, the server uses the new weights as
-        ``version``, and everything cached under older weights is cleared. Raises
-        EngineStateConflict if the chunk holds differences from weights that the server does not
-        have."""
+        """Send one chunk of new weights. After the last chunk, the server uses them as ``version``
+        and clears everything cached under older weights. Raises EngineStateConflict if the chunk is
+        a difference from weights that the server does not have."""
         ...
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory for other users of the device. The KV cache is dropped; the
-        weights move to main memory (level 1) or are dropped (level 2). No request is answered until
-        all kinds of memory (``TAGS``) are awake. Must not be called on a server that already
-        sleeps."""
+        """Release the server's memory for other users of the device. The KV cache is dropped.
+        Weights move to main memory (level 1) or are dropped (level 2). No request is answered until
+        all kinds of memory (``TAGS``) are awake. Must not be called on a sleeping server."""
         ...
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory again, either ``weights`` or ``kv_cache``. It must have been
-        released by ``sleep``."""
+        """Allocate one kind of memory again, ``weights`` or ``kv_cache``, after ``sleep`` has
+        released it."""
         ...
 
     async def is_asleep(self) -> bool:
-        """Return True if the server is asleep, for example because an earlier run left it so.
-        Returns False if the server does not report it."""
+        """Return True if the server is asleep, for example since an earlier run. Returns False if
+        that is not reported."""
         ...
 
     async def close(self) -> None: ...

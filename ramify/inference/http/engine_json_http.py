@@ -1,5 +1,5 @@
 """HTTP requests to one engine server: JSON in both directions, a timeout for every request, and
-errors that name the server and the request.
+errors that name the server and request.
 
     Unreachable    the request was never sent
     ReplyLost      the request was sent, and no complete answer arrived in time
@@ -43,17 +43,18 @@ from ramify.inference.http.inference_spec import InferenceSpec
 
 _CONNECT_S = 10.0
 _MAX_BODY_BYTES = 1 << 30
-"""Replies may have the log-probabilities of many tokens."""
+"""Maximum bytes of a response. It is large because responses may contain the log-probabilities of
+many tokens."""
 
 
 class EngineStateConflict(Refused):
-    """Raised when the server is not in the state that a request assumes, for example when it lacks
+    """Raised when the server is not in the state that a request assumes. For example, it may lack
     the weights that an update builds on."""
 
 
 class EngineHttpClient:
-    """An HTTP client of one engine server. It belongs to the event loop of its first request. It
-    ignores the proxies that the environment sets, because engines are in the user's own network."""
+    """An HTTP client for one engine server. It belongs to the event loop of its first request.
+    Proxy settings are ignored, because engines are in the user's own network."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -69,7 +70,7 @@ class EngineHttpClient:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close all connections. Any later request raises Unreachable."""
+        """Close all connections. Later requests raise Unreachable."""
         self._is_closed = True
         await self._pool.close()
 
@@ -117,8 +118,7 @@ def _error(where: str, status: int, payload: bytes) -> ModelError:
 
 
 def _message(payload: bytes) -> str:
-    """Return the message in the body of an error response, on one line of at most 300
-    characters."""
+    """Return the message in an error response's body, as one line of at most 300 characters."""
     try:
         value = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -131,8 +131,8 @@ def _message(payload: bytes) -> str:
 
 
 class BaseEngineClient:
-    """The base class of clients of engine servers, with what is the same for all engine
-    software."""
+    """The base class of clients for engine servers, with the parts that all engine software
+    shares."""
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
         self._api = EngineHttpClient(url, key)
@@ -157,9 +157,9 @@ class BaseEngineClient:
 
 
 def seed_at(seed: int, affinity: str, num_ids: int) -> int:
-    """Derive the seed with which an engine samples the next reply of a call. The seed depends on
-    the number of prompt tokens, so that it differs from turn to turn: an engine restarts its random
-    numbers with each request."""
+    """Derive the seed for sampling a call's next reply. Engines restart their random numbers
+    with each request, so the seed depends on the number of prompt tokens and differs from turn
+    to turn."""
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 
@@ -171,15 +171,15 @@ _FLAGS = {
     ("sglang", 2): "--enable-memory-saver",
     ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
 }
-"""(software, sleep level) -> the flags that it must be started with."""
+"""(software, sleep level) -> flags with which the server must be started."""
 
 
 async def until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
-    """Wait until a server answers. ``process`` is the process that was started for the server, if
-    any; if it is killed before it answers, it is started again up to ``restarts`` times. Raises
-    ConfigError if the server does not answer within ``wait_s`` seconds."""
+    """Wait until a server answers. If ``process``, which was started for it, is killed before that,
+    it is restarted up to ``restarts`` times. Raises ConfigError if the server does not answer
+    within ``wait_s`` seconds."""
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:
@@ -211,9 +211,9 @@ async def until_up(
 async def check_engine_compatibility(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
-    """Raise ConfigError if a server does not fit the policy: its vocabulary (number of ids), dtype
-    (such as ``float32``) or context window (tokens). If ``level`` is above 0, the server must also
-    be able to sleep at that level."""
+    """Raise ConfigError if a server does not fit the policy's vocabulary size, dtype (such as
+    ``float32``) or context window in tokens. If ``level`` is above 0, the server must also support
+    that sleep level."""
     try:
         facts = await server.facts()
         _check_level(server.url, software, level, facts)

@@ -1,4 +1,4 @@
-"""Inference engines that a run starts as processes: their commands, ports and environment.
+"""Inference engines started as processes by a run: their commands, ports and environment.
 
 The output of an engine goes to a log file, whose last lines are quoted if the engine fails. Engines
 end together with the trainer (see ``actors/``).
@@ -27,9 +27,9 @@ PROGRAMS = {
     "vllm": ("vllm", "serve"),
     "sglang": (sys.executable, "-m", "sglang.launch_server"),
 }
-"""Engine -> the command that starts it if ``InferenceSpec.command`` is empty."""
+"""Engine -> command that starts it if ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
-"""Folder of the one file that is loaded inside vLLM."""
+"""Folder of the only file that vLLM loads."""
 _HOST = "127.0.0.1"
 _END_S = 10.0
 _POLL_S = 0.01
@@ -37,8 +37,8 @@ _GONE_S = 1.0
 
 
 class EngineProcess:
-    """An engine that runs as a process on the machine and devices assigned to it. If the assignment
-    has changed, a restart moves the process, perhaps to another address."""
+    """An inference engine that runs as a process on its assigned machine and devices. If the
+    assignment has changed, a restart moves it, possibly to another address."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EngineProcess:
 
     async def restart(self) -> None:
         """Stop the process if it still runs, and start it again, possibly at another ``url``.
-        Raises ConfigError if the process cannot be started."""
+        Raises ConfigError if it cannot be started."""
         await asyncio.to_thread(self._restart)
 
     def _restart(self) -> None:
@@ -83,8 +83,8 @@ class EngineProcess:
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
     def check_owner(self) -> None:
-        """Raise ConfigError if another user's process listens at the engine's address, because that
-        user would receive the key. Only addresses of this machine can be checked."""
+        """Raise ConfigError if another user's process listens at the engine's address, because it
+        would receive the API key. Only addresses of this machine can be checked."""
         user = listener_user(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
             raise ConfigError(
@@ -94,11 +94,11 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of the process, or None while it runs."""
+        """The exit status of the process. None while it runs."""
         return self._process.poll()
 
     def exit_reason(self) -> str:
-        """Return how the engine ended, with the last lines of its log."""
+        """Return how the engine's process ended, with the last lines of its log."""
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
@@ -107,14 +107,14 @@ class EngineProcess:
 
 
 async def engine_exit_status(engine: EngineProcess | None) -> int | None:
-    """Return the exit status of an engine, or None if the engine still runs or was not started by
-    this process. The call may be slow for an engine on another machine."""
+    """Return an engine's exit status, or None if it still runs or was not started by this process.
+    The call may be slow for an engine on another machine."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.exit_status)
 
 
 async def wait_briefly_for_exit(engine: EngineProcess | None) -> int | None:
-    """Return the exit status of an engine whose connections broke, after giving its process a
-    moment to exit. Returns None if the engine still runs or was not started by this process."""
+    """Return an engine's exit status after its connections broke. Its process gets a moment to
+    exit. Returns None if it still runs or was not started by this process."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 
@@ -126,7 +126,7 @@ def _ended_within(engine: EngineProcess, wait_s: float) -> int | None:
 
 
 def check_ports(spec: InferenceSpec) -> None:
-    """Raise ConfigError if a port that an engine should use on this machine is already taken."""
+    """Raise ConfigError if a port that an engine should use on this machine is taken."""
     # All sockets stay bound until every port is checked, so that a port given twice is found.
     with contextlib.ExitStack() as stack:
         for port in spec.ports:
@@ -197,8 +197,7 @@ def engine_command(
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:
-    """Return the environment variables to add for engine number ``index`` of a run, such as its
-    GPUs."""
+    """Return extra environment variables for engine number ``index`` of a run, such as its GPUs."""
     added = {}
     if spec.gpus:
         added["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]

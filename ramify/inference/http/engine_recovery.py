@@ -1,4 +1,4 @@
-"""Recovery of lost inference engines: which of them come back, and how callers wait for one.
+"""Recovery of lost inference engines: which ones come back, and how callers wait for them.
 
     an engine is lost ── may it return? ── bring it back ── ready ── new weights ──▶ it answers
                              └ no: it was lost more than ``restarts`` times since it last took
@@ -40,25 +40,23 @@ _log = ComponentLogger("inference")
 
 
 class EngineMembership:
-    """A record of the engines that were lost and of those that come back. It belongs to one event
-    loop."""
+    """Keeps track of lost engines and of those that come back. It belongs to one event loop."""
 
     def __init__(
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
-        """Create a record without losses. ``restarts`` is how often one engine may be lost without
-        having taken a new version of the weights in between. ``bring`` is called with an engine's
-        address, and returns the engine once it answers and passes the checks; it raises RamifyError
-        if that does not happen in time."""
+        """Start without any losses. ``restarts`` is how often one engine may be lost before it
+        takes a new version of the weights. ``bring`` is called with an engine's address and returns
+        the engine once it answers and passes all checks. It raises RamifyError if that fails."""
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
-        """Gives the newest weights to ready engines; it handles its own errors."""
+        """Called to give the newest weights to engines that are back. It handles its own errors."""
         self.ready: list[EngineClient] = []
-        """Engines that are back but do not have the current weights."""
+        """Engines that are back but do not have the current weights yet."""
         self.reasons: list[str] = []
-        """Why each lost engine was lost, in order."""
+        """Why engines were lost, oldest first."""
         self.num_lost = 0
         self.num_back = 0
         self._coming: dict[str, asyncio.Task[None]] = {}
@@ -67,7 +65,7 @@ class EngineMembership:
 
     @property
     def expected(self) -> set[str]:
-        """The addresses of the lost engines that are expected to come back."""
+        """The addresses of lost engines that are expected to come back."""
         return set(self._coming)
 
     @property
@@ -76,21 +74,21 @@ class EngineMembership:
 
     @property
     def is_any_returning(self) -> bool:
-        """True while some engine is being brought back."""
+        """True while an engine is being brought back."""
         return bool(self._coming)
 
     def handle_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
-        """Log the loss of an engine, and begin to bring it back unless it has been lost too often.
-        For the log record, ``rest`` says which engines remain, ``again`` says how the engine comes
-        back, and ``fields`` are added."""
+        """Log the loss of an engine, and start to bring it back unless it was lost too often. In
+        the log, ``rest`` says which engines remain, ``again`` how the engine comes back, and
+        ``fields`` are added."""
         self.num_lost += 1
         self.reasons.append(why)
         if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
             self.reconnect(url)
 
     def record_update(self) -> None:
-        """Record that all live engines have taken a new version of the weights. Earlier losses no
-        longer count."""
+        """Record that all live engines have taken a new version of the weights. Earlier losses then
+        no longer count."""
         self._restarts.all_succeeded()
 
     def take_ready(self) -> list[EngineClient]:
@@ -99,8 +97,8 @@ class EngineMembership:
         return ready
 
     async def wait_for_change(self, timeout_s: float) -> bool:
-        """Wait until an engine is ready, is in use again, or is given up. Returns False if none of
-        these happens within ``timeout_s`` seconds."""
+        """Wait until an engine is ready, in use again, or given up. Returns False if none of these
+        happens within ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
@@ -108,19 +106,19 @@ class EngineMembership:
         return False
 
     def notify(self) -> None:
-        """Wake all callers that wait in ``wait_for_change`` for a change."""
+        """Wake all callers of ``wait_for_change``."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def close(self) -> None:
-        """Stop waiting for engines. A second call has no effect."""
+        """Stop waiting for lost engines. A second call has no effect."""
         coming, self._coming = list(self._coming.values()), {}
         await cancel_all(coming)
         for server in self.take_ready():
             await server.close()
 
     def reconnect(self, url: str) -> None:
-        """Begin to bring an engine back, or to connect to one that has not been used before."""
+        """Start to bring back a lost engine, or to connect to a new one."""
         self._coming[url] = asyncio.ensure_future(self._return(url))
 
     async def _return(self, url: str) -> None:
@@ -145,30 +143,30 @@ class EngineMembership:
 
 
 class AvailableEngineUrls:
-    """The list of engines that a client may use, if another process updates their weights. It
-    belongs to one event loop."""
+    """The list of engines that a sampling client may use while another process updates their
+    weights. It belongs to one event loop."""
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
         """Create an empty list. ``gone`` is called with the address of an engine that does not
-        answer; ``wait_for`` waits up to ``wait_s`` seconds for an engine."""
+        answer. ``wait_for`` waits up to ``wait_s`` seconds."""
         self._gone = gone
         self._wait_s = wait_s
         self._listed: frozenset[str] = frozenset()
         self._news = asyncio.Event()
 
     def set(self, urls: Sequence[str]) -> None:
-        """Replace the list of available engines, and wake those who wait for one."""
+        """Replace the list of available engines, and wake callers that wait for one."""
         self._listed = frozenset(urls)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def remove(self, url: str) -> None:
-        """Remove an engine that does not answer from the list, and report its address."""
+        """Remove an engine that does not answer, and report its address."""
         self._listed -= {url}
         self._gone(url)
 
     async def wait_for(self, url: str) -> None:
-        """Wait until an engine is in the list. Raises ConfigError if that takes too long."""
+        """Wait until an engine is in the list. Raises ConfigError after too long a wait."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while url not in self._listed:

@@ -1,4 +1,4 @@
-"""The engine servers of one run: which of them answer, which one gets the next request, and what
+"""The engine servers of one run: which ones answer, which one gets the next request, and what
 happens when one stops answering.
 
     calls of one tree             go to the same server, which has cached their prefix
@@ -56,20 +56,20 @@ from ramify.secrets import remember
 _log = ComponentLogger("inference")
 _MAX_TREES = 65_536
 _MAX_REASONS = 3
-"""Number of most recently lost engines whose reasons an error lists."""
+"""Number of recent losses whose reasons are listed in an error."""
 
 
 class EnginesDropped(Exception):
-    """Raised when engine servers were lost, and dropped, during an operation that all of them had
-    to do."""
+    """Raised when engine servers were lost during an operation on all of them. The lost servers
+    have been dropped."""
 
 
 class EngineFleet:
-    """The engine servers of one run. An instance belongs to one event loop."""
+    """The engine servers of one run. A fleet belongs to one event loop."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
-        """Create a fleet without starting its servers, but check that their ports are free.
-        ``name`` appears in errors. Raises ConfigError."""
+        """Create a fleet and check that its ports are free, without starting servers. ``name``
+        appears in errors. Raises ConfigError."""
         self.spec = spec
         self._name = name
         self._vocabulary: int = policy.config.vocab_size
@@ -85,27 +85,27 @@ class EngineFleet:
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
         self.alive: list[EngineClient] = []
-        """Servers that may be asked."""
+        """Servers that can get requests."""
         self.in_flight: dict[str, int] = {}
-        """URL -> number of requests in flight there."""
+        """URL -> number of requests in flight at that server."""
         self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
-        """Tree -> the server on which it began."""
+        """Tree of calls -> the server on which it began."""
         self.membership = EngineMembership(spec.restarts, self._bring)
         self._asleep: dict[str, list[str]] = {}
-        """URL -> those of ``TAGS`` that sleep there."""
+        """URL -> kinds of memory (``TAGS``) that sleep at that server."""
         self._older: set[str] = set()
-        """URLs of servers that are back but do not have the newest weights yet."""
+        """URLs of servers that are back but lack the newest weights."""
         self._leads = False
         self.listed: AvailableEngineUrls | None = None
-        """List of usable engines, if another process updates the weights."""
+        """List of usable engines if another process updates the weights, otherwise None."""
 
     # --- from start to end
 
     async def start(
         self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
-        """Start the servers, or connect to running ones, and check each of them. ``leads`` is False
-        if another process decides when they sleep. Raises ConfigError for a server that does not
+        """Start the servers or connect to running ones, and check each. ``leads`` is False if
+        another process decides when they sleep. Raises ConfigError for a server that does not
         answer or does not fit the policy."""
         self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
@@ -115,8 +115,8 @@ class EngineFleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """Stop the servers that this run started, and wake those that keep running without it. A
-        second call has no effect."""
+        """Stop the servers that this run started, and wake those that continue without it. A second
+        call has no effect."""
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
@@ -171,9 +171,9 @@ class EngineFleet:
     def routed_experts(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts of a mixture-of-experts model that predicted each sampled token, which
-        are those that processed the token before it. All are empty if the run does not ask for
-        experts, or if a pause ended the reply and the engine reports none. Raises
+        """Return the experts that predicted each sampled token, for a mixture-of-experts model.
+        They are the experts that processed the token before it. All are empty if experts were not
+        requested, or if a pause ended the reply before they were reported. Raises
         MalformedResponse."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
@@ -186,8 +186,8 @@ class EngineFleet:
     # --- who sleeps
 
     async def sleep(self) -> None:
-        """Put all servers that are awake to sleep. Raises the error of a server that refuses, or
-        EnginesDropped if some servers were lost."""
+        """Put all awake servers to sleep. Raises the error of a server that refuses, or
+        EnginesDropped if servers were lost."""
 
         async def act(server: EngineClient) -> None:
             if server.url not in self._asleep:
@@ -197,9 +197,9 @@ class EngineFleet:
         await self.all(act)
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory (``weights`` or ``kv_cache``) again on every server that has
-        released it. Raises the error of a server that refuses, or EnginesDropped if some servers
-        were lost."""
+        """Allocate one kind of memory, ``weights`` or ``kv_cache``, again on every server that
+        released it. Raises the error of a server that refuses, or EnginesDropped if servers were
+        lost."""
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
@@ -212,7 +212,8 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _leave(self, server: EngineClient) -> None:
-        """Let a server answer requests again, as far as possible: wake it and resume sampling."""
+        """Leave a server able to answer requests: wake it and resume sampling. Errors are
+        ignored."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
                 await self._wake(server, tag)
@@ -222,10 +223,9 @@ class EngineFleet:
     # --- who is asked
 
     def pick(self, tree: Hashable) -> EngineClient:
-        """Return the server that should answer the next call of a tree of calls. It is the server
-        that answered earlier calls of the tree. A new tree gets the server with the fewest requests
-        in flight, and among equals the one with the fewest trees. Raises ServerFailed if no server
-        is left."""
+        """Return the server for the next call of a call tree. Calls of a known tree stay on its
+        server. A new tree gets the server with the fewest requests in flight and, among equals, the
+        fewest trees. Raises ServerFailed if no server is left."""
         if not self.alive:
             raise self.none_left()
         server = self.trees.get(tree)
@@ -245,8 +245,8 @@ class EngineFleet:
         return server
 
     def set_engines_with_current_weights(self, urls: Sequence[str]) -> None:
-        """Replace the list of engines that have current weights, and begin to connect to those that
-        are new."""
+        """Replace the list of engines that have current weights, and start to connect to new
+        ones."""
         assert self.listed is not None
         self.listed.set(urls)
         known_urls = {
@@ -257,9 +257,9 @@ class EngineFleet:
                 self.membership.reconnect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act`` with every server at the same time. Raises EnginesDropped if some servers
-        were lost, otherwise EngineStateConflict if a server is in another state, because either may
-        be the cause of other errors. Otherwise raises the first error."""
+        """Call ``act`` on every server concurrently. Raises EnginesDropped if servers were lost, or
+        else EngineStateConflict if a server is in another state. These two may cause other errors,
+        so they come first. Otherwise the first error is raised."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -281,16 +281,16 @@ class EngineFleet:
     # --- servers that go and come
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of live engines, and how many were lost and came back. Empty if none
-        was ever lost."""
+        """Return how many engines are live, were lost, and came back. Empty if none was ever
+        lost."""
         if not self.membership.num_lost:
             return {}
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def drop_if_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Return True if a server that caused an error no longer answers. Such a server is dropped,
-        and its loss is logged."""
+        """Drop a server that caused an error if it no longer answers, and log the loss. Returns
+        True if the server is gone."""
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
@@ -312,9 +312,8 @@ class EngineFleet:
     async def drop_if_outdated(
         self, server: EngineClient, sampled: SampledIds, version: int
     ) -> bool:
-        """Return True if a server answered with weights that are older than ``version``, although
-        it was given that version. Another program must have restarted such a server, so it is
-        dropped."""
+        """Drop a server that answers with weights older than ``version`` although it was given that
+        version. Another program must have restarted it. Returns True if the server is outdated."""
         first = min((span.version for span in sampled.versions or ()), default=version)
         if first >= version:
             return False
@@ -328,12 +327,12 @@ class EngineFleet:
 
     @property
     def current_urls(self) -> tuple[str, ...]:
-        """The URLs of the servers with the newest weights, which other clients may use."""
+        """The URLs of servers with the newest weights. Other clients may use these."""
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def take_back(self) -> None:
-        """Put the servers that have come back into use again. A process that updates the weights
-        calls this before it sends them, so that these servers receive them, too."""
+        """Use servers again that have come back. A process that updates the weights calls this
+        before sending them, so that these servers receive them, too."""
         back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}
@@ -344,8 +343,8 @@ class EngineFleet:
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
-        """Wait until a lost server answers again or is given up. Raises ServerFailed if that takes
-        too long."""
+        """Wait until a lost server answers again or is given up. Raises ServerFailed after too long
+        a wait."""
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )
@@ -358,7 +357,7 @@ class EngineFleet:
         return error
 
     def loss_reasons(self) -> str:
-        """Return why the most recently lost servers were lost, as text for an error."""
+        """Return the reasons of the most recent losses, as text for an error."""
         return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
     async def _drop(self, server: EngineClient, why: str) -> None:
@@ -381,8 +380,8 @@ class EngineFleet:
         await server.close()
 
     async def _bring(self, url: str) -> EngineClient:
-        """Bring a lost server back, and return it once it answers and passes the checks. Its
-        process is restarted if this run started it."""
+        """Bring a lost server back, and return it once it answers and passes all checks. If this
+        run started its process, the process is restarted."""
         if self.listed is not None:
             await self.listed.wait_for(url)
             return self._server(url)

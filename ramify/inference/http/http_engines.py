@@ -1,5 +1,5 @@
-"""A client of inference engines behind HTTP. It behaves like a single engine: one server or many
-give the same ids and log-probabilities.
+"""A client of inference engines behind HTTP. It behaves like a single engine: any number of servers
+gives the same ids and log-probabilities.
 
     complete ─▶ wait until open ─▶ pick a server ─▶ send ids, get ids ─▶ Reply
                                     ▲    server gone: pick the next │
@@ -39,20 +39,20 @@ from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_ABORTS = 64
-"""Maximum number of updates that may interrupt one reply."""
+"""Maximum number of weight updates that may interrupt one reply."""
 T = TypeVar("T")
 Routes = tuple[tuple[int, ...], ...]
-"""For each sampled token, the experts of the token that predicts it, in all layers."""
+"""For each sampled token, the experts in all layers that processed the token before it."""
 
 
 class HttpEngines:
-    """A client of one or more engine servers, used like a single engine. It belongs to one event
-    loop; call ``start`` before the first request."""
+    """A client of one or more engine servers that is used like a single engine. It belongs to one
+    event loop. Call ``start`` before the first request."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
-        """Create a client for ``policy``, which defines what the engines must serve and how prompts
-        become token ids. Ports, weight sync and options are checked here, before anything is
-        started. Raises ConfigError."""
+        """Create a client for a policy, which defines what the engines must serve and how prompts
+        become token ids. Ports, weight sync and options are checked before anything is started.
+        Raises ConfigError."""
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -64,23 +64,23 @@ class HttpEngines:
 
     @property
     def version(self) -> int:
-        """The version of the weights that all engines use now."""
+        """The version of the weights in use at all engines."""
         return self.sync.version
 
     @property
     def engines(self) -> list[SingleEngineClient]:
-        """A list with one client per engine, for checks that every engine must pass."""
+        """One client per engine, for checks that every engine must pass."""
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def takes_checkpoint_names(self) -> bool:
-        """True if the engines expect tensors under the names used in a checkpoint, and False if
-        they expect the names of a model in memory."""
+        """True if engines expect tensors under a checkpoint's names, and False for the names of a
+        model in memory."""
         return self.fleet.spec.engine != "ramify"
 
     @property
     def membership(self) -> EngineMembership:
-        """A record of the engines that were lost and of those that come back."""
+        """Keeps track of lost engines and of those that come back."""
         return self.fleet.membership
 
     # --- from start to end
@@ -93,8 +93,8 @@ class HttpEngines:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers or connect to running ones, check each of them, and prepare them for
-        weight updates.
+        """Start the servers or connect to running ones, check each, and prepare them for weight
+        updates.
 
         ``save`` writes a checkpoint below the folder ``out``, from which new servers load the
         model. ``launcher`` starts those servers; the default starts them on this machine.
@@ -120,34 +120,33 @@ class HttpEngines:
             raise
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has given this version of the weights to the servers."""
+        """Record that another process has updated the servers to this version of the weights."""
         self.sync.record_external_update(version)
 
     def set_listed(self, urls: Sequence[str]) -> None:
-        """Set the list of engines that may be used. Called if another process updates the
-        weights."""
+        """Set which engines may be used. Called if another process updates the weights."""
         self.fleet.set_engines_with_current_weights(urls)
 
     @property
     def current_urls(self) -> tuple[str, ...]:
-        """The addresses of the engines that have the newest weights and may be used."""
+        """The addresses of usable engines with the newest weights."""
         return self.fleet.current_urls
 
     async def handle_reported_loss(self, url: str, who: str) -> None:
-        """Handle a report that an engine did not answer: if the engine is really gone, drop it and
-        bring it back. ``who`` names the reporter for the log."""
+        """Handle a report that an engine did not answer. If it is really gone, it is dropped and
+        brought back. ``who`` names the reporter in the log."""
         for server in [each for each in self.fleet.alive if each.url == url]:
             await self.fleet.drop_if_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Send requests again to engines that came back. Another process updates their weights, so
-        these are assumed to be current; replies with older weights are rejected."""
+        """Resume requests to engines that came back. Another process updates their weights, so they
+        are assumed to be current. Replies from older weights are rejected."""
         self.fleet.take_back()
         self.fleet.mark_all_updated()
         self.membership.notify()
 
     async def close(self) -> None:
-        """End weight updates, and stop the servers that were started here. A second call has no
+        """End weight updates, and stop the servers that this client started. A second call has no
         effect."""
         await self.membership.close()
         self.sync.close()
@@ -156,12 +155,12 @@ class HttpEngines:
     # --- replies
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request. Raises Refused if the prompt does not fit the context
+        """Return one reply to a request. Raises Refused if the prompt does not fit in the context
         window, and ServerFailed if no engine is left."""
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineClient | None) -> Reply:
-        """Return one reply to a request, from one given engine, or from any engine if ``only`` is
+        """Return one reply to a request, from the engine ``only``, or from any engine if that is
         None."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
@@ -186,9 +185,9 @@ class HttpEngines:
         request: Request,
         only: EngineClient | None,
     ) -> tuple[int, SampledIds, Routes]:
-        """Sample from the first server that answers. Returns the version of the weights when the
-        server was asked, the sampled ids, and the experts of a mixture-of-experts model that
-        predicted each id."""
+        """Sample from the first server that answers. Returns the weight version at the time of the
+        request, the sampled ids, and the experts that predicted each id, for a mixture-of-experts
+        model."""
         fleet, tree = self.fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
@@ -259,8 +258,8 @@ class HttpEngines:
         return await self.fleet.pick("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
-        """Return the fingerprint of the weights, which all servers must share. Raises TrainError if
-        the servers have different weights."""
+        """Return the fingerprint of the weights, which must be equal on all servers. Raises
+        TrainError if servers have different weights."""
         servers = list(self.fleet.alive)
         fingerprints = dict(
             zip(
@@ -277,8 +276,8 @@ class HttpEngines:
         return next(iter(fingerprints.values()), None)
 
     async def pressure(self) -> CachePressure | None:
-        """Return the load on the servers' KV caches: the fill of the fullest one, and the total
-        number of queued sequences. None if no server reports it."""
+        """Return the load on the servers' KV caches: the fill of the fullest, and total numbers of
+        waiting and preempted sequences. Returns None if no server reports it."""
 
         async def of(server: EngineClient) -> CachePressure | None:
             try:
@@ -290,34 +289,33 @@ class HttpEngines:
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices.
-        Requests wait meanwhile. Returns False if the engines are configured not to sleep. Raises
-        ServerFailed if no engine is left."""
+        Requests wait in the meantime. Returns False if the engines are configured never to sleep.
+        Raises ServerFailed if no engine is left."""
         return await self.sync.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of live engines, and how many were lost and came back. Empty if none
-        was ever lost."""
+        """Return how many engines are live, were lost, and came back. Empty if none was ever
+        lost."""
         return self.fleet.metrics()
 
     # --- weights
 
     async def update(self, weights: object, version: int) -> None:
         """Send new weights to every server. ``weights`` is a list of ``LazyWeight``, one per
-        tensor, and ``version`` their version number. Raises TrainError with the last good version
-        if a server does not accept them."""
+        tensor. Raises TrainError with the last good version if a server does not accept them."""
         assert isinstance(weights, list)
         await self.sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Send the current weights to servers that came back. ``version`` is their version, which
-        the other servers already use. Returns False if no server needed the weights."""
+        """Send the current weights to servers that came back. ``version`` is the version that the
+        other servers already use. Returns False if no server needed them."""
         assert isinstance(weights, list)
         return await self.sync.rejoin(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Create the weight sync that is configured, with options that suit the engine. Raises
-    ConfigError for an option that the weight sync does not have."""
+    """Create the configured weight sync with options that suit the engine. Raises ConfigError for
+    an option that it does not have."""
     options = dict(spec.weight_sync_options)
     if (
         spec.weight_sync_name == "shared"
@@ -332,8 +330,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
 
 
 class SingleEngineClient:
-    """A client of one server among several, with only the methods that a check of the engine
-    needs."""
+    """A client of one server among several. It has only the methods needed to check that server."""
 
     def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineClient) -> None:
         self._engines = engines
@@ -351,7 +348,7 @@ class SingleEngineClient:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Wait for an engine's answer. Raises EngineLost if the engine is gone."""
+        """Wait for an answer from this engine. Raises EngineLost if the engine is gone."""
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -361,19 +358,20 @@ class SingleEngineClient:
 
 
 class ReplyAccumulator:
-    """The part of a reply that has been sampled so far. A reply that a weight update interrupts has
-    several parts."""
+    """Accumulates the sampled parts of one reply. A reply has several parts if weight updates
+    interrupt it."""
 
     def __init__(self, prompt: Iterable[int], left: int) -> None:
         self.ids = list(prompt)
-        """Prompt ids, then sampled ids."""
+        """Prompt ids, followed by the ids sampled so far."""
         self.left = left
-        """Number of tokens that may still follow."""
+        """Maximum number of tokens still to sample."""
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.kept: list[tuple[int, ...]] = []
         self.routes: list[tuple[int, ...]] = []
-        """Experts of the token that predicts each sampled one; empty where the engine said none."""
+        """Experts of the token that predicts each sampled one. Empty if the engine reported
+        none."""
         self.versions: list[VersionSpan] = []
         self.cached = 0
         self.end = ""
@@ -403,8 +401,8 @@ class ReplyAccumulator:
 
 
 def tree_of(request: Request) -> Hashable:
-    """Return a key that all calls of one tree of calls share, so that they use the same server. It
-    is the seed of a rollout, or otherwise the first message of the call's conversation."""
+    """Return a key shared by all calls of one call tree, so that they use the same server. The key
+    is a rollout's seed if there is one, and otherwise the conversation's first message."""
     if request.sampling.seed is not None:
         return request.sampling.seed
     return request.messages[0].content if request.messages else request.affinity

@@ -1,5 +1,4 @@
-"""The configuration of inference engines behind HTTP: the section ``inference`` of a training
-recipe, as plain data.
+"""The configuration of inference engines behind HTTP: section ``inference`` of a training recipe.
 
     InferenceSpec()                                   start one `ramify serve-policy` on a free port
     InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        start two vLLM servers
@@ -32,10 +31,10 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 29), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
 }
-"""Engine -> (first version with this protocol, first version that was not checked)."""
+"""Engine -> (first version with this protocol, first version that was not tested)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
 EXPERTS_OPTION = "--enable-return-routed-experts"
-"""Option with which vLLM, SGLang and `ramify serve-policy` report experts."""
+"""Command-line option that makes vLLM, SGLang and `ramify serve-policy` report experts."""
 ENGINES = Registry(
     "engine",
     "ramify.engines",
@@ -45,36 +44,35 @@ ENGINES = Registry(
         "sglang": "ramify.inference.http.sglang:SglangEngineClient",
     },
 )
-"""Name -> class that implements ``EngineClient``, called with (url, spec, key)."""
+"""Name -> class that implements ``EngineClient``. It is called with (url, spec, key)."""
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The configuration of inference engines that run in separate processes: which software, how
-    many, where, and how they get new weights."""
+    """The configuration of inference engines in separate processes: which software, how many,
+    where, and how they receive new weights."""
 
     engine: str = "ramify"
-    """A name in ``ENGINES``, or the place of a class (``module:name``, ``file.py:name``)."""
+    """A name in ``ENGINES``, or the location of a class: ``module:name`` or ``file.py:name``."""
     urls: tuple[str, ...] = ()
-    """Servers that already run, without /v1. If empty, servers are started, and stopped with the
-    run."""
+    """URLs of running servers, without /v1. If empty, servers are started and end with the run."""
     num: int = 1
     """Number of servers to start."""
     ports: tuple[int, ...] = ()
-    """One port for each server to start; empty: free ports."""
+    """One port for each server to start. Empty: free ports."""
     gpus: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES of each server to start; empty: unchanged."""
+    """CUDA_VISIBLE_DEVICES for each server to start. Empty: inherited."""
     command: tuple[str, ...] = ()
-    """Command that starts a server; empty: `ramify serve-policy`, `vllm serve` or `python -m
-    sglang.launch_server`. Folder, port and the options that the protocol needs are added."""
+    """Command that starts a server. Empty: `ramify serve-policy`, `vllm serve` or `python -m
+    sglang.launch_server`. Folder, port and the protocol's options are added."""
     args: tuple[str, ...] = ()
-    """Additional options of the command."""
+    """Additional options for the command."""
     weight_sync: str = ""
     """How weights are sent: a name in ``inference.weight_sync.WEIGHT_SYNCS``, module:name or
     file.py:name. Empty: shared memory, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
     key_variable: str = KEY_VARIABLE
-    """Environment variable with the API key of the servers. If it is not set, servers that are
-    started get a key made for the run, and no key is sent to ``urls``."""
+    """Environment variable with the servers' API key. If it is not set, started servers get a key
+    generated for the run, and ``urls`` get none."""
     start_s: float = 600.0
     """Timeout in seconds until a started server answers."""
     request_s: float = 600.0
@@ -84,27 +82,27 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     probe_s: float = 5.0
     """Timeout in seconds for a health check."""
     restarts: int = 3
-    """How often a lost engine may be brought back without having taken a new version of the weights
-    in between: started again if it was started here, otherwise waited for. 0: the others continue
-    without it."""
+    """How many times a lost engine may be brought back before it takes a new version of the
+    weights. Engines started by the run are restarted, others are waited for. 0: continue without
+    it."""
     return_s: float = 120.0
-    """How many seconds to wait for an engine of ``urls`` that was lost; one that is started again
-    has ``start_s``."""
+    """Seconds to wait for a lost engine of ``urls``. Engines that are restarted have
+    ``start_s``."""
     report_experts: bool = False
-    """True if replies report the experts that each token was sent to. A run with
-    ``rl.rollout.replay_routes`` sets it. Servers that are started get the option
-    --enable-return-routed-experts; others must have it."""
+    """True if replies report the experts of each token, as ``rl.rollout.replay_routes`` requires.
+    Servers that are started get the option --enable-return-routed-experts. Others must already have
+    it."""
     sleep: Literal["auto", "learn", "never"] = "auto"
-    """learn: engines release their device's memory while the trainer learns, and take it again for
-    the new weights. auto: if they share a GPU with the trainer."""
+    """learn: engines release device memory while the trainer learns, and allocate it again for new
+    weights. auto: do so if they share a GPU with the trainer."""
     sleep_level: Literal[1, 2] | None = None
-    """1: weights go to main memory meanwhile. 2: they are dropped, and each update brings all of
-    them. None: 2 for engines that end with the run; 1 for those that outlive it (``urls``), and if
-    only differences are sent (``delta``)."""
+    """1: weights move to main memory. 2: they are dropped, and each update sends all of them. None:
+    2 for engines that end with the run, 1 for those that outlive it (``urls``) or receive only
+    differences (``delta``)."""
     tolerance: float | None = None
-    """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean
-    difference may be a tenth of it; None: 1e-4 for `ramify` and 1e-3 for others if engine and trainer
-    compute in fp32; else 0.3, or 1/32 of the path's largest log-probability if that is more."""
+    """Maximum difference between a log-probability of engine and trainer in the check after a
+    weight sync. The mean difference may be a tenth of it. None: in fp32, 1e-4 for `ramify` and 1e-3
+    for others. Otherwise 0.3, or 1/32 of the path's largest log-probability if that is more."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES.ours:
@@ -157,22 +155,21 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def effective_sleep_level(self) -> int:
-        """How deeply the engines sleep while the trainer learns: 1 keeps the weights in main
-        memory, 2 drops them. 0 if the engines do not sleep, or if that is not decided yet
-        (``auto``)."""
+        """The sleep level of engines while the trainer learns: 1 keeps the weights in main memory,
+        and 2 drops them. 0 if engines do not sleep, or if that is still undecided (``auto``)."""
         if self.sleep != "learn":
             return 0
         return self.sleep_level or (1 if self.urls or self.weight_sync == "delta" else 2)
 
     @property
     def weight_sync_name(self) -> str:
-        """The name of the method by which new weights reach the engines."""
+        """The name of the weight sync that sends new weights to the engines."""
         return self.weight_sync or ("file" if self.engine == "sglang" else "shared")
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Raise ConfigError if an engine's version is too old for this protocol, and warn if the
-    version was not tested."""
+    """Check an engine's version. Raises ConfigError if it is too old for the protocol, and warns if
+    it was not tested."""
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     low, high = (".".join(map(str, each)) for each in (first, beyond))

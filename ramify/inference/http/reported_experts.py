@@ -1,5 +1,5 @@
-"""Decoding of the experts that an engine reports for a reply of a mixture-of-experts model: a table
-of ids, [tokens, layers, top-k].
+"""Decode the experts that an engine reports for a reply of a mixture-of-experts model: a table of
+expert ids with shape [tokens, layers, top-k].
 
     vLLM        base64 of a .npy file, all tokens but the last, or those from the prompt's last one
     vLLM 0.21   nested lists: those of the prompt, then those of the reply
@@ -30,9 +30,8 @@ from ramify.models.mixture_shape import MixtureShape
 def read_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Decode the experts that an engine reports. For each sampled token, return the experts that
-    predicted it, which are those of the position before it: the ids of its top-k experts in all
-    layers.
+    """Decode an engine's report about experts. For each sampled token, return the ids of the top-k
+    experts in all layers that predicted it. These are the experts of the position before the token.
 
     ``reported`` may have any of the encodings of vLLM and SGLang. Raises MalformedResponse if it
     does not fit the model or the reply.
@@ -73,20 +72,20 @@ def read_experts(
 
 def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
     """Encode reported experts as vLLM does: a .npy file in base64. Each row holds one token's
-    experts in all layers that have experts."""
+    experts in all layers with experts."""
     buffer = io.BytesIO()
     np.save(buffer, _all_layers(rows, shape))
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
-    """Encode reported experts as SGLang does: int32 numbers without a shape, in base64."""
+    """Encode reported experts as SGLang does: int32 numbers in base64, without their shape."""
     return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
-    """Return the experts as a table [tokens, layers of the model, top-k], with zeros for layers
-    without experts."""
+    """Return reported experts as a table [tokens, layers of the model, top-k]. Layers without
+    experts contain zeros."""
     table_TLk = np.zeros((len(rows), shape.num_layers, shape.top_k), "<i4")
     table_TLk[:, list(shape.layers)] = np.asarray(rows).reshape(len(rows), -1, shape.top_k)
     return table_TLk
@@ -103,8 +102,8 @@ def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
 
 
 def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
-    """Raise MalformedResponse for ids that no router could have chosen. Rows that an engine never
-    filled are zero, so the same expert appears in them more than once."""
+    """Raise MalformedResponse for expert ids that no router could have chosen. Rows that an engine
+    never filled are all zero, so they are found because an expert repeats."""
     sorted_TLk = np.sort(chosen_TLk, -1)
     is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
     if is_outside.any():

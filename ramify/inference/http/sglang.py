@@ -1,4 +1,4 @@
-"""A client of SGLang servers: how to sample, update weights and release memory over HTTP.
+"""A client of SGLang servers: sampling, weight updates and memory release over HTTP.
 
     ids       POST /generate with input_ids, return_logprob; logprob_start_len 0 to score
     weights   POST /pause_generation ─ /update_weights_from_disk ─ /flush_cache
@@ -26,7 +26,7 @@ from ramify.inference.http.inference_spec import check_version
 
 
 class SglangEngineClient(BaseEngineClient):
-    """A client of one SGLang server, with the interface of ``EngineClient``."""
+    """A client of one SGLang server. Implements ``EngineClient``."""
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
@@ -112,10 +112,10 @@ class SglangEngineClient(BaseEngineClient):
         await self._post("/continue_generation")
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """Do nothing, because each update names the folder with the weights."""
+        """Do nothing, because each update names the folder that holds the weights."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Load all weights from the folder that the update names."""
+        """Load all weights from the folder named in the update."""
         body = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
         answer = await self._post("/update_weights_from_disk", body)
         if not answer.get("success", True):
@@ -125,14 +125,14 @@ class SglangEngineClient(BaseEngineClient):
         await self._post("/flush_cache")
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory. Flags of the server decide whether the weights are kept in
-        main memory. The server must be idle, otherwise it exits."""
+        """Release the server's memory. The server's flags decide whether weights are kept in main
+        memory. The server must be idle, or it exits."""
         await self.pause()
         await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory again, either ``weights`` or ``kv_cache``. The server exits
-        if that memory was not released."""
+        """Allocate one kind of memory again, ``weights`` or ``kv_cache``. The server exits if that
+        memory was not released."""
         await self._post("/resume_memory_occupation", {"tags": [tag]})
 
     async def is_asleep(self) -> bool:
@@ -148,8 +148,8 @@ class SglangEngineClient(BaseEngineClient):
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sleep levels that a server supports, according to the flags with which it was
-    started. A flag that the server does not report is assumed to be set."""
+    """Return the sleep levels that the server's startup flags allow. A flag that is not reported is
+    assumed to be set."""
     if not about.get("enable_memory_saver", True):
         return ()
     return (1, 2) if about.get("enable_weights_cpu_backup", True) else (2,)

@@ -1,4 +1,5 @@
-"""Weight updates of all inference engines of a run, including engines that were lost and came back.
+"""Update the weights of all inference engines of a run, including engines that were lost and came
+back.
 
     update ── pause all ─ send chunks of weights to all ─ resume all ──▶ version
     sleep  ── requests wait … update: wake the weights ─ (as above, all weights) ─
@@ -30,20 +31,20 @@ _log = ComponentLogger("inference")
 
 
 class EngineWeightSync:
-    """The sender of new weights: it gives each version to all engines of a run. It belongs to one
-    event loop."""
+    """Sends each version of the weights to all engines of a run. It belongs to one event loop."""
 
     def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
         self._fleet = fleet
         self.weight_sync = weight_sync
         self.version = version
-        """Version of the weights that all engines answer with."""
+        """Version of the weights with which all engines answer."""
         self.is_open = asyncio.Event()
-        """Cleared while weights change or engines sleep; requests wait for it."""
+        """Set while engines can answer. Requests wait while it is cleared: when weights change or
+        engines sleep."""
         self.is_open.set()
         self._updating = asyncio.Lock()
         self._needs_all = False
-        """True if some engine lacks the weights that a delta could build on."""
+        """True if an engine lacks the weights that a differences-only update would build on."""
 
     async def open(self) -> None:
         """Prepare all engines for weight updates. Raises ConfigError if an engine is lost or cannot
@@ -57,25 +58,26 @@ class EngineWeightSync:
             ) from None
 
     def close(self) -> None:
-        """Release what weight updates use, such as shared memory. A second call has no effect."""
+        """Release resources of weight updates, such as shared memory. A second call has no
+        effect."""
         self.weight_sync.close()
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has given this version of the weights to the engines."""
+        """Record that another process has updated the engines to this version of the weights."""
         self.version = version
         self._fleet.membership.record_update()
 
     async def update(self, sources: list[LazyWeight], version: int) -> None:
-        """Send all weights to every engine, which then uses them as ``version``. ``sources`` has
-        one ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine
-        does not accept them."""
+        """Send all weights to every engine as version ``version``. ``sources`` has one
+        ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine does
+        not accept them."""
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
-        """Send the current weights to engines that came back. ``version`` is their version, which
-        the other engines already use. Returns False if no engine needed the weights."""
+        """Send the current weights to engines that came back. ``version`` is the version that the
+        other engines already use. Returns False if no engine needed them."""
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
@@ -90,9 +92,9 @@ class EngineWeightSync:
         return True
 
     async def sleep(self) -> bool:
-        """Release the memory of all engines until the next update. Requests wait meanwhile. Engines
-        that are still coming back are included, before they get weights. Returns False if the
-        engines are configured not to sleep. Raises ServerFailed if no engine is left."""
+        """Release the memory of all engines until the next update. Requests wait in the meantime.
+        Engines that are still coming back are included. Returns False if the engines are configured
+        never to sleep. Raises ServerFailed if no engine is left."""
         if not self._fleet.spec.effective_sleep_level:
             return False
         async with self._updating:
@@ -107,9 +109,8 @@ class EngineWeightSync:
         return True
 
     async def _slept(self) -> bool:
-        """Try once to put all engines to sleep. Returns False if engines were lost or came back
-        meanwhile. If an engine is starting, it takes its device's memory, so the call waits for
-        it."""
+        """Try once to put all engines to sleep. Returns False if engines were lost or came back in
+        the meantime. An engine that is still starting takes memory, so this waits for it."""
         fleet = self._fleet
         if fleet.membership.is_any_returning:
             await fleet.membership.wait_for_change(fleet.spec.start_s)
@@ -201,8 +202,8 @@ class EngineWeightSync:
             raise
 
     async def _open_weight_sync(self) -> None:
-        """Send all engines the information with which they can receive weights. Raises
-        EnginesDropped if one was lost meanwhile."""
+        """Send all engines the information that they need to receive weights. Raises EnginesDropped
+        if an engine was lost in the meantime."""
         alive = self._fleet.alive
         infos = dict(
             zip([each.url for each in alive], self.weight_sync.open(len(alive)), strict=True)
@@ -220,8 +221,8 @@ class EngineWeightSync:
                 await joined
 
     async def _reopened(self) -> bool:
-        """Prepare the remaining engines for weight updates again. Always returns True, which means
-        that all weights must be sent."""
+        """Prepare the remaining engines for weight updates again. Always returns True, because all
+        weights must then be sent."""
         while True:
             self.weight_sync.close()
             try:

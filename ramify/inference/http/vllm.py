@@ -1,5 +1,5 @@
-"""Clients of vLLM servers and of `ramify serve-policy`, which has the same HTTP routes and reports
-more about each reply.
+"""Clients of vLLM servers and of `ramify serve-policy`. The latter has the same HTTP routes and
+reports more about each reply.
 
     ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0;
                    prompt_logprobs to score
@@ -40,7 +40,7 @@ _ROUTES = (
 
 
 class VllmEngineClient(BaseEngineClient):
-    """A client of one vLLM server, with the interface of ``EngineClient``."""
+    """A client of one vLLM server. Implements ``EngineClient``."""
 
     _model = ""
 
@@ -138,8 +138,7 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that determine the random numbers with which the engine
-        samples."""
+        """Return the request fields that seed the engine's random numbers."""
         return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
@@ -167,8 +166,8 @@ class VllmEngineClient(BaseEngineClient):
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """Return the dtype of the server's model, its vocabulary size (None if unknown), its
-        log-probability mode, and the sleep levels that the server supports."""
+        """Return the model's dtype, its vocabulary size (None if unknown), its log-probability
+        mode, and the server's sleep levels."""
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         server_info = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
@@ -182,8 +181,8 @@ class VllmEngineClient(BaseEngineClient):
         )
 
     async def has_token_id(self, id: int) -> bool:
-        """Return True if a token id is in the server's vocabulary. This is tested with a request,
-        because vLLM does not report the size of its vocabulary."""
+        """Return True if a token id is in the server's vocabulary. A request tests this, because
+        vLLM does not report its vocabulary size."""
         try:
             await self._api.post(
                 "/v1/completions",
@@ -196,8 +195,8 @@ class VllmEngineClient(BaseEngineClient):
 
 
 class RamifyEngineClient(VllmEngineClient):
-    """A client of `ramify serve-policy --weight-transfer`, whose routes are those of vLLM with a
-    few additions."""
+    """A client of `ramify serve-policy --weight-transfer`. It has the same routes as vLLM and a few
+    additions."""
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
@@ -212,15 +211,15 @@ class RamifyEngineClient(VllmEngineClient):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """Do nothing, because the server pauses by itself during an update. Running requests then
-        continue where they stopped."""
+        """Do nothing, because the server pauses by itself during an update. Running requests
+        continue afterwards where they stopped."""
 
     async def resume(self) -> None:
         """Do nothing, because the end of an update resumes the server."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights, and begin and end the update, in a single request. vLLM
-        itself needs three requests, and most updates that send only differences have a single
+        """Send one chunk of new weights in a single request, which can also begin and end the
+        update. vLLM needs three requests, but most updates with only differences are a single
         chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
@@ -254,7 +253,7 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 
 def _routed(answer: dict[str, Any]) -> Any:
-    """Return the experts that a reply reports for its tokens. vLLM 0.21 reports those of the prompt
-    in a separate field, which is put before the others."""
+    """Return the experts reported for a reply's tokens. vLLM 0.21 reports the prompt's in a
+    separate field, and these are put first."""
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

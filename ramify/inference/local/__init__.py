@@ -1,5 +1,5 @@
-"""The inference engine that runs in this process. It is selected by a model name: ``local:FOLDER``,
-or the name of a policy that comes with the package.
+"""The inference engine that runs in this process. A model name selects it: ``local:FOLDER``, or the
+name of a policy that ships with the package.
 
 Importing this package imports no tensor library; ``connect`` does.
 """
@@ -13,8 +13,8 @@ from ramify.trained_policy_settings import packaged_policy_folder
 
 
 def check_local_model_available(name: str) -> None:
-    """Raise ConfigError if a model that should run in this process is missing, or a package that it
-    needs. No weights are read, and no tensor library is imported."""
+    """Raise ConfigError if a local model or a package that it needs is missing. Nothing heavy
+    happens: no weights are read, and no tensor library is imported."""
     require_train_extra(f"model '{name}'")
     from ramify.models.model_config_files import check_tokenizer_file, local_model_folder
 
@@ -25,8 +25,8 @@ def check_local_model_available(name: str) -> None:
 
 def connect(name: str, **_connection: object) -> Client:
     """Load a model and return a client of an engine that runs it in this process. ``name`` is
-    ``local:FOLDER``, or the name of a policy that comes with the package. Raises ConfigError if the
-    model or a package that it needs is missing.
+    ``local:FOLDER`` or the name of a policy that ships with the package. Raises ConfigError if the
+    model or a required package is missing.
 
     Example:
         client = inference.connect("local:checkpoints/mine")

@@ -1,4 +1,5 @@
-"""CUDA graphs of the inference engine's decoding steps, in which every sequence gets one token.
+"""CUDA graphs for decoding steps of the inference engine. In such a step, every sequence gets one
+token.
 
 One step of a small model consists of some 800 kernels. On a GPU it takes ten times as long to
 launch them one by one as to run them. A CUDA graph records the launches once and repeats them with
@@ -29,28 +30,28 @@ from ramify.inference.local.slots import EngineStep
 from ramify.models.dense import DenseModel
 
 MAX_GRAPHS = 128
-"""Recorded shapes of one cache. When there are more, all are dropped and recorded again."""
+"""Maximum number of recorded graphs per KV cache. Beyond it, all are dropped and recorded again."""
 _LEAST_LENGTH = 64
 
 Replay = Callable[[], Tensor]
-"""Repeats the recorded work; returns the tensor that it wrote its result to."""
+"""Repeats the recorded computation, and returns the tensor that holds its result."""
 Record = Callable[[Callable[[], Tensor]], Replay]
-"""Records a piece of work, without running it."""
+"""Records a computation without running it."""
 
 
 class CudaGraphShape(NamedTuple):
-    """The sizes of a decoding step that are fixed in a CUDA graph."""
+    """The sizes of a decoding step that are fixed in its CUDA graph."""
 
     tokens: int
     slots: int
-    """Slots up to the last that decodes."""
+    """Number of slots up to the last one that decodes."""
     length: int
-    """Positions of the cache that are read."""
+    """Number of cache positions that are read per slot."""
 
     @classmethod
     def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
-        """Return the shape with which a step is computed: its sizes, rounded up so that few shapes
-        occur."""
+        """Return the shape in which a step is computed. Its sizes are rounded up, so that only few
+        shapes occur."""
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
         length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
@@ -58,13 +59,13 @@ class CudaGraphShape(NamedTuple):
 
 
 class DecodeGraphs:
-    """The CUDA graphs of decoding steps, one per shape, which are recorded when needed. All of them
-    use the same KV cache."""
+    """The CUDA graphs of decoding steps, one per shape and recorded on demand. All of them use the
+    same KV cache."""
 
     def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
         """Create an empty collection of graphs. ``record`` records a computation and returns a
-        function that repeats it: a ``CudaGraphRecorder`` on a GPU. On a CPU, pass a function that
-        returns the computation itself."""
+        function that repeats it. On a GPU it is a ``CudaGraphRecorder``. On a CPU, pass a function
+        that returns the computation itself."""
         self._model = model
         self._cache = cache
         self._record = record
@@ -73,7 +74,7 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
-        """Run a step without prompt tokens, and return the fp32 logits [n, V] after each of its
+        """Run a step without prompt tokens. Returns the fp32 logits [n, V] after each of its
         tokens. The next call overwrites them."""
         self._check_weights()
         shape = CudaGraphShape.of(step, self._cache)
@@ -109,7 +110,7 @@ class DecodeGraphs:
         return self._replays[shape]()
 
     def _compute(self, shape: CudaGraphShape) -> Tensor:
-        """Compute the fp32 logits [T, V] for the current inputs of a shape."""
+        """Compute the fp32 logits [T, V] for a shape's current inputs."""
         packed = self._inputs[shape]
         ids_T, positions_T, slots_T, last_n = torch.split(
             packed, [shape.tokens] * 3 + [shape.slots]
@@ -118,7 +119,7 @@ class DecodeGraphs:
         return self._model.logits(self._model.hidden(ids_T, positions_T, attend))
 
     def _check_weights(self) -> None:
-        """Drop all graphs if a weight has moved in memory, since the graphs read weights at fixed
+        """Drop all graphs if a weight has moved in memory, because graphs read weights at fixed
         addresses."""
         weights = tuple(each.data_ptr() for each in self._model.parameters())
         if weights != self._weights:
@@ -131,8 +132,7 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """A recorder of CUDA graphs. The graphs share one pool of memory, since only one of them runs
-    at a time."""
+    """Records CUDA graphs. They share one memory pool, because only one graph runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -158,7 +158,7 @@ class CudaGraphRecorder:
 
 
 class _PaddedStep:
-    """The attention of a step to which rows were added up to a fixed shape. Implements
+    """The attention of a step that was padded with extra rows to a fixed shape. Implements
     ``dense.CausalAttentionFunction``."""
 
     def __init__(
@@ -181,8 +181,8 @@ class _PaddedStep:
 
 
 def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
-    """Join the ids [T], positions [T] and slots [T] of a step's tokens and the last position of
-    each slot [n] in one tensor, so that a single copy brings them to the device."""
+    """Pack a step into one tensor, so that a single copy moves it to the device. It contains the
+    ids [T], positions [T] and slots [T] of the tokens, and the last position of each slot [n]."""
     num_more = shape.tokens - len(step.slots)
     ids, positions, slots = (
         [*each, *[each[0]] * num_more] for each in (step.ids, step.positions, step.slots)

@@ -1,5 +1,5 @@
-"""The inference engine that runs in this process. It computes one step after the other, each for
-all sequences that can continue, in a separate thread.
+"""The inference engine that runs in this process. In a separate thread, it computes one step after
+another for all sequences that can continue.
 
     waiting ─ admit ─▶ slots ─ step: one token per decoding slot, ─▶ runner ─▶ logits
        ▲                       prompts in chunks                                 │
@@ -42,34 +42,35 @@ from ramify.inference.local.step_timings import EngineStepTimingRecorder
 from ramify.time_account import working
 
 _LEAST_CAPACITY = 128
-"""Initial number of tokens per slot."""
+"""Initial capacity of each slot in tokens."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """The limits of an engine: numbers of sequences and tokens, and memory."""
+    """The limits of an engine: concurrent sequences, tokens per step and per sequence, and cache
+    memory."""
 
     slots: int
     """Maximum number of concurrent sequences."""
     prefill_tokens: int
-    """Maximum prompt tokens per step, so that a long prompt does not delay decoding sequences."""
+    """Maximum prompt tokens per step. It keeps long prompts from delaying sequences that decode."""
     cache_bytes: int
-    """Memory for keys and values. If long sequences need more, there are fewer slots."""
+    """Bytes of memory for the KV cache. If long sequences need more, there are fewer slots."""
     window: int
-    """Maximum tokens of a sequence."""
+    """Context window: maximum tokens per sequence."""
     reuse: bool = True
-    """True if the cached prefix of one request may be used for others."""
+    """True if one request's cached prefix may be used for other requests."""
 
 
 class LocalEngine:
-    """An engine with continuous batching: it generates many sequences at once with one model, and
-    admits a new sequence as soon as there is room."""
+    """An engine with continuous batching. It generates many sequences at once with one model, and
+    admits a new sequence whenever a slot is free."""
 
     def __init__(self, runner: ModelRunner, room: EngineLimits, version: int = 0) -> None:
         self.version = version
         self.room = room
         self.num_steps = 0
         self.num_computed = 0
-        """Tokens that went through the model."""
+        """Number of tokens computed by the model so far."""
         self.num_preempted = 0
         self.paces = EngineStepTimingRecorder()
         self.runner = runner
@@ -93,7 +94,7 @@ class LocalEngine:
 
     def add(self, generation: Generation) -> None:
         """Queue a sequence. Its maximum length is reduced to what the cache can hold. Raises
-        Refused if the cache could never hold the prompt and one token."""
+        Refused if even the prompt and one token do not fit."""
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
@@ -107,23 +108,24 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: Generation) -> None:
-        """Remove a sequence before the next step. Its cached prefix stays available to other
-        sequences."""
+        """Cancel a sequence before the next step. Other sequences can still use its cached
+        prefix."""
         generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
-        """Clear all caches, because the weights have changed and now have this version number."""
+        """Clear all caches, because the weights have changed to version ``version``."""
         self.version = version
         self._slots.invalidate_cache()
         self.runner.invalidate_cache()
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Run one pass through the model, and return the sequences that ended with it."""
+        """Run one pass through the model, and return the sequences that it completed."""
         started = time.thread_time()
         self._drop_cancelled()
         self._make_room()
         self._admit()
+        # A step reads all slots up to the last running one, so running slots stay close together.
         for change in self._slots.compact():
             self.runner.move_slot(change)
         step = self._planned()
@@ -142,8 +144,8 @@ class LocalEngine:
         return finished
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache, until the next sequence needs it. Running sequences
-        go back to the queue, and are recomputed later."""
+        """Release the memory of the KV cache until a sequence needs it. Running sequences return to
+        the queue and are recomputed later."""
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
@@ -153,11 +155,12 @@ class LocalEngine:
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:
-        """Allocate as much memory for the KV cache as a new engine does."""
+        """Allocate as much KV cache memory as a new engine does."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
     def remove_all(self) -> list[Generation]:
-        """Remove and return all sequences, and clear all caches, for example after a failure."""
+        """Remove and return all sequences, and clear all caches. Used after a failure, for
+        example."""
         generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
         self._waiting.clear()
         for slot in self._slots.running():
@@ -192,8 +195,8 @@ class LocalEngine:
         return finished
 
     def _planned(self) -> EngineStep:
-        """Return what the next step computes: one token of each decoding sequence, and as many
-        prompt tokens as the limits allow."""
+        """Plan the next step: one token of each decoding sequence, and as many prompt tokens as the
+        limits allow."""
         step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
@@ -210,8 +213,8 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order of arrival. A sequence that waits until another one has
-        computed the same prompt lets others pass."""
+        """Admit waiting sequences in order of arrival. A sequence that waits for another one to
+        compute the same prompt lets others pass."""
         passed: list[Generation] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -224,10 +227,9 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Adapt the number and length of the cache's slots, each of which holds one sequence, to
-        the running sequences and the next ones in the queue. If memory allows the full length for
-        all slots, each slot gets it. Otherwise the engine uses fewer slots, and more again once
-        sequences are short enough."""
+        """Adapt the number and length of cache slots to the running sequences and the next ones in
+        the queue. Each slot holds one sequence. If memory allows, every slot gets the full length.
+        Otherwise there are fewer slots, and more again once sequences are shorter."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
@@ -254,7 +256,7 @@ class LocalEngine:
             self._resize(self._fitting(capacity), capacity)
 
     def _rounded(self, num_tokens: int) -> int:
-        """Round a number of tokens up to a power of two, but at most to the longest possible
+        """Round a number of tokens up to a power of two, and limit it to the longest possible
         sequence."""
         return min(1 << max(num_tokens - 1, 1).bit_length(), self._most_tokens())
 
@@ -265,7 +267,7 @@ class LocalEngine:
         self._waiting.extendleft(reversed(lost))
 
     def _fitting(self, capacity: int) -> int:
-        """Return how many slots of ``capacity`` tokens fit into memory."""
+        """Return how many slots of ``capacity`` tokens fit in memory."""
         if not self.runner.bytes_per_token:
             return self.room.slots
         return max(
@@ -274,7 +276,8 @@ class LocalEngine:
         )
 
     def _most_tokens(self) -> int:
-        """Return the length of the longest sequence that the context window and memory allow."""
+        """Return the length in tokens of the longest sequence that the context window and memory
+        allow."""
         if not self.runner.bytes_per_token:
             return self.room.window
         return min(self.room.window, self.room.cache_bytes // self.runner.bytes_per_token)
@@ -294,7 +297,7 @@ class LocalEngine:
         return owner
 
     def __iter__(self) -> Iterator[Generation]:
-        """Yield all sequences: the running ones first, then those that wait."""
+        """Yield all sequences: first the running ones, then the waiting ones."""
         yield from (owner for owner in self._slots.owner if owner is not None)
         yield from self._waiting
 
@@ -304,8 +307,8 @@ Done = Callable[[Generation, BaseException | None], None]
 
 
 class EngineThread:
-    """A thread that runs the steps of an engine. It starts with the first call. It is a daemon
-    thread, so it does not keep the program from exiting."""
+    """The thread that runs an engine's steps. It starts with the first call. As a daemon thread, it
+    does not keep the program from exiting."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -317,8 +320,8 @@ class EngineThread:
         self._is_paused = False
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run a function in the engine's thread, between two steps, and return a future of its
-        result. Raises RuntimeError if the thread was closed."""
+        """Run a function in the engine's thread between two steps. Returns a future for its result.
+        Raises RuntimeError after ``close``."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -333,8 +336,8 @@ class EngineThread:
         return future
 
     def add(self, generation: Generation, done: Done) -> None:
-        """Queue a sequence. When it has ended, ``done`` is called in the engine's thread with the
-        sequence and None, or with the error that prevented it."""
+        """Queue a sequence. Once it has ended, ``done`` is called in the engine's thread, with the
+        sequence and either None or the error that ended it."""
 
         def run() -> None:
             try:
@@ -347,8 +350,7 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, generation: Generation) -> None:
-        """Remove a sequence before the next step, without calling the callback that was given for
-        it."""
+        """Cancel a sequence before the next step. Its ``done`` callback is not called."""
 
         def run() -> None:
             if self._done.pop(generation, None) is not None:
@@ -359,8 +361,8 @@ class EngineThread:
 
     def pause(self, *, abort: bool = False) -> None:
         """Stop generating until ``resume`` is called. Running sequences keep their caches, and
-        functions passed to ``call`` still run. With ``abort``, running sequences end at once, with
-        ``abort`` as the reason, and their callbacks are called."""
+        functions passed to ``call`` still run. With ``abort``, running sequences end at once with
+        the reason ``abort``, and their callbacks are called."""
         with self._wake:
             self._is_paused = True
         if abort:
@@ -372,8 +374,8 @@ class EngineThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread after its current step. Sequences that have not ended by then fail. A
-        second call has no effect."""
+        """End the thread after its current step. Sequences that have not ended fail. A second call
+        has no effect."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()

@@ -1,5 +1,5 @@
-"""One request inside the inference engine: its prompt, what was sampled so far, when it ends, and
-how tokens are sampled.
+"""One request inside the inference engine: its prompt and reply so far, when it ends, and how its
+tokens are sampled.
 
 A generation does not depend on the part of the cache that it uses, so a preempted one only loses
 time.
@@ -31,23 +31,24 @@ from ramify.models.batch_invariant_forward import in_blocks
 from ramify.types.message import VersionSpan
 
 MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
-"""Logits divided by a number outside of these may not be finite as fp32."""
+"""Bounds for temperatures. Logits divided by a number outside them may not be finite in fp32."""
 
 
 class SamplingSettings(msgspec.Struct, frozen=True):
-    """The settings with which the tokens of one request are sampled."""
+    """The sampling settings of one request."""
 
     temperature: float = 1.0
-    """0 takes the likeliest id. A value below ``MIN_TEMPERATURE`` counts as that."""
+    """Sampling temperature. 0 takes the most likely id. Other values below ``MIN_TEMPERATURE`` are
+    raised to it."""
     top_p: float = 1.0
-    """Keep the likeliest ids until their probabilities reach this sum; 1 keeps all."""
+    """Keep the most likely ids until their probabilities add up to this value. 1 keeps all."""
     top_k: int = 0
-    """Keep this many of the likeliest ids; 0 keeps all."""
+    """Keep only this many of the most likely ids. 0 keeps all."""
     top_logprobs: int = 0
-    """Report this many of the likeliest ids for each token."""
+    """Report this many of the most likely ids for each token."""
 
     truncates: bool = False
-    """True if top-k or top-p excludes ids; computed."""
+    """True if top-k or top-p excludes ids. This field is computed."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(
@@ -56,19 +57,18 @@ class SamplingSettings(msgspec.Struct, frozen=True):
 
 
 TokenLogprobs = tuple[tuple[int, float], ...]
-"""Ids with their log-probabilities, likeliest first."""
+"""(id, log-probability) pairs, most likely first."""
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that one step sampled, one for each row of logits, with their
-    log-probabilities."""
+    """The tokens that one step sampled, one per row of logits, with their log-probabilities."""
 
     ids: list[int]
     logprobs: list[float]
     kept: list[tuple[int, ...] | None]
-    """For each row the ids that could be drawn, likeliest first; None for all."""
+    """Per row, the ids that could be drawn, most likely first. None if all could."""
     top: list[TokenLogprobs | None]
-    """For each row the likeliest ids; None unless its settings ask for them."""
+    """Per row, the most likely ids. None unless the row's settings ask for them."""
 
 
 def sample_tokens(
@@ -78,7 +78,7 @@ def sample_tokens(
     *,
     fixed: bool = False,
 ) -> SampledTokens:
-    """Sample one token per row of fp32 logits, using one random number in [0, 1) per row. With
+    """Sample one token per row of fp32 logits. Each row uses one random number in [0, 1). With
     ``fixed``, computations have fixed shapes, so that a row's result does not depend on the number
     of rows."""
     logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
@@ -103,8 +103,8 @@ def sample_tokens(
 
 
 def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
-    """Return the likeliest ids, with log-probabilities, of the distribution from which a token is
-    drawn."""
+    """Return the most likely ids, with log-probabilities under the distribution from which a token
+    is drawn."""
     ids = top_k_top_p_ids(logprobs_V, settings) if settings.truncates else None
     among = logprobs_V if ids is None else logprobs_V[ids].log_softmax(-1)
     values, places = among.topk(min(settings.top_logprobs, len(among)))
@@ -113,7 +113,7 @@ def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
 
 
 def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
-    """Return log-softmax over the last dimension. With ``fixed``, it is computed in blocks of a
+    """Return the log-softmax over the last dimension. With ``fixed``, it is computed in blocks of a
     fixed shape, so that a row's result does not depend on the number of rows."""
     return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
 
@@ -129,7 +129,7 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """Sample one id per row by inverting the cumulative distribution: return the first id whose
+    """Sample one id per row by inverting the cumulative distribution. A row's id is the first whose
     cumulative probability exceeds the row's uniform number (float64, in [0, 1)). The result has
     shape [n].
 
@@ -144,8 +144,8 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return the ids that remain after top-k and then top-p, the likeliest first. At least one
-    remains. Among equally likely ids, lower ones come first."""
+    """Return the ids that remain after top-k and then top-p, most likely first. At least one
+    remains. Ties go to lower ids."""
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
         order = order[: settings.top_k]
@@ -160,7 +160,7 @@ def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
     """Sample one id from those that top-k and top-p keep. Returns the id, its log-probability among
-    the kept ids, and the kept ids."""
+    the kept ids, and these ids."""
     kept = top_k_top_p_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(
@@ -171,12 +171,12 @@ def _draw_kept(
 
 End = Literal["stop", "length", "abort"]
 _LONGEST_CHARACTER = 4
-"""Bytes of the longest character. A token holds at least one byte, so this many tokens hold a
-character."""
+"""Bytes of the longest UTF-8 character. A token holds at least one byte, so this many tokens always
+cover a character."""
 
 
 class Generation:
-    """The state of one request inside the engine: its prompt, the reply so far, and why the reply
+    """The state of one request in the engine: its prompt, the reply so far, and why the reply
     ended."""
 
     def __init__(
@@ -191,11 +191,11 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Create a generation that has sampled nothing. Two generations with the same ``seed`` draw
-        the same random numbers. A reply ends with one of the texts in ``stop``, which are found by
-        turning ids into text with ``decode``."""
+        """Create a generation without sampled tokens. Equal ``seed`` texts give equal random
+        numbers. A reply ends with any text in ``stop``, which is searched in the ids decoded by
+        ``decode``."""
         self.ids = list(prompt_ids)
-        """Prompt ids, then sampled ids."""
+        """Prompt ids, followed by sampled ids."""
         self.num_prompt = len(self.ids)
         self.max_tokens = max_tokens
         self.draw = draw
@@ -203,24 +203,24 @@ class Generation:
         self.logprobs: list[float] = []
         self._kept: list[tuple[int, ...]] = []
         self.top: list[TokenLogprobs] = []
-        """For each sampled token, the likeliest ids; empty unless ``draw`` asks for them."""
+        """Per sampled token, the most likely ids. Empty unless ``draw`` asks for them."""
         self.routes: list[tuple[int, ...]] = []
-        """For each sampled token, the experts of the token before it; empty unless recorded."""
+        """Per sampled token, the experts of the token before it. Empty unless recorded."""
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None
-        """Why it ended; None while it runs."""
+        """Why the reply ended. None while it is being generated."""
         self.stopped_at: str = ""
-        """The stop text that ended it."""
+        """The stop text that ended the reply, or an empty string."""
         self.num_reused = 0
-        """Prompt tokens whose keys and values were already cached."""
+        """Number of prompt tokens whose keys and values were already cached."""
         self.cancelled = False
         self._stop_ids = frozenset(stop_ids)
         self._stop = tuple(stop)
         self._decode = decode
         digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
         self.uniform = random.Random(int.from_bytes(digest)).random
-        """The next random number in [0, 1) of this generation; called once per token."""
+        """Returns this generation's next random number in [0, 1). It is called once per token."""
         self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
 
     @property
@@ -229,13 +229,12 @@ class Generation:
 
     @property
     def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
-        """For each sampled token, the ids among which it was drawn. None if no ids were
-        excluded."""
+        """Per sampled token, the ids from which it was drawn. None if no ids were excluded."""
         return tuple(self._kept) or None
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The versions of the weights that sampled each part of the reply. Empty if no token was
+        """Which version of the weights sampled which part of the reply. Empty if no token was
         sampled."""
         if not self._versions:
             return ()
@@ -253,7 +252,7 @@ class Generation:
         version: int,
         top: TokenLogprobs | None = None,
     ) -> None:
-        """Append a sampled token, and set ``end`` if it is the last one."""
+        """Append a sampled token. Sets ``end`` if it is the last one."""
         self.ids.append(id)
         if version != self._version:
             self._version = version
@@ -271,8 +270,8 @@ class Generation:
             self.end = "length"
 
     def _stop_text(self) -> str:
-        """Return the stop text that the last token completed, or an empty string. Of several texts,
-        the one that begins first is returned."""
+        """Return the stop text that the last token completed, or an empty string. If there are
+        several, the one that begins first is returned."""
         assert self._decode is not None
         tail = self._decode(self.sampled[-self._tail :])
         matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]

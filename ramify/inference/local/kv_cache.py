@@ -1,4 +1,4 @@
-"""The KV cache of the inference engine, in one tensor, and attention over it.
+"""The inference engine's KV cache, stored in one tensor, and attention over it.
 
     kv[0 or 1, layer, slot, head, position, :]        keys or values
 
@@ -25,19 +25,19 @@ from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 
 
 class CacheLayout(NamedTuple):
-    """The shape and data type of the keys and values that a model caches."""
+    """The shape and data type of a model's cached keys and values."""
 
     num_layers: int
     heads: int
-    """K"""
+    """Number of key-value heads, K."""
     size: int
-    """d"""
+    """Head size, d."""
     dtype: torch.dtype
     device: torch.device
 
     @property
     def bytes_per_token(self) -> int:
-        """The number of bytes that one token takes in the cache."""
+        """The number of cache bytes per token."""
         return 2 * self.num_layers * self.heads * self.size * self.dtype.itemsize
 
 
@@ -63,30 +63,28 @@ class KeyValueCache:
         self.rows = [
             (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
         ]
-        """Per layer, keys and values as rows [S K C, d]."""
+        """Per layer, keys and values as rows, [S K C, d] each."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
-        """Per layer, keys and values by slot and head, [S K, C, d]."""
+        """Per layer, keys and values by slot and head, [S K, C, d] each."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Return the index of the cache row that holds the first head of a token, for each given
-        pair of a slot and a position."""
+        """Return the cache row of each token's first head, given the token's slot and position."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
     def head_rows(self, rows_T: Tensor) -> Tensor:
-        """Expand the row index of each token's first head to the row indices of all its heads.
-        Returns a flat tensor of T·K indices."""
+        """Expand the row index of each token's first head to the indices of all its heads. Returns
+        a flat tensor of T·K indices."""
         heads = torch.arange(self.heads, device=rows_T.device)
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
     def write(self, layer: int, write_at: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write the keys and values of T tokens of one layer to the rows with the indices
-        ``write_at`` [T K]."""
+        """Write one layer's keys and values of T tokens to the cache rows ``write_at`` [T K]."""
         for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
             rows.index_copy_(0, write_at, new.reshape(-1, self.size))
 
     def move_slot(self, change: SlotMove) -> None:
-        """Copy or swap the first tokens of two slots."""
+        """Copy the first tokens of one slot to another, or swap two slots."""
         source, target = (
             self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)
         )
@@ -98,8 +96,8 @@ class KeyValueCache:
             target.copy_(saved)
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
-        """Return a new cache of another size. Its first slots have the contents of those slots of
-        this cache that ``stay`` lists."""
+        """Return a new cache of another size. Its first slots hold the contents of this cache's
+        slots ``stay``."""
         new = KeyValueCache(self.layout, num_slots, capacity)
         width = min(self.capacity, capacity)
         for index, slot in enumerate(stay):
@@ -108,8 +106,8 @@ class KeyValueCache:
 
 
 class PrefillDecodeAttention:
-    """The causal attention of one engine step: first for the tokens of decoding sequences, then for
-    longer spans of prompts. Implements ``dense.CausalAttentionFunction``."""
+    """The causal attention of one engine step. Tokens of decoding sequences come first, then longer
+    spans of prompts. Implements ``dense.CausalAttentionFunction``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -135,7 +133,7 @@ class PrefillDecodeAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """Return the indices [T K] of the cache rows to which a step writes its keys and values."""
+        """Return the indices [T K] of the cache rows that receive a step's keys and values."""
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
@@ -143,11 +141,11 @@ class PrefillDecodeAttention:
 
 
 class _FirstSlots:
-    """The attention in the first n slots of the cache, with one query token per slot. It reads the
-    first ``length`` positions of each slot."""
+    """The attention of one query token per slot, in the cache's first n slots. It reads the first
+    ``length`` positions of each slot."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """Prepare attention for query tokens at the positions ``last_n``, one per slot. The tensor
+        """Prepare attention for one query token per slot, at the positions ``last_n``. This tensor
         must be on the cache's device."""
         self._cache = cache
         self._n, self._length = len(last_n), length
@@ -164,7 +162,7 @@ class _FirstSlots:
         )
 
     def __call__(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
-        """Return the attention output of each slot's query token in one layer, [n, H, d]."""
+        """Return one layer's attention output for each slot's query token, [n, H, d]."""
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
@@ -181,24 +179,23 @@ class _FirstSlots:
 
 
 class DecodeAttention:
-    """The attention of a step in which each decoding sequence has one query token. It runs over the
-    whole block of slots up to the last one that decodes, and drops the results of the other
-    slots."""
+    """The attention of decoding sequences, with one query token each. It runs over all slots up to
+    the last one that decodes, and drops the results of the others."""
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
     ) -> None:
-        """Prepare attention for one query token per decoding slot. ``slots_T`` is the slot of each
-        token, or None if token i is in slot i; a slot may occur repeatedly with the same token.
-        ``last_n`` is the last position to which each slot attends, and ``length`` is the number of
-        positions that are read. All tensors must be on the cache's device."""
+        """Prepare attention for one query token per decoding slot. ``slots_T`` is each token's
+        slot, or None if token i is in slot i. A slot may repeat with the same token. ``last_n`` is
+        the last position that each slot attends to. ``length`` is the number of positions read. All
+        tensors must be on the cache's device."""
         self._n = len(last_n)
         self._attend = _FirstSlots(cache, last_n, length)
         self._slots = slots_T
 
     @classmethod
     def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
-        """Prepare attention for the decoding tokens of a step."""
+        """Prepare attention for a step's decoding tokens."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1
         length = max(step.positions) + 1
@@ -221,8 +218,8 @@ class DecodeAttention:
 
 
 def _batch_key(span: SlotTokenSpan) -> tuple[int, int]:
-    """Return equal keys for spans that can be computed together: whole prompts of one length, or
-    their beginnings."""
+    """Return a grouping key. Spans with equal keys are computed together: whole prompts of equal
+    length, or equally long beginnings of prompts."""
     return (0, len(span.ids)) if span.start == 0 else (1, span.slot)
 
 
@@ -231,8 +228,8 @@ def _chunk(cache: KeyValueCache, spans: list[SlotTokenSpan]) -> _Prompts | _Chun
 
 
 class _Prompts:
-    """The causal attention of prompts of one length, of which nothing was computed before. They
-    attend to their own keys and values, in one call."""
+    """The causal attention of new prompts of equal length, in one call. Nothing of them was cached
+    before, so they attend only to their own keys and values."""
 
     def __init__(self, spans: Sequence[SlotTokenSpan]) -> None:
         self._num, self._length = len(spans), len(spans[0].ids)
@@ -253,8 +250,8 @@ class _Prompts:
 
 
 class _Chunk:
-    """The causal attention of several consecutive tokens of one sequence that continue what its
-    cache holds. They attend to the cache, up to their own position."""
+    """The causal attention of consecutive tokens that continue a cached sequence. Each attends to
+    the cache up to its own position."""
 
     def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
         self.num_tokens = len(span.ids)

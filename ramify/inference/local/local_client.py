@@ -1,5 +1,5 @@
 """A client of the inference engine in this process. It takes messages, and returns replies with
-their exact token ids and log-probabilities.
+exact token ids and log-probabilities.
 
     client = LocalClient(load("folder"))
     sampling = Sampling(max_tokens=64, temperature=1.0, seed=7)
@@ -51,7 +51,7 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """A client that answers with a policy loaded in this process. One instance serves any number of
+    """A client that answers with a policy loaded in this process. One client serves any number of
     runs and event loops."""
 
     def __init__(
@@ -65,26 +65,27 @@ class LocalClient:
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
     ) -> None:
-        """Create a client for ``policy``, with an engine that starts at the first request.
+        """Create a client for a policy. Its engine starts with the first request.
 
         ``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
         GiB on a CPU, otherwise a third of the GPU's memory). Without ``reuse``, the cached prefix
         of one request is not used for another. ``fixed_shapes``: if not None, matrix products are
         computed in fixed shapes and in this precision, so that replies have the same bits in any
-        batch (``models/batch_invariant_forward.py``)."""
+        batch (``models/batch_invariant_forward.py``).
+        """
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
-        """Name -> weight, filled by the first weight sync. These stay the same tensor objects,
-        whatever happens to their memory."""
+        """Name -> weight, filled by the first weight sync. The tensor objects stay the same even if
+        their memory changes."""
         self._lent: set[str] = set()
-        """Names of weights in memory that other engines also compute with."""
+        """Names of weights whose memory other engines also compute with."""
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
         self.rendering = make_prompt_renderer(policy.renderer, policy.tokenizer)
         self.card = policy.card
-        """The scaffold and the limits that this policy was trained with."""
+        """Scaffold and limits with which this policy was trained."""
         is_cpu = policy.device.type == "cpu"
         room = EngineLimits(
             slots=slots or (128 if is_cpu else 256),
@@ -98,15 +99,15 @@ class LocalClient:
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = SleepingWeights(policy.model)
         self.experts: MixtureShape | None = None
-        """The model's experts, if replies report them."""
+        """Description of the model's experts if replies report them, otherwise None."""
 
     @property
     def version(self) -> int:
         return self.engine.version
 
     def report_routes(self) -> None:
-        """Let replies report the experts that a mixture-of-experts model uses for each token, from
-        now on. Raises ConfigError if the model has no experts."""
+        """Make future replies report the experts that a mixture-of-experts model uses for each
+        token. Raises ConfigError if the model has no experts."""
         routers = MixtureRouters.of(self.policy.model)
         if routers is None:
             raise ConfigError(f"{self.name} has no experts whose choice could be reported")
@@ -115,12 +116,12 @@ class LocalClient:
         self.experts = mixture_shape(self.policy.model)
 
     async def pressure(self) -> CachePressure:
-        """Return the load on the KV cache."""
+        """Return the load on the engine's KV cache."""
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request. Raises Refused if the prompt does not fit the context
-        window. If the task is cancelled, the sequence is removed before the engine's next step."""
+        """Return one reply to a request. Raises Refused if the prompt does not fit in the context
+        window. If the task is cancelled, the engine drops the sequence before its next step."""
         started = time.perf_counter()
         with working("rendering"):
             generation = self._generation(request)
@@ -131,9 +132,8 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> Generation:
-        """Sample a continuation of a list of token ids, and return it when it has ended. Its
-        ``end`` is ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context
-        window."""
+        """Sample a continuation of token ids, and return it once it has ended. Its ``end`` is
+        ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context window."""
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
@@ -141,8 +141,8 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """Yield the message of a reply as it grows, some twenty times a second, and finally the
-        whole reply.
+        """Stream a reply: yield its message as it grows, about twenty times a second, and finally
+        the whole reply.
 
         A text at the end that may be the beginning of a stop text, and incomplete characters, are
         held back until more is known.
@@ -166,7 +166,7 @@ class LocalClient:
 
     async def update(self, weights: object, version: int) -> None:
         """Replace the weights with those of a ``Policy``, a module or a state dict. Nothing is
-        copied if the client already answers with the same module.
+        copied if the client already uses the same module.
 
         All caches are cleared; a reply in progress is recomputed under the new weights and
         continues. Raises ConfigError, which names the first difference, if the weights do not fit.
@@ -177,13 +177,13 @@ class LocalClient:
         return await self.run(partial(fingerprint, self.policy.model))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token except the first, given the tokens before it, at
-        temperature 1."""
+        """Return the log-probability at temperature 1 of each token except the first, given the
+        tokens before it."""
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the engine's thread, between two steps, and return its result. Code
-        that changes the weights in place must run there."""
+        """Run a function in the engine's thread between two steps, and return its result. Code that
+        changes weights in place must run there."""
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
@@ -195,23 +195,23 @@ class LocalClient:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Release memory until ``wake`` is called. ``tags`` selects the memory: ``kv_cache``,
-        ``weights`` or both. With ``keep``, the weights are moved to main memory instead of being
-        dropped. Pause the engine first."""
+        """Release memory until ``wake`` is called. ``tags`` selects ``kv_cache``, ``weights`` or
+        both. With ``keep``, weights move to main memory instead of being dropped. Pause the engine
+        first."""
         await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Allocate the memory again that ``sleep`` has released. Weights that were dropped are
-        listed in ``missing`` until ``receive_weights`` has received all of them."""
+        """Allocate memory again after ``sleep``. Dropped weights are listed in ``missing`` until
+        ``receive_weights`` has received all of them."""
         await self.run(partial(self._wake, tags))
 
     @property
     def missing(self) -> list[str]:
-        """The names of the weights that were dropped and have not been received since."""
+        """The names of weights that were dropped and have not been received since."""
         return self._sleeping_weights.missing
 
     def device_memory_usage(self) -> dict[str, int]:
-        """Return how many bytes the ``weights`` and the ``kv_cache`` use on the compute device."""
+        """Return the bytes that ``weights`` and ``kv_cache`` use on the compute device."""
         return {
             "weights": self._sleeping_weights.num_bytes,
             "kv_cache": self.engine.runner.cache_bytes,
@@ -220,7 +220,7 @@ class LocalClient:
     async def receive_weights(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
-        """Copy the weights sent by a trainer into the model, between two steps of the engine.
+        """Copy weights sent by a trainer into the model, between two steps of the engine.
 
         After all weights have arrived, caches must be cleared with ``forget``. If ``version`` is
         given, this happens at once unless weights are still ``missing``. Raises ValueError, which
@@ -230,7 +230,7 @@ class LocalClient:
         await self.run(partial(self._take_pieces, pieces, version))
 
     async def forget(self, version: int) -> None:
-        """Clear all caches, because the weights have changed and now have this version number."""
+        """Clear all caches, because the weights have changed to version ``version``."""
         await self.run(partial(self.engine.forget, version))
 
     async def close(self) -> None:
@@ -393,8 +393,8 @@ class LocalClient:
             self.engine.forget(version)
 
     def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """Return the model's weight with a given name. Raises ValueError if there is none, or if
-        its shape or type differs from that of ``tensor``."""
+        """Return the model's weight with this name. Raises ValueError if there is none, or if its
+        shape or type differs from that of ``tensor``."""
         weight = self._weights.get(name)
         if weight is None:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Model runners, which connect the inference engine to a model: a runner gets the tokens of one
-step, and returns their logits. It also holds the KV cache.
+"""Model runners connect the inference engine to a model. A runner takes the tokens of one step,
+returns their logits, and holds the KV cache.
 
 A model gets the fastest runner that gives the same results as the model itself:
 
@@ -56,8 +56,8 @@ from ramify.models.trunk import TransformersTrunk
 
 
 class FixedShapeRunner:
-    """A model runner in which every operation has a fixed shape, so that a token's logits do not
-    depend on the batch. Implements ``ModelRunner``."""
+    """A model runner with operations of fixed shape, so that a token's logits do not depend on the
+    rest of the batch. Implements ``ModelRunner``."""
 
     is_fixed = True
     routers: MixtureRouters | None = None
@@ -65,7 +65,7 @@ class FixedShapeRunner:
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
         """Create a runner for ``model``. ``products`` is the precision of matrix products, which
-        must be that of the trainer."""
+        must equal the trainer's."""
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
         self._model = model
@@ -94,7 +94,7 @@ class FixedShapeRunner:
         self._cache = self._cache.resized(stay, num_slots, round_up_to_block(capacity))
 
     def invalidate_cache(self) -> None:
-        """Do nothing, because every position of the cache is written before it is read."""
+        """Do nothing, because every cache position is written before it is read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -105,9 +105,8 @@ class FixedShapeRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """Run tokens through the model in blocks. Each token is given as its slot of the cache, its
-        position and its id. Returns the fp32 logits [n, V] after the tokens whose indices are in
-        ``rows``."""
+        """Run tokens through the model in blocks. Each token is a tuple of cache slot, position and
+        id. Returns the fp32 logits [n, V] after the tokens with the indices ``rows``."""
         with self._precision():
             h_TD = torch.cat(
                 [
@@ -163,8 +162,8 @@ class _CachedBlock:
 
 
 class ModuleRunner:
-    """A model runner for any transformers module. It computes one sequence at a time, with the
-    cache of transformers."""
+    """A model runner for any transformers module. It computes one sequence at a time with
+    transformers' own cache."""
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
@@ -220,12 +219,12 @@ class ModuleRunner:
         return logits_TV
 
     def _after(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
-        """Return the fp32 logits [V] after the last token of a span. The tokens before the span are
-        cached in ``memory``; they are computed again if that cache cannot be cut to its first
-        tokens."""
+        """Return the fp32 logits [V] after a span's last token. ``memory`` caches the tokens before
+        the span. If it cannot be cut to the right length, they are recomputed."""
         new = list(span.ids)
         if not memory.cut(span.start, self._can_cut):
             new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
+        # Some caches accept only one new token at a time.
         whole = self._can_extend or memory.cache is None
         for part in [new] if whole else [[token] for token in new]:
             logits_V = self._pass(memory, part)
@@ -267,8 +266,7 @@ class ModuleRunner:
 
 
 class _Memory:
-    """The contents of a slot: the token ids that were computed, and the cache that transformers
-    made of them."""
+    """The contents of a slot: the token ids computed so far, and transformers' cache for them."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -280,7 +278,7 @@ class _Memory:
         return other
 
     def cut(self, length: int, can_cut: bool) -> bool:
-        """Keep only the first ``length`` tokens. Returns False if the cache cannot be cut there."""
+        """Cut the cache to its first ``length`` tokens. Returns False if that is not possible."""
         if length == len(self.ids):
             return True
         if not can_cut or self.cache is None:
@@ -294,53 +292,53 @@ class _Memory:
 
 
 class ModelRunner(Protocol):
-    """The interface between the engine and a model: it computes steps, and holds a cache with a
-    slot for each sequence."""
+    """The interface between the engine and a model. A runner computes steps, and holds a cache with
+    one slot per sequence."""
 
     bytes_per_token: int
-    """Cache bytes per token; 0 if the cache is not allocated in advance."""
+    """Cache bytes per token. 0 if the cache is not allocated in advance."""
 
     is_fixed: bool
     """True if the runner computes in fixed shapes (``FixedShapeRunner``)."""
 
     routers: MixtureRouters | None
-    """Routers of the mixture, if routes are recorded."""
+    """Routers of the mixture-of-experts model, if experts are recorded."""
 
     routes: Sequence[tuple[int, ...]]
-    """For each row of the latest logits, the experts that its token was sent to, k for each layer;
-    empty unless they are recorded."""
+    """Per row of the latest logits, the experts that its token was routed to, k per layer. Empty
+    unless recorded."""
 
     @property
     def cache_bytes(self) -> int:
-        """The number of bytes that the cache uses now, or 0 if that is not known."""
+        """The number of bytes used by the cache, or 0 if unknown."""
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute a step, and store its keys and values in the cache. Returns fp32 logits [n, V]
-        after each decoding token and after each span for which ``wanted`` is True, in order."""
+        """Compute a step, and cache its keys and values. Returns fp32 logits [n, V]: after each
+        decoding token, then after each span whose ``wanted`` is True."""
         ...
 
     def move_slot(self, change: SlotMove) -> None:
-        """Copy or swap slots."""
+        """Copy the first tokens of one slot to another, or swap two slots."""
         ...
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        """Change the number and length of the cache's slots. The first new slots have the contents
-        of the old slots that ``stay`` lists."""
+        """Change the number and length of cache slots. The first new slots hold the contents of the
+        old slots ``stay``."""
         ...
 
     def invalidate_cache(self) -> None:
-        """Mark everything that is cached as outdated, so that it is not read again."""
+        """Invalidate everything in the cache, so that it is not read again."""
         ...
 
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the fp32 logits [T, V] after each of the given ids, without using the engine's
-        cache."""
+        """Return the fp32 logits [T, V] after each of the given ids. The engine's cache is not
+        used."""
         ...
 
 
 class DecoderModel(Protocol):
-    """A language model that computes all tokens of a step as one sequence of rows, such as
+    """A language model that computes all tokens of a step as rows of one batch, such as
     ``models.dense.DenseModel``."""
 
     def hidden(
@@ -350,17 +348,17 @@ class DecoderModel(Protocol):
         attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the
-        tokens at the indices ``rows_N``."""
+        """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the
+        tokens with the indices ``rows_N``."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states."""
+        """Return the fp32 logits [N, V] for N hidden states."""
         ...
 
 
 class FlatRunner:
-    """A model runner that computes all tokens of a step in one pass."""
+    """A model runner that computes all tokens of a step in one pass over the model."""
 
     is_fixed = False
     routers: MixtureRouters | None = None
@@ -369,8 +367,8 @@ class FlatRunner:
     def __init__(
         self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
     ) -> None:
-        """Create a runner with an empty cache. ``record`` records and repeats steps that only
-        decode (``decode_graphs.py``). If it is None, they run like all others."""
+        """Create a runner with an empty cache. ``record`` records and repeats decode-only steps
+        (``decode_graphs.py``). If it is None, such steps run like all others."""
         self._decoder = decoder
         self._layout = layout
         self._record = record
@@ -405,7 +403,7 @@ class FlatRunner:
         self._set_cache(self._cache.resized(stay, num_slots, capacity))
 
     def invalidate_cache(self) -> None:
-        """Do nothing, because every position of the cache is written before it is read."""
+        """Do nothing, because every cache position is written before it is read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -440,8 +438,8 @@ class _PreparedRunner(FlatRunner):
 
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
     """Return the fastest runner that gives the same results as ``model``. With ``fixed_shapes``,
-    return the runner that computes in fixed shapes, with matrix products in that precision. Raises
-    ConfigError if the model cannot compute in fixed shapes."""
+    return a runner with fixed shapes and matrix products in that precision. Raises ConfigError if
+    the model does not support that."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
@@ -458,7 +456,7 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
 
 
 class _ModuleDecoder:
-    """A wrapper that makes a transformers module a ``DecoderModel``."""
+    """Adapts a transformers module to the interface ``DecoderModel``."""
 
     def __init__(self, trunk: TransformersTrunk) -> None:
         self._trunk = trunk
@@ -481,7 +479,7 @@ class _ModuleDecoder:
 @torch.inference_mode()
 def _flat(module: Any) -> FlatRunner | None:
     """Return a runner that computes a module's steps in one pass, or None if the module does not
-    support it."""
+    support that."""
     try:
         trunk = TransformersTrunk(module)
     except ConfigError:
@@ -497,8 +495,8 @@ def _flat(module: Any) -> FlatRunner | None:
 
 
 def _agrees(runner: FlatRunner, module: Any) -> bool:
-    """Return True if two sequences that are computed in parts and side by side get the same logits
-    as when each is computed alone."""
+    """Return True if two sequences computed in parts and side by side get the same logits as when
+    computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)

@@ -1,5 +1,5 @@
-"""A faster way to compute a small ``DenseModel`` on a CPU: the same function in half the
-operations, with prepared copies of the weights.
+"""Speed up a small ``DenseModel`` on a CPU: prepared copies of its weights compute the same
+function in half the operations.
 
 In small models, starting an operation costs more than its arithmetic. So the products for queries,
 keys and values are joined into one, as are those for gate and up; weights are stored in the order
@@ -29,24 +29,24 @@ from ramify.models import onednn_products
 from ramify.models.dense import CausalAttentionFunction, DenseModel, DenseShape, frequencies
 
 _MOST_BYTES = 32 << 20
-"""Size of the weights up to which the copies are worth their memory. In larger models the
+"""Maximum size of weights in bytes for which the copies are worth their memory. In larger models,
 arithmetic dominates."""
 _LEAST_ROWS = 48
-"""Number of tokens from which products by oneDNN may be faster."""
+"""Number of tokens from which oneDNN products may be faster."""
 _LEAST_MULTIPLICATIONS = 1 << 21
-"""Multiplications of a product from which oneDNN is faster."""
+"""Number of multiplications in a product from which oneDNN is faster."""
 _KEPT_SIZES = 16
-"""Numbers of tokens whose intermediate results stay laid out."""
+"""Maximum number of different token counts for which workspaces are kept."""
 
 
 class PreparedDecoder:
-    """A small model with prepared copies of its weights, for fast decoding on a CPU. Implements
+    """A small model with prepared copies of its weights for fast decoding on a CPU. Implements
     ``model_runner.DecoderModel``."""
 
     @staticmethod
     def is_worthwhile_for(model: DenseModel) -> bool:
-        """Return True if a model is small, in fp32 and on a CPU, so that prepared copies of its
-        weights make it faster."""
+        """Return True if prepared copies of the weights would speed up a model. It must be small,
+        in fp32, and on a CPU."""
         parameters = list(model.parameters())
         return sum(each.nbytes for each in parameters) <= _MOST_BYTES and all(
             each.device.type == "cpu" and each.dtype == torch.float32 for each in parameters
@@ -56,7 +56,7 @@ class PreparedDecoder:
         self._model = model
         self._weighted = [each._parameters for each in model.modules() if hasattr(each, "weight")]
         self._seen: list[tuple[int, int]] = []
-        """Address and version of each weight when it was copied."""
+        """Address and version of each weight at the time it was copied."""
         self._layers: list[_PreparedLayer] = []
         self._output_DV = torch.empty(0)
         self._frequencies = frequencies(model.shape)
@@ -64,7 +64,7 @@ class PreparedDecoder:
         self._rooms: dict[int, _Workspace] = {}
 
     def forget(self) -> None:
-        """Drop the copies of the weights, because a weight may have changed without notice."""
+        """Drop the copies of the weights, because weights may have changed unnoticed."""
         self._seen, self._layers, self._output_DV = [], [], torch.empty(0)
 
     def hidden(
@@ -74,9 +74,9 @@ class PreparedDecoder:
         attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm: [T, D] for all tokens, or [N, D] for the
-        tokens at the indices ``rows_N``. If there can be no prepared copies of the weights, the
-        original model computes them."""
+        """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the
+        tokens with the indices ``rows_N``. If weights cannot be copied, the original model computes
+        them."""
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
         num = len(ids_T)
@@ -114,7 +114,7 @@ class PreparedDecoder:
         return normed_ND[:num]
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the fp32 logits [N, V] of N hidden states."""
+        """Return the fp32 logits [N, V] for N hidden states."""
         if not self._layers:
             return self._model.logits(h_ND)
         num = len(h_ND)
@@ -125,8 +125,8 @@ class PreparedDecoder:
         return onednn_products.product(h_ND, self._output_DV.t())[:num]
 
     def _is_prepared(self) -> bool:
-        """Prepare the copies again if the weights have changed. Returns False if there can be no
-        copies, because weights are computed (adapters) or have another type or device by now."""
+        """Renew the copies if the weights have changed. Returns False if they cannot be copied,
+        because they are computed (adapters) or have another type or device by now."""
         # A weight that is computed is not a parameter of its module.
         weights: list[Any] = [each.get("weight") for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
@@ -146,8 +146,8 @@ class PreparedDecoder:
         self._output_DV = _stored(self._model.lm_head.weight)
 
     def _workspace(self, num: int) -> _Workspace:
-        """Return buffers for the intermediate results of ``num`` tokens, or of a few more so that
-        products are fast. The buffers for all numbers of tokens share one piece of memory."""
+        """Return buffers for the intermediate results of ``num`` tokens, or a few more if that
+        makes products faster. All buffers share one block of memory."""
         num = _rounded_rows(num)
         room = self._rooms.get(num)
         if room is None:
@@ -163,18 +163,19 @@ class PreparedDecoder:
 
 class _PreparedLayer(NamedTuple):
     qkv: Tensor
-    """[D, (H + 2 K) d], times the weight of the first norm."""
+    """Joined query, key and value matrix [D, (H + 2 K) d], with the first norm's weight multiplied
+    in."""
     qkv_bias: Tensor | None
     head_scale: Tensor | None
-    """[H + K, d]: weights of the norms of queries and keys; None if there are none."""
+    """Norm weights of queries and keys [H + K, d]. None if the model has none."""
     o: Tensor
-    """[H d, D]"""
+    """Attention output matrix [H d, D]."""
     o_bias: Tensor | None
     gate_up: Tensor
-    """[D, 2 M], times the weight of the second norm."""
+    """Joined gate and up matrix [D, 2 M], with the second norm's weight multiplied in."""
     gate_up_bias: Tensor | None
     down: Tensor
-    """[M, D]"""
+    """Down matrix of the MLP [M, D]."""
     down_bias: Tensor | None
 
 
@@ -220,28 +221,28 @@ def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
-    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, …, so that the two numbers that are
-    rotated together are one complex number."""
+    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, … Two numbers that are rotated together
+    then form one complex number."""
     halves = rows.view(-1, 2, size // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _stored(weight: Tensor) -> Tensor:
-    """Return a weight as a contiguous [in, out] matrix. A product with it is 1.2 to 1.4 times as
+    """Return a weight as a contiguous [in, out] matrix. Products with it are 1.2 to 1.4 times as
     fast as with [out, in]."""
     return weight.t().contiguous()
 
 
 def _rounded_rows(num: int) -> int:
-    """Round a number of tokens up to one for which oneDNN has a kernel already, or soon will."""
+    """Round a number of tokens up to one for which oneDNN has a kernel, or soon will."""
     if num < _LEAST_ROWS or not onednn_products.is_faster():
         return num
     return max(-(-num // 16) * 16, onednn_products.rounded_rows(num))
 
 
 def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
-    """Return True if oneDNN multiplies this many rows faster than PyTorch, although it has to
-    allocate its result."""
+    """Return True if oneDNN multiplies this many rows faster than PyTorch, including the allocation
+    of the result."""
     return (
         num_rows * weight_IO.numel() >= _LEAST_MULTIPLICATIONS
         and num_rows >= _LEAST_ROWS
@@ -250,14 +251,14 @@ def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Return ``x @ weight + bias``, which is ``out`` or a new tensor."""
+    """Return ``x @ weight + bias``, written to ``out`` if PyTorch computes it."""
     if _is_fast(len(x), weight):
         return onednn_products.product(x, weight.t(), bias)
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``h + x @ weight + bias``, which is ``h`` or a new tensor."""
+    """Return ``h + x @ weight + bias``. ``h`` may be overwritten."""
     if _is_fast(len(x), weight):
         return onednn_products.product_and_sum(x.contiguous(), weight.t(), bias, h)
     h.addmm_(x, weight)
@@ -265,12 +266,12 @@ def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 class _Workspace:
-    """The buffers for the intermediate results of a number of tokens, as views of one piece of
-    memory. Allocating memory for each operation would cost more than many of the operations."""
+    """Buffers for the intermediate results of a fixed number of tokens, as views of one block of
+    memory. Allocating memory for each operation would often cost more than the operation."""
 
     @staticmethod
     def width(shape: DenseShape) -> int:
-        """Return how many floating-point numbers the buffers hold per token."""
+        """Return how many floating-point numbers the buffers need per token."""
         heads = shape.num_heads + 2 * shape.num_kv_heads
         return shape.width + heads * (shape.head_size + 1) + 2 * shape.mlp_width + 1
 
@@ -289,19 +290,19 @@ class _Workspace:
         self.q, self.k = by_head[:, :heads], by_head[:, heads:rotated]
         self.v = by_head[:, rotated:]
         self.pairs = torch.view_as_complex(by_head[:, :rotated].view(num, rotated, size // 2, 2))
-        """Queries and keys, [T, H + K, d / 2] complex."""
+        """Queries and keys as complex numbers, [T, H + K, d / 2]."""
         self.gate_up = gate_up
         self._normed, self._rms = normed, rms
         self._rotated, self._head_rms = by_head[:, :rotated], head_rms[..., None]
         self._eps = torch.full((), shape.norm_eps)
 
     def norm(self, h_TD: Tensor) -> Tensor:
-        """Return ``h_TD`` with each row divided by its root mean square. The next call overwrites
-        the result."""
+        """Divide each row of ``h_TD`` by its root mean square. The next call overwrites the
+        result."""
         return torch.mul(h_TD, self._inverse_rms(h_TD, self._rms), out=self._normed)
 
     def norm_heads(self) -> Tensor:
-        """Divide queries and keys by the root mean square of each head, in place, and return
+        """Divide queries and keys in place by the root mean square of each head, and return
         them."""
         return self._rotated.mul_(self._inverse_rms(self._rotated, self._head_rms))
 

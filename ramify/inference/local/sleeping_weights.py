@@ -1,5 +1,5 @@
-"""The weights of a model while its engine sleeps: their memory is released, and they are moved to
-main memory or dropped.
+"""The weights of a model while its engine sleeps. Their memory is released, and they move to main
+memory or are dropped.
 
     give_back(keep=True)  ── wake                            the weights are back
     give_back(keep=False) ── wake ── every tensor arrives    until then ``missing`` names those
@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 
 class SleepingWeights:
-    """The weights of one model, whose memory can be released and allocated again. Used only in the
-    engine's thread."""
+    """Releases and restores the memory of one model's weights. Use it only in the engine's
+    thread."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._away: dict[str, Tensor] | None = None
-        """Name -> the weight in main memory, or on PyTorch's meta device if it was dropped; None
-        while all weights are in place."""
+        """Name -> weight in main memory, or on PyTorch's meta device if it was dropped. None while
+        all weights are in place."""
         self._device = torch.device("cpu")
         self._missing: dict[int, str] = {}
-        """Identity -> name of the parameters whose memory is allocated again but whose values are
-        missing."""
+        """Object id -> name of parameters whose memory is allocated but whose values have not
+        arrived."""
 
     @property
     def is_away(self) -> bool:
@@ -40,7 +40,7 @@ class SleepingWeights:
 
     @property
     def missing(self) -> list[str]:
-        """The names of the tensors whose values were dropped and have not been received since."""
+        """The names of tensors whose values were dropped and have not been received since."""
         return list(self._missing.values())
 
     @property
@@ -49,8 +49,8 @@ class SleepingWeights:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Release the memory of all weights. With ``keep`` they move to main memory; weights that
-        are already in main memory then stay."""
+        """Release the memory of all weights. With ``keep``, they move to main memory. Weights that
+        are already there then stay."""
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
@@ -65,7 +65,7 @@ class SleepingWeights:
                 ctypes.CDLL(None).malloc_trim(0)  # otherwise it keeps the freed memory
 
     def wake(self) -> None:
-        """Allocate the memory again, and restore the weights that were kept. A second call has no
+        """Allocate the memory again, and restore weights that were kept. A second call has no
         effect."""
         away, self._away = self._away, None
         for name, each in (away or {}).items():
@@ -77,10 +77,10 @@ class SleepingWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Return True if the values of a parameter are missing, under whichever name they were
+        """Return True if a parameter's values are missing, under whichever name they were
         dropped."""
         return id(parameter) in self._missing
 
     def arrived(self, parameter: Tensor) -> None:
-        """Record that all values of a parameter have been received."""
+        """Record that all of a parameter's values have been received."""
         self._missing.pop(id(parameter), None)

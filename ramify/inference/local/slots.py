@@ -1,5 +1,5 @@
-"""The steps of the inference engine, and the slots of its KV cache: which sequence uses which slot,
-and what each slot still caches of earlier sequences.
+"""The inference engine's steps and the slots of its KV cache: which sequence uses which slot, and
+what slots still hold from earlier sequences.
 
 A step is the input of one pass through the model. A slot is a row of the KV cache, for one
 sequence. Running slots are close together at the front, so that a step reads one block of the
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 class SlotTokenSpan(NamedTuple):
-    """A span of consecutive tokens of one sequence, to be computed in the sequence's slot of the
-    cache."""
+    """Consecutive tokens of one sequence, to be computed in its cache slot."""
 
     slot: int
     start: int
@@ -43,17 +42,17 @@ class SlotTokenSpan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after the last token of the span."""
+        """The position after the span's last token."""
         return self.start + len(self.ids)
 
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """The input of one pass through the model: one token of each decoding sequence, stored in
-    columns since there are many, and some longer spans of prompts."""
+    """The input of one pass through the model: one token per decoding sequence, stored in columns,
+    and some longer spans of prompts."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
-    """Ascending."""
+    """Slot of each decoding token, in ascending order."""
     positions: list[int] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
     spans: list[SlotTokenSpan] = dataclasses.field(default_factory=list)
@@ -64,35 +63,35 @@ class EngineStep:
 
 
 _WORTH_WAITING = 32
-"""Minimum number of tokens for which a prompt waits until another one has computed them, to copy
-them."""
+"""Minimum number of tokens for which a prompt waits until another sequence has computed them, so
+that they can be copied."""
 _HOLES = 0.25
-"""Maximum number of empty slots between running ones, as a share of the running slots."""
+"""Maximum number of empty slots between running ones, as a fraction of the running slots."""
 
 
 class SlotMove(msgspec.Struct, frozen=True):
-    """An instruction to copy the first ``length`` tokens of one slot of the cache to another, or to
-    swap two slots."""
+    """An instruction to the cache: copy the first ``length`` tokens of one slot to another, or swap
+    two slots."""
 
     kind: Literal["copy", "swap"]
     source: int
     target: int
     length: int
-    """For a swap, of the longer one."""
+    """Number of tokens. For a swap, the length of the longer slot."""
 
 
 class SlotTable:
-    """A record of which sequence uses which slot of the KV cache, and of the tokens that each slot
+    """Keeps track of which sequence uses which slot of the KV cache, and which tokens each slot
     holds."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
-        """Create a table of empty slots. Without ``reuse``, the cached prefix of one request is not
-        used for another."""
+        """Create a table of empty slots. Without ``reuse``, one request's cached prefix is not used
+        for others."""
         self.num_slots = num_slots
         self.capacity = capacity
         self.owner: list[Generation | None] = [None] * num_slots
         self.length_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
-        """Tokens whose keys and values are in the slot."""
+        """Number of tokens in each slot whose keys and values are cached."""
         self._tokens_SC: NDArray[np.int32] = np.full((num_slots, capacity), -1, dtype=np.int32)
         self._used_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self._affinity: list[str] = [""] * num_slots
@@ -100,13 +99,13 @@ class SlotTable:
         self._reuse = reuse
 
     def running(self) -> list[int]:
-        """Return the slots of running sequences, in ascending order."""
+        """Return the slots of running sequences in ascending order."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
-        """Assign a slot to a sequence, and return the slot and what to copy from other slots.
-        Returns None if the sequence has to wait. The slot's entry in ``length_S`` is then the
-        number of tokens that need not be computed."""
+        """Assign a slot to a sequence. Returns the slot and what to copy from other slots, or None
+        if the sequence has to wait. Afterwards, ``length_S[slot]`` is the number of tokens that
+        need not be computed."""
         self._touch_parents(generation.affinity)
         ids = np.asarray(generation.ids, dtype=np.int32)
         ready_S, coming = self._shared(ids)
@@ -130,13 +129,13 @@ class SlotTable:
         return slot, changes
 
     def computed(self, step: EngineStep) -> None:
-        """Record that the keys and values of a step's tokens are now in their slots."""
+        """Record that the keys and values of a step's tokens are now cached."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
 
     def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """Record one more token, not yet computed, for each of the given slots."""
+        """Record one more token for each given slot. It has not been computed yet."""
         # A token beyond the capacity is skipped: the slot is enlarged and rewritten before it is
         # computed.
         if max(positions) >= self.capacity:
@@ -154,15 +153,15 @@ class SlotTable:
         self._use(slot)
 
     def invalidate_cache(self) -> None:
-        """Mark everything that is cached as outdated. Running sequences keep their slots."""
+        """Invalidate everything in the cache. Running sequences keep their slots."""
         self.length_S[:] = 0
         for slot, owner in enumerate(self.owner):
             if owner is None:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[SlotMove]:
-        """Move running slots forward until there are few holes between them. Returns the moves, for
-        the cache."""
+        """Move running slots forward until there are few empty ones between them. Returns the moves
+        that the cache must make."""
         changes = []
         running = self.running()
         while running and running[-1] + 1 - len(running) > _HOLES * len(running):
@@ -173,8 +172,8 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
-        """Change the number of slots and their capacity, in tokens per slot. Returns the old slots
-        that stay, in their new order, and the sequences that lost their slot.
+        """Change the number of slots and their capacity in tokens. Returns the old slots that stay,
+        in their new order, and the sequences that lost their slot.
 
         Running slots are kept before idle ones, and recently used slots before others. What an idle
         slot holds beyond the new capacity is forgotten.
@@ -207,9 +206,9 @@ class SlotTable:
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """Compare the ids of a new request with the contents of every slot. Returns how many tokens
-        of the request each slot has computed, from the beginning, and how many the best slot will
-        have once its running sequence is computed.
+        """Compare a new request's ids with the contents of every slot. Returns how many of its
+        first tokens each slot has cached, and how many the best slot will have once its running
+        sequence is computed.
 
         The last token is always left to compute, since its logits are needed.
         """
@@ -221,19 +220,21 @@ class SlotTable:
         return np.minimum(same_S, self.length_S), int(same_S.max())
 
     def _target(self, source: int, shared: int) -> int | None:
-        """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``, or
-        None if no slot is free."""
+        """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``.
+        Returns None if no slot is free."""
         if self.owner[source] is None and shared and shared == self.length_S[source]:
             return source
         idle = [slot for slot, owner in enumerate(self.owner) if owner is None]
         if not idle:
             return None
+        # The source keeps its longer contents if another slot is free: empty ones first, then the
+        # least recently used.
         others = [slot for slot in idle if slot != source or not shared] or idle
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:
-        """Mark the slots of a call's parents as used, since they wait for the call: call ``0.2.1``
-        keeps those of ``0.2`` and ``0``."""
+        """Mark the slots of a call's parents as recently used, because they wait for the call. Call
+        ``0.2.1`` keeps those of ``0.2`` and ``0``."""
         parents = set(_parents(affinity))
         if parents:
             for slot, owner in enumerate(self.owner):

@@ -1,4 +1,4 @@
-"""Measurement of the CPU time that an engine's steps take, grouped by the amount of work in a step.
+"""Measure the CPU time of an engine's steps, grouped by the amount of work in a step.
 
     timings.note(sequences=12, read=0, cpu_s=0.0061)
     timings.taken()  ──▶  [EngineStepTotals(sequences=16, reads=False, steps=311, tokens=3702,
@@ -14,32 +14,32 @@ import msgspec
 
 
 class EngineStepTotals(msgspec.Struct, kw_only=True):
-    """The totals of all steps with about the same number of sequences."""
+    """Totals over all steps with about the same number of sequences."""
 
     sequences: int
-    """Upper bound on the sequences that got a token; more than half as many did. A power of two, or
-    0."""
+    """Upper bound on the number of sequences that got a token, a power of two or 0. More than half
+    as many did."""
     reads: bool
     """True if the steps also processed prompt tokens."""
     steps: int = 0
     tokens: int = 0
-    """Sampled tokens, one per sequence and step."""
+    """Number of sampled tokens, one per sequence and step."""
     read: int = 0
-    """Prompt tokens."""
+    """Number of prompt tokens processed."""
     cpu_s: float = 0.0
     """CPU seconds of the engine's thread, in Python and in the tensor library."""
 
 
 class EngineStepTimingRecorder:
-    """A recorder of the CPU time that one engine's steps take. The engine's thread records, and any
-    thread may read."""
+    """Records the CPU time of one engine's steps. The engine's thread writes, and any thread may
+    read."""
 
     def __init__(self) -> None:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
     def note(self, sequences: int, read: int, cpu_s: float) -> None:
-        """Record one step: the number of sequences that got a token, the number of prompt tokens,
-        and the CPU seconds."""
+        """Record one step. ``sequences`` is how many sequences got a token, ``read`` is the number
+        of prompt tokens, and ``cpu_s`` the CPU seconds."""
         bound = 1 << (sequences - 1).bit_length() if sequences else 0
         key = (bound, read > 0)
         timing = self._timings.get(key)
@@ -51,6 +51,6 @@ class EngineStepTimingRecorder:
         timing.cpu_s += cpu_s
 
     def taken(self) -> list[EngineStepTotals]:
-        """Return the totals since the last call, and begin new ones."""
+        """Return the totals since the last call, and start new ones."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

@@ -1,5 +1,5 @@
-"""The methods by which a trainer sends new weights to inference engines in other processes, by
-name. ``base.py`` defines their interface."""
+"""Weight syncs by name: the methods by which a trainer sends new weights to inference engines in
+other processes. ``base.py`` defines their interface."""
 
 from ramify.plugins import Registry
 
@@ -17,4 +17,4 @@ WEIGHT_SYNCS = Registry(
         "delta": f"{_HERE}.delta:DeltaSync",
     },
 )
-"""Name -> the class that implements ``base.WeightSync``."""
+"""Name -> class that implements ``base.WeightSync``."""

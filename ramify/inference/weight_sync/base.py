@@ -1,6 +1,6 @@
-"""The interface of weight syncs, which send weights from a trainer to inference engines in other
-processes, and what all of them share. Each method has a trainer half and an engine half, in one
-small module.
+"""The interface of weight syncs, and the code that they share. A weight sync sends weights from a
+trainer to inference engines in other processes. It has one half in the trainer and one in the
+engine.
 
     trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
                              │ bytes                                          │
@@ -52,32 +52,32 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_BYTES = 32 << 20
-"""Size of a chunk, which holds at least one tensor. A sync needs memory for two chunks."""
+"""Bytes per chunk, unless a single tensor is larger. A sync needs memory for two chunks."""
 ALIGNMENT = 64
 _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
-"""The system call; None on macOS, where the free space is checked instead."""
+"""The system call that reserves file space. None on macOS, where free space is checked instead."""
 Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling the object
+    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
     computes that sum."""
 
     base: Callable[[], Tensor]
-    """Returns [rows, columns], frozen."""
+    """Returns the frozen base matrix [rows, columns]."""
     pair: Callable[[], tuple[Tensor, Tensor]]
-    """(a [rank, columns], b [rows, rank])"""
+    """Returns the adapter's matrices: a [rank, columns] and b [rows, rank]."""
     scale: float
     dtype: torch.dtype
-    """Precision of the base and the sum."""
+    """Precision of the base matrix and of the sum."""
 
     def __call__(self) -> Tensor:
         return add_adapter(self.base(), *self.pair(), self.scale)
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
-    """A frozen tensor that is stored elsewhere, for example in shards. Calling the object gathers
-    it."""
+    """A frozen tensor stored elsewhere, for example in shards. Calling it gathers the whole
+    tensor."""
 
     gather: Callable[[], Tensor]
     stamp: Hashable
@@ -88,30 +88,30 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
 
 
 def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add a low-rank adapter to its base matrix: base + scale * b @ a. Trainer and engine both call
-    this function, so that their results are rounded in the same way."""
+    """Add a low-rank adapter to its base matrix: base + scale * b @ a. Trainer and engine share
+    this function so that they round in the same way."""
     return base + (scale * b @ a).to(base.dtype)
 
 
 class LazyWeight(NamedTuple):
-    """A tensor of the trained policy, in the form that an engine needs. It is gathered and
-    converted only when ``full`` is called.
+    """A tensor of the trained policy in the form that engines need. It is gathered and converted
+    only when ``full`` is called.
 
     Example:
         LazyWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
     """
 
     name: str
-    """Its name in a checkpoint in Hugging Face's layout."""
+    """Name of the tensor in a checkpoint in Hugging Face's layout."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stamp: Hashable
-    """Change marker: equal stamps in two syncs mean that the tensor has not changed between them.
-    None if that is not known."""
+    """Change marker. If it is the same in two syncs, the tensor has not changed between them. None
+    if unknown."""
     full: Callable[[], Tensor]
     """Returns the whole tensor, contiguous and detached."""
     adapted: AdaptedMatrix | None = None
-    """The parts that ``full`` adds up, for weight syncs whose engines can add them."""
+    """The base and adapter that ``full`` adds up, for weight syncs whose engines can add them."""
 
     @property
     def num_bytes(self) -> int:
@@ -119,8 +119,8 @@ class LazyWeight(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """A part of an update as an engine receives it: a whole tensor, or new values for some
-    positions of a tensor.
+    """Part of an update as an engine receives it: a whole tensor, or new values for some of its
+    positions.
 
     Example:
         WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
@@ -130,50 +130,50 @@ class WeightPiece(NamedTuple):
     name: str
     tensor: Tensor
     places: Tensor | None = None
-    """Positions of ``tensor``'s values in the flattened parameter; None if the tensor is whole."""
+    """Positions of the values in the flattened parameter. None if ``tensor`` is whole."""
     stays: bool = False
-    """True if its memory stays unchanged until another sync was taken, so an engine may compute
-    with it without a copy."""
+    """True if the memory stays unchanged until the engine has taken another sync. The engine may
+    then compute with it without a copy."""
     holds: bool = False
-    """True if its memory stays unchanged at least until the chunk was taken, so an engine may copy
-    it together with others."""
+    """True if the memory stays unchanged until the engine has taken the chunk. The engine may then
+    copy several tensors together."""
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """A part of a weight update, with the information about it that engines receive by HTTP.
+    """One chunk of a weight update, with the description that engines receive over HTTP.
 
     Example:
         WeightChunk(info={"names": ["embed"]}, is_last=False)    # what every engine receives
     """
 
     info: dict[str, Any]
-    """Sent to the engines: plain data."""
+    """Description sent to the engines, as plain data."""
     is_last: bool
     """True for the last chunk of an update."""
     send: Callable[[], None] | None = None
-    """What the trainer runs at the same time, in a thread; a broadcast needs both sides at once."""
+    """Work that the trainer does in a thread at the same time, such as its side of a broadcast."""
 
 
 class WeightSync(Protocol):
-    """A way to send weights to engines; this is the half that runs in the trainer. It belongs to
-    one trainer; call ``open`` first."""
+    """A method of sending weights to engines, as seen by the trainer. It belongs to one trainer.
+    Call ``open`` first."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """Prepare to send weights, and return the information that each engine needs to receive
-        them. Raises ConfigError if this machine does not support the method."""
+        """Prepare to send weights. Returns the information that each engine needs to receive them.
+        Raises ConfigError if this machine does not support the method."""
         ...
 
     def join(self) -> None:
-        """Wait for the engines to connect, if the method needs a connection. Called in a thread
-        while the engines get the information that ``open`` returned."""
+        """Wait until the engines have connected, if the method needs connections. Called in a
+        thread while engines get the information from ``open``."""
         ...
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """Yield the weights with this version number in chunks, in order. The bytes of a chunk stay
-        valid until the next chunk but one is requested. With ``whole``, all weights are sent, as if
-        no engine had any."""
+        """Yield version ``version`` of the weights in chunks, in order. A chunk's bytes stay valid
+        until the next chunk but one is requested. With ``whole``, all weights are sent, as if
+        engines had none."""
         ...
 
     def close(self) -> None:
@@ -182,8 +182,8 @@ class WeightSync(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The half of a weight sync that runs in an engine. It is created by ``WeightSync.receiver``
-    from the information that the trainer sent first.
+    """The half of a weight sync that runs in an engine. ``WeightSync.receiver`` creates it from the
+    trainer's first information.
 
     Example:
         for piece in receiver.unpack_chunk(chunk.info):
@@ -191,28 +191,28 @@ class WeightReceiver(Protocol):
     """
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
-        """Yield the tensors of one chunk. A tensor is valid until the next one is requested. Raises
-        ValueError for an incomplete chunk, and FullWeightsRequiredError if the chunk holds
-        differences from weights that this engine does not have."""
+        """Yield the tensors of one chunk. Each is valid until the next one is requested. Raises
+        ValueError for an incomplete chunk, and FullWeightsRequiredError if it holds differences
+        from weights that this engine does not have."""
         ...
 
     def finished(self, version: str) -> None:
-        """Finish an update, after all of its chunks have been received."""
+        """Finish an update after all of its chunks have been received."""
         ...
 
     def close(self) -> None: ...
 
 
 class FullWeightsRequiredError(ValueError):
-    """Raised when a chunk holds differences from weights that the engine does not have, so that all
-    weights must be sent."""
+    """Raised when a chunk holds differences from weights that the engine does not have. All weights
+    must then be sent."""
 
 
 def in_chunks(
     sources: Iterable[LazyWeight], chunk_bytes: int
 ) -> Iterator[tuple[list[LazyWeight], bool]]:
-    """Group tensors, in order, into chunks of at most ``chunk_bytes`` bytes. Yields each chunk
-    together with a flag that is True for the last one. A larger tensor is a chunk by itself."""
+    """Group tensors in order into chunks of at most ``chunk_bytes`` bytes. Yields each chunk with a
+    flag that is True for the last. A larger tensor is a chunk by itself."""
     chunk: list[LazyWeight] = []
     room = chunk_bytes
     for source in sources:
@@ -226,8 +226,8 @@ def in_chunks(
 
 
 def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
-    """Describe tensors as vLLM's update request does, by their names, precisions and shapes, and
-    add the version of the weights."""
+    """Describe tensors by name, precision and shape, in the format of vLLM's update request. The
+    version of the weights is added."""
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -237,8 +237,8 @@ def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str,
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Compute where parts of the given sizes begin in one buffer. Returns the aligned start of each
-    part, and the length of the buffer, in bytes."""
+    """Compute where parts of the given sizes begin in one buffer. Returns each part's aligned start
+    and the buffer's length, all in bytes."""
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -247,8 +247,8 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Yield views of the tensors in a buffer of bytes [N], given their names, precisions and
-    shapes. Raises ValueError if they do not fit into the buffer."""
+    """Yield tensors as views of a byte buffer [N]. ``info`` has their names, precisions and shapes.
+    Raises ValueError if they do not fit in the buffer."""
     try:
         weight_update_info = list(
             zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
@@ -274,7 +274,8 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
 def reserve_file_space(
     handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
 ) -> None:
-    """Make an open file at least ``length`` bytes long. ``handle`` is its descriptor.
+    """Reserve space for an open file, so that it is at least ``length`` bytes long. ``handle`` is
+    its descriptor.
 
     Raises OSError if there is not enough space. Without this reservation, a later write through a
     memory mapping would kill the process with a signal.
@@ -292,8 +293,7 @@ def reserve_file_space(
 
 
 def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
-    """Copy tensors one after the other into a buffer of bytes [N], and return how many bytes were
-    used."""
+    """Copy tensors one after another into a byte buffer [N]. Returns the number of bytes used."""
     sizes = [source.num_bytes for source in sources]
     starts, length = offsets(sizes)
     for source, start, size in zip(sources, starts, sizes, strict=True):
@@ -302,20 +302,20 @@ def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
 
 
 Lazy = Callable[[], Tensor]
-"""Returns a tensor that is computed when it is called."""
+"""Computes and returns a tensor when called."""
 _WHOLE = (Tensor, nn.Parameter)
-"""Types of tensors that are not sharded over ranks."""
+"""Types of tensors that are not sharded across ranks."""
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
-    """Return parameters in the form in which they are sent to engines, in precision ``dtype``. A
-    sharded parameter (DTensor) is gathered on demand, so all ranks have to request tensors in the
+    """Convert parameters to the form in which they are sent to engines, with precision ``dtype``.
+    Sharded parameters (DTensor) are gathered on demand, so all ranks must request tensors in the
     same order."""
     return [source(name, tensor, dtype) for name, tensor in named]
 
 
 def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
-    """Return one parameter in the form in which it is sent to engines. If ``make`` is given, the
+    """Convert one parameter to the form in which it is sent to engines. If ``make`` is given, the
     tensor that it returns is sent instead, such as the parameter with its adapter added."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
@@ -332,7 +332,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 
 def frozen_param_version(tensor: Tensor) -> Hashable:
     """Return a value that changes whenever a frozen parameter is written to, or None for any other
-    tensor. Torch's version counter is not reliable for trained parameters, because its fused AdamW
+    tensor. PyTorch's version counter does not cover trained parameters, because the fused AdamW
     does not count its writes (2.13)."""
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
@@ -348,7 +348,7 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 
 
 def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
-    """Rename weights as checkpoints of the transformers model ``model`` do, for engines that load
+    """Rename weights as in checkpoints of the transformers model ``model``, for engines that load
     checkpoint names. A tensor with all experts of a layer is split into one tensor per expert."""
     from ramify.models.stored_weights import to_disk_tensors
 
@@ -365,8 +365,8 @@ def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[Laz
 
 
 class _SplitSource:
-    """A tensor that is sent in parts, one after the other. It is kept in memory from the first part
-    to the last."""
+    """A tensor that is sent in parts, one after another. It stays in memory from the first part to
+    the last."""
 
     def __init__(self, model: Any, whole: LazyWeight, num_parts: int) -> None:
         self._model = model
@@ -375,7 +375,7 @@ class _SplitSource:
         self._parts: list[Tensor] = []
 
     def part(self, index: int) -> Tensor:
-        """Return one part of the tensor as contiguous memory."""
+        """Return part number ``index`` of the tensor as contiguous memory."""
         from ramify.models.stored_weights import to_disk_tensors
 
         if not self._parts:
@@ -389,19 +389,19 @@ class _SplitSource:
 
 PREFIX = "ramify-weights-"
 MEMORY = Path("/dev/shm")
-"""Folder whose files are in memory, on Linux."""
+"""Folder whose files are kept in memory, on Linux."""
 _HELD = "held-"
-"""Marks the names of files and folders whose makers hold a lock."""
+"""Marks files and folders on which the process that made them holds a lock."""
 
 
 def new_name() -> str:
-    """Return a unique name for a file or folder of a weight sync. ``sweep`` recognizes such names
-    and removes what a crashed process left behind."""
+    """Return a unique name for a weight sync's file or folder. ``sweep`` recognizes such names and
+    removes what crashed processes left behind."""
     return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
 
 
 def hold_file(path: Path) -> int:
-    """Create a file, lock it, and return its descriptor, which holds the lock."""
+    """Create and lock a file. Returns the descriptor that holds the lock."""
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -411,7 +411,7 @@ def hold_file(path: Path) -> int:
 
 
 def hold_folder(below: Path) -> tuple[Path, int]:
-    """Create a locked folder that only this user can access. Returns the folder and a descriptor
+    """Create a locked folder that only this user can access. Returns the folder and the descriptor
     that holds its lock."""
     while True:
         path = below / new_name()

@@ -1,5 +1,5 @@
-"""The one module that vLLM itself loads: a weight transfer engine named ``ramify``, through which
-vLLM receives new weights from a Ramify trainer.
+"""The only module that vLLM itself loads. It adds a weight transfer engine named ``ramify``,
+through which vLLM receives new weights from a Ramify trainer.
 
     PYTHONPATH=…/inference/http/inside vllm serve MODEL \\
         --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
@@ -31,8 +31,8 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def _find_ramify() -> None:
-    """Make ``import ramify`` find the package that contains this file, without making other
-    packages in the same folder importable."""
+    """Make ``import ramify`` find the package that contains this file. Other packages in the same
+    folder do not become importable."""
     if "ramify" in sys.modules or importlib.util.find_spec("ramify") is not None:
         return
     spec = importlib.util.spec_from_file_location(
@@ -46,15 +46,16 @@ def _find_ramify() -> None:
 
 @dataclasses.dataclass
 class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """The message that prepares vLLM for weight updates. It says how the weights will be sent."""
+    """The message that prepares vLLM for weight updates. It describes how the weights will be
+    sent."""
 
     info: dict[str, Any]
 
 
 @dataclasses.dataclass
 class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A message about one chunk of new weights. It says which tensors the chunk has, and how vLLM
-    gets their bytes."""
+    """The message about one chunk of new weights: which tensors it contains, and how vLLM gets
+    their bytes."""
 
     info: dict[str, Any]
 
@@ -62,7 +63,7 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
 class RamifyWeightTransferEngine(
     WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
 ):
-    """The receiver of new weights inside vLLM, whose worker calls it."""
+    """Receives new weights inside vLLM. vLLM's worker calls its methods."""
 
     init_info_cls = RamifyWeightTransferInit
     update_info_cls = RamifyWeightTransferUpdate
@@ -116,7 +117,7 @@ class RamifyWeightTransferEngine(
 
 def _pack_again(model: torch.nn.Module) -> None:
     """Repack output matrices that share their weights with the embeddings. On a CPU, vLLM keeps a
-    packed copy of them that a reload does not renew, so it would continue to answer with the old
+    packed copy that a reload does not renew. Without this, it would keep answering with old
     weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -127,8 +128,8 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 class RamifyWorkerExtension:
-    """An empty class that vLLM mixes into its worker, so that vLLM's processes import this
-    module."""
+    """An empty class that vLLM mixes into its worker. Its only purpose is that vLLM's processes
+    import this module."""
 
 
 WeightTransferEngineFactory.register_engine("ramify", RamifyWeightTransferEngine)
