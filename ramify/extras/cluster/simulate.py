@@ -220,7 +220,7 @@ class _Simulation:
     def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
         """Draw the rollouts of one group, and decide whether all of them get the same reward.
         Nothing can be learned from a group with equal rewards."""
-        # Seeded by the run's seed and the group's number alone, so that all settings get the same work.
+        # Drawn from the seed and the group number alone, so that all settings get the same work.
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)

@@ -418,7 +418,7 @@ class SimulatedGroupSchedule:
 
     def _take_groups(self) -> list[SimulatedGroup]:
         """Remove the groups of one step from the queue and return them. Groups with differing
-        rewards come first; if they are too few, groups with equal rewards fill the step."""
+        rewards come first. If they are too few, groups with equal rewards fill the step."""
         rules = self._rules
         whole = self._whole()
         zero_variance = [group for group in whole if group.has_no_signal]

@@ -80,8 +80,7 @@ class _Package:
         return [f"depot.{each}" for each in found]
 
     def order(self, place: str) -> Iterator[str]:
-        """Yield the functions that run when the function ``place`` is called, in the order in which
-        they begin."""
+        """Yield the functions that a call of ``place`` runs, in the order in which they begin."""
         for each in self.calls(place):
             yield each
             yield from self.order(each)

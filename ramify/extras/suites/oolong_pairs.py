@@ -58,9 +58,10 @@ _FORM = (
 
 
 class PairScorer(msgspec.Struct, frozen=True):
-    """The F1 score of an answer that lists pairs: 2·s / (a + r), with s shared pairs, a pairs in
-    the answer and r right pairs. The order within a pair does not matter. A pair is written in
-    brackets or alone on a line: ``(12, 15)``, ``[[12, 15]]``."""
+    """The F1 score of an answer that lists pairs. It is 2·s / (m + r), where s is the number
+    of shared pairs, m that in the answer and r that in the right answer. The order within a pair
+    does not matter. A pair is written in brackets or alone on a line: ``(12, 15)``,
+    ``[[12, 15]]``."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = {frozenset(map(int, pair)) for pair in item.gold}
