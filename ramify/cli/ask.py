@@ -418,7 +418,8 @@ def _ask(
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
-        _note_offline_models(settings, screen.notes)
+        check_keys(settings)
+        note_offline_models(settings, screen.notes)
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
         options = RunOptions(
@@ -591,7 +592,21 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
     return not named_models().keys() & {*models} and all(table.price(m) == FREE for m in models)
 
 
-def _note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
+def check_keys(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a model has no API key, or if its script cannot be read, before sources
+    are loaded, which may take long."""
+    from ramify.clients.model_config import Model, check_key
+    from ramify.clients.providers import CLIENTS, is_script
+
+    named = named_models()
+    for name in (settings["model"], *(settings.get("sub_model") or ())):
+        model = named.get(name) or Model(name)
+        check_key(model)
+        if is_script(model.name):  # its file may be missing or wrong
+            CLIENTS.of(model.provider)(model.name)
+
+
+def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
     """Print a notice for each chosen model that only simulates a model."""
     for name in dict.fromkeys((settings["model"], *(settings.get("sub_model") or ()))):
         if name.startswith("offline:"):

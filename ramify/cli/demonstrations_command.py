@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
+    check_keys,
     check_prices,
     make_message_writer,
     make_rlm,
@@ -106,6 +107,7 @@ def collect_demonstrations(
     from ramify.tasks.base import items_of
 
     _check_is_bounded(settings, max_cost)
+    check_keys(settings)
     plan = _plan(words, settings, num, attempts, seed)
     with ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen:
         task = open_task(plan)

@@ -27,10 +27,12 @@ from ramify.cli.ask import (
     NO_MODEL,
     OF_SOURCES,
     SETTINGS,
+    check_keys,
     check_prices,
     make_message_writer,
     make_rlm,
     mcp_tools,
+    note_offline_models,
     open_folder_store,
     read_instructions,
     read_scaffold,
@@ -207,6 +209,9 @@ def evaluate(
         ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen,
     ):
         if not is_matrix:
+            if resume is None:
+                check_keys(settings)
+                note_offline_models(settings, notes)
             return _Command(settings, screen, k, against, concurrency, track or []).run(
                 words, resume, plan_options
             )

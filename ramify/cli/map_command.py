@@ -28,10 +28,12 @@ from ramify.cli.ask import (
     NOT_OF_MODE,
     OF_SOURCES,
     SETTINGS,
+    check_keys,
     check_mode,
     make_message_writer,
     make_rlm,
     mcp_tools,
+    note_offline_models,
     open_folder_store,
     open_store,
     read_schema,
@@ -187,6 +189,8 @@ def run(
         if result is None:
             return code
         return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=code)
+    check_keys(row_settings)
+    note_offline_models(settings, notes)
     source = open_paths(paths, table)
     with (
         exporting(notes),

@@ -23,6 +23,7 @@ from ramify.cli.ask import (
     NO_MODEL,
     NOT_OF_MODE,
     SETTINGS,
+    check_keys,
     load_sources,
     make_message_writer,
     make_rlm,
@@ -116,6 +117,8 @@ def run(
     chosen = _chosen(question, plan, leaf_model, options)
     settings = {**settings, "branches": 1}
     rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
+    if yes:
+        check_keys(settings)
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")

@@ -276,9 +276,10 @@ def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:
     try:
         return msgspec.convert(value, kind, strict=not lax)
     except msgspec.ValidationError as error:
-        form = f": it is not {VALUE_FORMS[kind]}" if kind in VALUE_FORMS else ""
+        if kind in VALUE_FORMS:
+            raise ConfigError(f"{where} = {value!r} is not {VALUE_FORMS[kind]}") from None
         raise ConfigError(
-            f"{where} = {value!r} is invalid: {str(error)[:1].lower()}{str(error)[1:]}{form}"
+            f"{where} = {value!r} is invalid: {str(error)[:1].lower()}{str(error)[1:]}"
         ) from None
 
 

@@ -30,6 +30,16 @@ import msgspec
 
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.settings import open_configured_store
+from ramify.cli.shown_paths import (
+    GivenPath,
+    given_path,
+    map_at,
+    refuse,
+    rollout_lines,
+    rollouts_at,
+    training_lines,
+    trajectory_at,
+)
 from ramify.cli.stored_maps import events_of, find_map, fold_trajectory, is_map, map_lines
 from ramify.cli.terminal_text import (
     Line,
@@ -71,6 +81,17 @@ def show(
     store = open_configured_store()
     if turn is not None and (tree or json or events or turn < 1):
         raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
+    if (given := given_path(run)) is not None:
+        rollout = trajectory_at(given)
+        if rollout is None:
+            _show_path(given, as_json=bool(json), full=bool(full), use_pager=pager is not False)
+            return ExitCode.ANSWERED
+        if events:
+            raise UsageError(f"--events is about the journal of a run, and {run} is a rollout")
+        _show_trajectory(
+            rollout, call, turn, tree=bool(tree), full=bool(full), as_json=bool(json), pager=pager
+        )
+        return ExitCode.ANSWERED
     of_map = events_of(store, run) if is_map(run) else None
     if is_map(run) and of_map is None:
         table = find_map(store, run)
@@ -85,19 +106,58 @@ def show(
             print(json_line(event))
         return ExitCode.ANSWERED
     trajectory = store.load(run) if of_map is None else fold_trajectory(of_map)
-    if json:
+    _show_trajectory(
+        trajectory,
+        call,
+        turn,
+        tree=bool(tree),
+        full=bool(full),
+        as_json=bool(json),
+        pager=pager,
+        is_alive=of_map is None and store.stored(run).is_written(),
+    )
+    return ExitCode.ANSWERED
+
+
+def _show_path(given: GivenPath, *, as_json: bool, full: bool, use_pager: bool) -> None:
+    """Show a file of rollouts, a training run or a map. Raises UsageError for anything else, with
+    the command that reads it."""
+    if (table := map_at(given)) is not None:
+        write_lines(map_lines(table, full), use_pager=use_pager)
+        return
+    rows = rollouts_at(given)
+    if rows and as_json:
+        for row in rows:
+            print(json_line(row))
+        return
+    lines = list(rollout_lines(given.path, rows) if rows else training_lines(given.path))
+    if not lines:
+        refuse(given)
+    write_lines(lines, use_pager=use_pager)
+
+
+def _show_trajectory(
+    trajectory: Trajectory,
+    call: str | None,
+    turn: int | None,
+    *,
+    tree: bool,
+    full: bool,
+    as_json: bool,
+    pager: bool | None,
+    is_alive: bool = False,
+) -> None:
+    if as_json:
         print(json_line(_call_of(trajectory, call) if call else trajectory))
-        return ExitCode.ANSWERED
-    is_alive = of_map is None and store.stored(run).is_written()
+        return
     lines: Iterator[Line]
     if turn is not None:
         lines = _turn_lines(trajectory, _call_of(trajectory, call or "0"), turn)
     elif call:
         lines = _conversation(trajectory, _call_of(trajectory, call))
     else:
-        lines = _run_lines(trajectory, bool(full), is_alive, only_tree=bool(tree))
+        lines = _run_lines(trajectory, full, is_alive, only_tree=tree)
     write_lines(lines, use_pager=pager is not False)
-    return ExitCode.ANSWERED
 
 
 def _run_lines(
@@ -325,7 +385,9 @@ SHOW = CliCommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
     "RUN is a run's id, the start of an id, the path of a journal, or last. The id of a map\n"
-    "prints its rows, and MAP:7 shows question 7 of it.",
+    "prints its rows, and MAP:7 shows question 7 of it. A file of rollouts, which training\n"
+    "saves, prints one line for each, and FILE:7 shows the seventh; the folder of a training\n"
+    "run prints its last figures.",
     show,
     "RUN",
     1,

@@ -25,6 +25,7 @@ from ramify.clients.chat_json import is_strict
 from ramify.clients.json_api import JsonApi
 from ramify.clients.picture_token_costs import known_vision
 from ramify.clients.providers import (
+    ANTHROPIC_KEYS,
     ModelProviderSpec,
     ResolvedEndpoint,
     no_key,
@@ -40,7 +41,7 @@ _PROVIDER = ModelProviderSpec(
     title="Claude",
     url="https://api.anthropic.com",
     url_variable="ANTHROPIC_BASE_URL",
-    key_variables=("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+    key_variables=ANTHROPIC_KEYS,
 )
 _VERSION = "2023-06-01"
 """Version of the API that this file speaks."""

@@ -26,10 +26,13 @@ import msgspec
 
 from ramify.clients.base import Price, Sampling
 from ramify.clients.providers import (
+    ANTHROPIC_KEYS,
     CLIENTS,
     IN_PROCESS,
     PROVIDERS,
     ModelProviderSpec,
+    no_key,
+    resolve_endpoint,
     split_name,
     split_url,
 )
@@ -230,6 +233,19 @@ class Model:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Model may hold a key, so it cannot be pickled: give its name")
+
+
+def check_key(model: Model) -> None:
+    """Raise ConfigError if the provider of ``model`` needs an API key and there is none, or if its
+    address is wrong, before anything slow begins. LiteLLM and providers of other packages find keys
+    themselves, and are not checked."""
+    key, headers, environ = model.secrets()
+    if model.provider in PROVIDERS:
+        resolve_endpoint(
+            model.name, key=key, base_url=model.base_url, headers=headers, environ=environ
+        )
+    elif model.provider == "anthropic" and not key and not any(map(environ.get, ANTHROPIC_KEYS)):
+        raise no_key(model.name, ANTHROPIC_KEYS[0])
 
 
 def check_aliases(models: Sequence[Any]) -> None:

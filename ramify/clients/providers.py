@@ -205,6 +205,8 @@ PROVIDERS: dict[str, ModelProviderSpec] = {
 }
 
 FREE = Price(0.0, 0.0)
+ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+"""Environment variables that may hold Anthropic's key. The first one that is set is used."""
 IN_PROCESS = "local"
 """Provider of the engine in this process: ``local:FOLDER`` and the packaged policies."""
 CLIENTS = Registry(

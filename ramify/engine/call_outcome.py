@@ -22,7 +22,7 @@ class CallOutcome(msgspec.Struct, frozen=True):
     """Words of the last message of a call that ended without an answer."""
     refused_answer: str = ""
     """The last answer that the model tried to give, and why it was not accepted, as in
-    ``FINAL_VAR(n): name 'n' is not defined``. Empty if none was refused since the last cell ran."""
+    ``FINAL_VAR(n): name 'n' is not defined``. Empty if none was refused."""
     answered_by: str = ""
     """Id of the continuation that gave the answer, if there were several."""
 

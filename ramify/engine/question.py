@@ -12,6 +12,7 @@ Values of other libraries, such as data frames, are converted by ``sources/conve
 from __future__ import annotations
 
 import asyncio
+import os
 import warnings as warnings_of_python
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
@@ -46,6 +47,8 @@ _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "
 PAGE_PICTURE = "page_picture"
 """Name of the tool of sources that shows a page of a PDF. A question about a short context can do
 without it."""
+_MAX_PATH_CHARS = 255
+"""A longer context is not checked for being the name of a file."""
 _LONG_QUESTION_CHARS = 2000
 """A shorter question may well be longer than its context."""
 MAX_BARE_PROMPT_CHARS = 20_000
@@ -310,8 +313,9 @@ class Question(msgspec.Struct, frozen=True):
         if self.direct == ALWAYS:
             if needs_session:
                 raise ConfigError(
-                    "direct='always' answers with one plain call, and this question has tools or "
-                    "prepares a session: remove direct, or ask without them"
+                    "one plain call (--mode direct, direct='always') cannot answer this: the "
+                    "question or its input has tools, such as sql over a table, or prepares a "
+                    "session: choose --mode free, or omit direct"
                 )
             return True
         if not self.direct or needs_session or scaffold.protocol != "notebook":
@@ -437,6 +441,13 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             UserWarning,
             stacklevel=4,
         )
+    if isinstance(context, str) and _is_path(context):
+        warnings_of_python.warn(
+            f"the context is the text '{context}' itself, not the content of that file or folder: "
+            f"give ramify.load('{context}')",
+            UserWarning,
+            stacklevel=4,
+        )
     if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
     num_chars = 0 if context is None else _num_chars(context)
@@ -474,6 +485,14 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         read=source.read,
         sources=source.sources,
     )
+
+
+def _is_path(text: str) -> bool:
+    """Return True if a context is the name of a file, or of a folder with a slash, so that the
+    caller probably meant the content."""
+    if len(text) > _MAX_PATH_CHARS or "\n" in text or "\0" in text:
+        return False
+    return os.path.isfile(text) or (os.sep in text and os.path.isdir(text))
 
 
 def _refuse_pictures(context: Any) -> None:

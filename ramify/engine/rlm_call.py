@@ -88,7 +88,7 @@ class PerTurnCallState(msgspec.Struct):
     num_idle: int = 0
     """Number of consecutive messages without code or an answer."""
     refused_answer: str = ""
-    """The last answer that was not accepted, and why, until a cell runs."""
+    """The last answer that was not accepted, and why."""
     told: dict[str, int] = {}
     """Limit -> how urgent the last line about it was."""
 
@@ -302,7 +302,7 @@ class RlmCall:
         if self._state.num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
         reminder = observation_messages.nudge(self._state.num_idle, self.scaffold.max_idle)
-        if self._state.refused_answer and self._state.num_idle == 1:
+        if self._state.refused_answer in notes and self._state.num_idle == 1:
             reminder = observation_messages.NOT_RUN  # there was a FINAL(…)
         return None, self._observation(action, [reminder], notes)
 
@@ -353,7 +353,6 @@ class RlmCall:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
-            self._state.refused_answer = ""
             await self.notebook.session()
             if self.run.was_cell_skipped_at_end(self.call, turn, index):
                 break

@@ -45,7 +45,9 @@ class PrivateAddress(UnreadableSource):
 
     def __init__(self, host: str, address: str) -> None:
         place = "" if host == address else f"{host}, which is "
-        super().__init__(f"leads to {place}{address}, an address inside", _ALLOW)
+        super().__init__(
+            f"leads to {place}{address}, an address of this machine or a private network", _ALLOW
+        )
 
 
 def is_public(address: str) -> bool:

@@ -13,6 +13,7 @@ run by ``duckdb_process.py``, ``sqlite_process.py`` and ``database_servers.py``.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ DESCRIBE_S = 20.0
 _ALL_S = 60.0
 """Time after which further CSV and JSONL files of a load are only texts."""
 _MAX_SHOWN = 80
+_CHECKED_LINES = 1_000_000
+"""Lines of a damaged JSONL file in which the wrong one is looked for."""
 _KEYWORDS = re.compile(
     "all|and|any|as|asc|both|case|cast|check|column|constraint|create|default|desc|distinct|"
     "do|else|end|except|false|fetch|for|foreign|from|grant|group|having|in|initially|"
@@ -71,7 +74,8 @@ def describe_file(
         ) from None
     except (ValueError, PermissionError) as error:
         raise UnreadableSource(
-            f"is a damaged {kind} file, or is not one", str(error).removeprefix("sql: ")
+            f"is a damaged {kind} file, or is not one",
+            (_wrong_line(place) if kind == "jsonl" else "") or str(error).removeprefix("sql: "),
         ) from None
     finally:
         loading.describing_s += time.monotonic() - started
@@ -91,6 +95,19 @@ def describe_file(
     return [
         msgspec.structs.replace(info, text=text) for info, text in zip(infos, texts, strict=False)
     ]
+
+
+def _wrong_line(path: Path) -> str:
+    """Name the first line of a JSONL file that is not JSON, which DuckDB counts differently. Empty
+    if there is none among the lines that are read."""
+    with path.open("rb") as file:
+        for number, line in enumerate(itertools.islice(file, _CHECKED_LINES), start=1):
+            try:
+                if line.strip():
+                    msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return f"line {number:,} is not JSON"
+    return ""
 
 
 def add_text_table(

@@ -302,7 +302,7 @@ def _not_found(name: str, ids: Sequence[str], matches: list[str], place: object)
         )
     if not ids:
         return f"the store {place} has no runs"
-    close = nearest_name(name, ids, cutoff=0.4)
+    close = nearest_name(name, ["last"]) or nearest_name(name, ids, cutoff=0.4)
     hint = f"did you mean {close}? " if close else ""
     return f"found no run {name!r} in {place}: {hint}the last one is {ids[0]}"
 

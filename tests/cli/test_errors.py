@@ -138,6 +138,26 @@ CASES = {
         2,
         r"unknown option --max-csot: did you mean --max-cost\?",
     ),
+    "no key, before a source is read": (
+        ["--model", "anthropic:claude-opus-5", "q", "nothing.txt"],
+        2,
+        r"anthropic:claude-opus-5: no API key: set ANTHROPIC_API_KEY",
+    ),
+    "no key of a sub-model, before a source is read": (
+        [*MODEL, "--sub-model", "groq:m", "q", "nothing.txt"],
+        2,
+        r"groq:m: no API key: set GROQ_API_KEY",
+    ),
+    "a script that is not there, before a source is read": (
+        ["--model", "scripted:nothing.json", "q", "nothing.txt"],
+        2,
+        r"script nothing.json: No such file or directory",
+    ),
+    "one plain call over a table": (
+        [*MODEL, "How many?", "table.csv", "--mode", "direct"],
+        2,
+        r"one plain call \(--mode direct, direct='always'\) cannot answer this: .*--mode free",
+    ),
     "swapped letters": (
         ["q", "--modle", "m"],
         2,
@@ -170,6 +190,7 @@ def test_bad_input_gets_one_line_error(shell: Shell, case: str) -> None:
     arguments, code, pattern = CASES[case]
     shell.model(["unused"])
     shell.write("log.txt", "abc")
+    shell.write("table.csv", "a,b\n1,2\n")
     shell.write("empty.txt", "")
     shell.write("list.json", "[]")
     (shell.folder / "binary.bin").write_bytes(bytes(range(256)) * 100)

@@ -40,7 +40,7 @@ FAST = ("--sandbox", "process", "--allow-weaker", "--scaffold", "tiny", "-q")
 COUNTS = "FINAL(context.count(re.search(\"'(.*)'\", 'QUESTION').group(1)))"
 
 
-def given(shell: Shell, *arguments: str, price: bool = True) -> tuple[str, ...]:
+def given(shell: Shell, *arguments: str) -> tuple[str, ...]:
     """A model that answers plain calls wrongly and counts in a session."""
     shell.write("suite.py", SUITE)
     script: list[Any] = [
@@ -49,7 +49,7 @@ def given(shell: Shell, *arguments: str, price: bool = True) -> tuple[str, ...]:
         {"match": "'mint'", "reply": ["FINAL(context.count('mint'))"]},
     ]
     model = shell.model(script)
-    prices = {model: {"input": 1.0, "output": 2.0, "window": 10000}} if price else {}
+    prices = {model: {"input": 1.0, "output": 2.0, "window": 10000}}
     shell.env["RAMIFY_PRICES"] = str(shell.folder / shell.write("prices.json", json.dumps(prices)))
     return ("eval", "suite.py:suite", "--models", model, *FAST, *arguments)
 
@@ -128,7 +128,8 @@ def test_dry_run_says_how_many_attempts_and_at_most_how_many_dollars(shell: Shel
     free = {"input": 0.0, "output": 0.0}
     shell.write("prices.json", json.dumps({asked[3]: free}))
     assert shell.run(*asked, "--dry-run").out == "80 attempts; at most $0.00\n"
-    unknown = shell.run(*given(shell, "--lengths", "1k", price=False), "--dry-run")
+    unlisted = ("--models", "openai:unlisted@http://127.0.0.1:9/v1")
+    unknown = shell.run("eval", "suite.py:suite", *unlisted, "--lengths", "1k", *FAST, "--dry-run")
     assert "their cost is unknown, since a model has no known price" in unknown.out
 
 

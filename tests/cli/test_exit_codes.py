@@ -102,8 +102,9 @@ WRONG = {
         ([*M, "needle", "--out", "o", "--num", "0"], "cannot evaluate 0 items"),
         ([*M, "nedle", "--out", "o"], "unknown task 'nedle': did you mean 'needle'"),
         (["needle", "-m", "tiny", "--out", "o", "--max-cost", "-1"], "a budget of $-1"),
-        ([*M, "needle", "--out", "o", "--max-cost", "1"], "has no known price"),
+        (["needle", "-m", "groq:m", "--out", "o", "--max-cost", "1"], "has no known price"),
         ([*M, "needle", "--out", "o", "--max-run-cost", "1"], "--max-run-cost needs --max-cost"),
+        (["needle", "-m", "anthropic:m", "--out", "o"], "anthropic:m: no API key: set ANTHROPIC"),
         ([*M, "needle", "--out", "o", "--min-reward", "nan"], "--min-reward nan"),
     ),
     "train": (

@@ -144,7 +144,7 @@ SHOWN = (
     r"llm_query × 20: 20 done",
     r"\[dim\]child\[/\]",
     r"0\.20 scripted:sub\.json · turn \d · ",
-    r"requests \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
+    r"requests \d+/1,000 · tokens [\d,]+/20M · \$0\.00/\$5\.00 · [\d.]+ s/30 min",
 )
 """Patterns that the view of the run below shows before its last cell ends."""
 

@@ -63,7 +63,8 @@ def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:
 def test_wrong_words_are_one_line(shell: Shell) -> None:
     assert mapped(shell, out="out.txt").code == 2
     shell.write("rows.jsonl", ROWS)
-    missing = shell.run("map", "Is it?", "none.jsonl", "--model", "scripted:x", "--out", "a.csv")
+    model = shell.model(SCRIPT)
+    missing = shell.run("map", "Is it?", "none.jsonl", "--model", model, "--out", "a.csv")
     assert (missing.code, missing.err.count("\n")) == (2, 1)
     assert "none.jsonl does not exist" in missing.err
     for mode, message in (("plans", "--mode plans is unknown"), ("plan", "remove --scaffold")):

@@ -164,7 +164,9 @@ def test_meter_serves_one_model_and_prints_what_was_spent(shell: Shell) -> None:
             urllib.request.urlopen(request)
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 0
-        assert process.stderr.read().decode() == "default: 2 requests, 2 + 10 tokens, 1 refused\n"
+        assert process.stderr.read().decode() == (
+            "default: 2 requests, 2 + 10 tokens, $0.00, 1 refused\n"
+        )
         assert record.stat().st_mode & 0o777 == 0o600
         assert record.read_text().count('"type":"request"') == 3
     finally:

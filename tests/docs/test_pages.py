@@ -189,6 +189,11 @@ def test_json_block_loads(block: Block, tmp_path):
     if isinstance(msgspec.json.decode(block.code), list):
         client = ScriptedClient.load(str(path))
         assert client.name == f"scripted:{path}"
+        sandbox = ramify.SandboxSpec(provider="inprocess", allow_weaker=True)
+        with ramify.RLM(client, sandbox=sandbox) as rlm:
+            result = rlm.completion("six times seven", "How many characters?", direct=False)
+        # What the script gives, or what its code counted.
+        assert (result.stop, result.answer in (42, 15)) == (ramify.Stop.FINAL, True)
     elif "task" in block.code:
         assert len(msgspec.json.decode(block.code, type=dict[str, MixturePart])) == 4
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +44,18 @@ def test_swapped_arguments_give_a_warning() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             r.completion("line", "How many lines has it, and which of them is the longest one?")
+
+
+def test_name_of_a_file_as_context_gives_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("web-3 failed")
+    with rlm([code("FINAL(1)")] * 3) as r:
+        for path in (str(file), f"{tmp_path}/"):
+            with pytest.warns(UserWarning, match=r"itself, not the content .* ramify\.load\("):
+                r.completion(path, "Which host?")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            r.completion(f"{file}.bak", "Which host?")
 
 
 def test_a_prompt_beyond_the_window_is_not_sent() -> None:
