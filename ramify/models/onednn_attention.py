@@ -226,12 +226,30 @@ def _rounded(num: int, step: int) -> int:
     return -(-num // step) * step
 
 
-@functools.lru_cache(maxsize=2)
-def _mask(groups: int, diagonal: int) -> Tensor:
-    """Return what to add to the scores of a causal block [N, m]: minus infinity for the keys after
-    a query, and with ``diagonal`` = -1 also for its own."""
+def _key_tiles(block: BlockOfTokens, last_query: int, groups: int) -> list[tuple[int, int, int]]:
+    """Return the tiles of keys to which the rows of queries up to ``last_query`` (exclusive)
+    attend."""
+    num = block.keys[1] - block.keys[0]
+    if block.is_causal:
+        num = min(num, -(-last_query // groups))
+    return _tiles(num, _TILE, _KEY_STEP)
+
+
+@functools.cache
+def _mask(groups: int) -> Tensor:
+    """Return what to add to the scores of a causal block [N, m], so that queries attend to the keys
+    before their own: minus infinity for all others."""
     num = _LONGEST_CAUSAL
-    seen = torch.ones(num, num, dtype=torch.bool).tril(diagonal).repeat_interleave(groups, 0)
+    seen = torch.ones(num, num, dtype=torch.bool).tril(-1).repeat_interleave(groups, 0)
+    return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+
+
+@functools.cache
+def _transposed_mask(groups: int) -> Tensor:
+    """Return what to add to the transposed scores of a causal block [m, N], so that queries attend
+    to the keys up to their own."""
+    num = _LONGEST_CAUSAL
+    seen = torch.ones(num, num, dtype=torch.bool).triu().repeat_interleave(groups, 1)
     return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
 
 
@@ -248,18 +266,17 @@ def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) ->
     if not _takes(block, groups):
         _extend_by_flash(o, q, k, v, block)
         return
-    key_tiles = _tiles(last - first, _TILE, _KEY_STEP)
     most = 2 * _TILE if last - first <= _TILE // 2 else _TILE
     for head in range(len(k)):
         q_h, o_h = q[head].flatten(0, 1), o[head].flatten(0, 1)
-        keys = [
-            _KeyTile(k[head, first + m0 :][:m_rows], v[head, first + m0 :][:m_rows], m0, m1)
-            for m0, m1, m_rows in key_tiles
-        ]
         for n0, n1, n_rows in _tiles((end - start) * groups, most, _QUERY_STEP):
             begin, num = start * groups + n0, n1 - n0
+            keys = [
+                _KeyTile(k[head, first + m0 :][:m_rows], v[head, first + m0 :][:m_rows], m0, m1)
+                for m0, m1, m_rows in _key_tiles(block, n1, groups)
+            ]
             q_Ne = q_h[begin : begin + n_rows]
-            mask_Nm = _mask(groups, -1)[n0:n1] if block.is_causal else None
+            mask_Nm = _mask(groups)[n0:n1] if block.is_causal else None
             more, sums = _attend(q_Ne, keys, mask_Nm)
             o_at, minus_lse = o_h[begin : begin + num], q_h[begin : begin + num, size:]
             if float(sums[:num].max()) < _LARGEST_SUM:  # not if it is NaN either
@@ -338,34 +355,34 @@ def _add_gradients(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
     if not _takes(block, groups):
         _add_gradients_by_flash(to, x, block)
         return
-    key_tiles = _tiles(last - first, _TILE, _KEY_STEP)
     most = 2 * _TILE if last - first <= _TILE // 2 else _TILE
     for head in range(len(x.k)):
         do_h, q_h, dq_h = (each[head].flatten(0, 1) for each in (x.do, x.q, to.q))
         lse_h, delta_h = x.minus_lse[head].flatten(), x.minus_delta[head].flatten()
         k_h, v_h = x.k[head], x.v[head]
-        k_tiles = [k_h[first + m0 : first + m0 + m_rows] for m0, _, m_rows in key_tiles]
-        k_dM = [tile.t().contiguous() for tile in k_tiles]
+        transposed: dict[tuple[int, int], Tensor] = {}
         for n0, n1, n_rows in _tiles((end - start) * groups, most, _QUERY_STEP):
             begin, num = start * groups + n0, n1 - n0
             at = slice(begin, begin + n_rows)
             q_Nd, do_Nd = q_h[at], do_h[at]
             dq_dN = None
-            for index, (m0, m1, m_rows) in enumerate(key_tiles):
-                p_MN = product(k_tiles[index], q_Nd, lse_h[at])
+            for m0, m1, m_rows in _key_tiles(block, n1, groups):
+                k_Md, v_Md = (each[first + m0 : first + m0 + m_rows] for each in (k_h, v_h))
+                p_MN = product(k_Md, q_Nd, lse_h[at])
                 if block.is_causal:
-                    p_MN[: m1 - m0, :num] += _mask(groups, 0)[n0:n1, m0:m1].t()
+                    p_MN[: m1 - m0, :num] += _transposed_mask(groups)[m0:m1, n0:n1]
                 p_MN.exp2_()
                 if m1 - m0 < m_rows:
                     p_MN[m1 - m0 :] = 0
                 if num < n_rows:
                     p_MN[:, num:] = 0
-                v_Md = v_h[first + m0 : first + m0 + m_rows]
                 ds_MN = scaled_product(v_Md, do_Nd, delta_h[at], p_MN)
                 to_keys = slice(first + m0, first + m1)
                 to.v[head, to_keys] += product(p_MN, do_Nd.t())[: m1 - m0]
                 to.k[head, to_keys] += product(ds_MN, q_Nd.t())[: m1 - m0]
-                tile_dq = product(k_dM[index], ds_MN.t())
+                if (m0, m_rows) not in transposed:
+                    transposed[m0, m_rows] = k_Md.t().contiguous()
+                tile_dq = product(transposed[m0, m_rows], ds_MN.t())
                 dq_dN = tile_dq if dq_dN is None else dq_dN.add_(tile_dq)
             assert dq_dN is not None
             dq_h[begin : begin + num] += dq_dN.t()[:num]
