@@ -25,6 +25,7 @@ the longest; E entries, n entries of a chunk, V vocabulary, j targets per entry.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,6 +44,7 @@ from ramify.models.onednn_products import is_faster, rounded_rows
 from ramify.models.routing import MixtureRouters
 from ramify.types.sequence import Segment
 
+_LOG2_E = math.log2(math.e)
 NEVER = -1e30
 """Logit of an id outside the sampling support; finite, so that zero times it is zero."""
 
@@ -406,9 +408,40 @@ def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor
         z_nV = z_nV / request.temperature[:, None]
     if request.kept is not None:
         z_nV = z_nV.masked_fill(_outside_support(*request.kept, z_nV.shape[1]), NEVER)
+    if z_nV.device.type == "cpu" and request.entropy != "gradient":
+        wanted = request.entropy == "value"
+        logprobs, entropies = _LogprobsOnCpu.apply(z_nV, request.targets, wanted)  # type: ignore[no-untyped-call]
+        return cast("tuple[Tensor, Tensor]", (logprobs, entropies))
     total_n1 = z_nV.logsumexp(-1, keepdim=True)
     logprobs = z_nV.gather(1, request.targets) - total_n1
     return logprobs, _entropy(z_nV, total_n1, request)
+
+
+class _LogprobsOnCpu(torch.autograd.Function):
+    """Computes the log-probabilities of targets [n, j], and the entropies [n] as plain values. The
+    probabilities are computed once, for both and for the gradient, and as powers of 2, which takes
+    a CPU a fourth of the time of ``exp``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z_nV: Tensor, targets_nj: Tensor, needs_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        highest_n1 = z_nV.amax(-1, keepdim=True)
+        p_nV = (z_nV - highest_n1).mul_(_LOG2_E).exp2_()
+        sums_n1 = p_nV.sum(-1, keepdim=True)
+        total_n1 = sums_n1.log().add_(highest_n1)
+        entropies = torch.zeros_like(total_n1[:, 0])
+        if needs_entropy:
+            entropies = total_n1[:, 0] - torch.linalg.vecdot(p_nV, z_nV) / sums_n1[:, 0]
+        ctx.save_for_backward(p_nV, sums_n1, targets_nj)
+        ctx.mark_non_differentiable(entropies)
+        return z_nV.gather(1, targets_nj) - total_n1, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        p_nV, sums_n1, targets_nj = ctx.saved_tensors
+        dz_nV = p_nV * (grads[0].sum(-1, keepdim=True) / -sums_n1)
+        return dz_nV.scatter_add_(1, targets_nj, grads[0]), None, None
 
 
 def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,28 @@ def test_chunked_logprobs_entropies_and_gradients_match_plain_computation():
                 torch.testing.assert_close(other, grads[0], rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_without_those_of_the_entropy_match_plain_computation():
+    for temperature in (None, TEMPERATURE):
+        for cut in (None, kept()):
+            for entropy in ("no", "value"):
+                asked = LmHeadRequest(TARGETS, temperature, cut, entropy)
+                h, w = H.clone().requires_grad_(), W.clone().requires_grad_()
+                logprobs, entropies = compute_logprobs_and_entropies(
+                    h, lambda x, w=w: x @ w.T, asked, VOCAB, 4 * VOCAB
+                )
+                both = LmHeadRequest(TARGETS, temperature, cut, "gradient")
+                wanted, wanted_entropies = compute_logprobs_and_entropies(
+                    h, lambda x, w=w: x @ w.T, both, VOCAB, 1 << 20
+                )
+                torch.testing.assert_close(logprobs, wanted, rtol=1e-12, atol=1e-12)
+                if entropy == "value":
+                    torch.testing.assert_close(entropies, wanted_entropies, rtol=1e-12, atol=1e-12)
+                weights = torch.arange(wanted.numel()).view(wanted.shape) / 7
+                found = torch.autograd.grad((logprobs * weights).sum(), (h, w))
+                exact = torch.autograd.grad((wanted * weights).sum(), (h, w))
+                torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+
+
 def test_entropy_as_a_value_carries_no_gradient():
     h = H.clone().requires_grad_()
     logprobs, entropy = compute_logprobs_and_entropies(
