@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Many
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -161,7 +161,9 @@ class ForestAttention:
         if key not in self._walks:
             kernel = self._kernel or _fastest(*key[:3])
             rows = self._needed.rows if is_needed and self._needed is not None else None
-            self._walks[key] = _walk(self._segments, kernel, q_THd.device, rows)
+            self._walks[key] = _walk(
+                self._segments, kernel, q_THd.device, rows, q_THd.shape[1] // k_TKd.shape[1]
+            )
         return cast(Tensor, _Attend.apply(q_THd, k_TKd, v_TKd, self._walks[key], scale))  # type: ignore[no-untyped-call]
 
 
@@ -194,7 +196,11 @@ class _Walk(Protocol):
 
 
 def _walk(
-    segments: Many[Segment], kernel: Kernel, device: torch.device, rows_N: Tensor | None
+    segments: Many[Segment],
+    kernel: Kernel,
+    device: torch.device,
+    rows_N: Tensor | None,
+    groups: int,
 ) -> _Walk:
     if isinstance(kernel, (CudaFlashKernel, PlainVarlenKernel)):
         # All rows: further calls for cut segments would cost more than one layer's queries.
@@ -202,9 +208,11 @@ def _walk(
     rows = None if rows_N is None else rows_N.tolist()
     plan = ForestAttentionPlan.of(segments, rows)
     if kernel == TILED:
-        return TiledAttention(
-            plan.causal, [(each.keys, each.queries) for each in plan.below], rows_N
-        )
+        below = [(each.keys, each.queries) for each in plan.below]
+        tiled = TiledAttention(plan.causal, below, rows_N)
+        if tiled.is_worthwhile(groups):
+            return tiled
+        kernel = CpuFlashKernel()
     return _Blocks(plan, kernel, rows_N)
 
 
@@ -230,13 +238,14 @@ class _Blocks:
     are not needed.
 
     Computing a block of a few dozen tokens takes only about 30 µs, so views are made for all blocks
-    at once where possible.
+    at once where possible, and adjacent causal blocks of one length are computed in one call.
     """
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: AttentionBlockKernel, rows_N: Tensor | None
     ) -> None:
         self._plan, self._kernel, self._rows_N = plan, kernel, rows_N
+        self._runs = _runs(plan)
 
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -300,16 +309,37 @@ class _Blocks:
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
-        """Split a tensor along its token dimension (2) into one view for each causal block."""
-        own, skipped = self._plan.own, self._plan.skipped
-        if not skipped:
-            return torch.split(x, own, 2)
-        lengths = [*chain.from_iterable(zip(skipped, own, strict=False)), skipped[-1]]
-        return torch.split(x, lengths, 2)[1::2]
+        """Split a tensor along its token dimension (2) into one view for each run of causal blocks,
+        with a first dimension of blocks."""
+        lengths = [each for run in self._runs for each in (run.skipped, run.num * run.length)]
+        parts = torch.split(x, [*lengths, x.shape[2] - sum(lengths)], 2)[1::2]
+        return [
+            part if run.num == 1 else part[0].unflatten(1, (run.num, run.length)).transpose(0, 1)
+            for run, part in zip(self._runs, parts, strict=True)
+        ]
 
     def _needed(self, x: Tensor) -> Tensor:
         """Select the tokens whose output is needed, along the token dimension (2)."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
+
+
+class _CausalRun(NamedTuple):
+    """Adjacent causal blocks of one length."""
+
+    skipped: int
+    """Tokens without queries before the first block."""
+    num: int
+    length: int
+
+
+def _runs(plan: ForestAttentionPlan) -> list[_CausalRun]:
+    runs: list[_CausalRun] = []
+    for length, skipped in zip(plan.own, plan.skipped or [0] * len(plan.own), strict=False):
+        if runs and not skipped and runs[-1].length == length:
+            runs[-1] = runs[-1]._replace(num=runs[-1].num + 1)
+        else:
+            runs.append(_CausalRun(skipped, 1, length))
+    return runs
 
 
 class _Level(NamedTuple):

@@ -78,6 +78,15 @@ class TiledAttention:
         self._below = [BlockOfTokens(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
+    def is_worthwhile(self, groups: int) -> bool:
+        """Return True if most scores are in blocks that are large enough for tiles. ``groups`` is
+        the number of query heads that share a key head."""
+        scores = {True: 0, False: 0}
+        for block in (*self._own, *self._below):
+            (start, end), (first, last) = block.queries, block.keys
+            scores[_takes(block, groups)] += (end - start) * (last - first)
+        return scores[True] > scores[False]
+
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -392,7 +401,8 @@ def _add_gradients_by_flash(to: _Gradients, x: _Backward, block: BlockOfTokens) 
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
     do, q, o = (each[:, start:end].transpose(1, 2) for each in (x.do, x.q, x.o))
-    k, v = (each[:, None, first:last].expand(-1, groups, -1, -1) for each in (x.k, x.v * _LOG2_E))
+    k_Kmd, v_Kmd = x.k[:, first:last], x.v[:, first:last] * _LOG2_E
+    k, v = (each[:, None].expand(-1, groups, -1, -1) for each in (k_Kmd, v_Kmd))
     lse = (x.minus_lse[:, start:end] * -_LN_2).transpose(1, 2).contiguous()
     dq, dk, dv = CpuFlashKernel().backward(do, q, k, v, o, lse, block.is_causal, _LN_2)
     to.q[:, start:end] += dq.transpose(1, 2)
