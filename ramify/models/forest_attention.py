@@ -314,7 +314,7 @@ class _Blocks:
         lengths = [each for run in self._runs for each in (run.skipped, run.num * run.length)]
         parts = torch.split(x, [*lengths, x.shape[2] - sum(lengths)], 2)[1::2]
         return [
-            part if run.num == 1 else part[0].unflatten(1, (run.num, run.length)).transpose(0, 1)
+            part if run.num == 1 else _in_blocks(part, run.num)
             for run, part in zip(self._runs, parts, strict=True)
         ]
 
@@ -330,6 +330,13 @@ class _CausalRun(NamedTuple):
     """Tokens without queries before the first block."""
     num: int
     length: int
+
+
+def _in_blocks(x: Tensor, num: int) -> Tensor:
+    """Return a view [blocks, heads, tokens of a block, …] of ``num`` blocks [1, heads, tokens,
+    …]."""
+    heads, num_tokens = x.shape[1:3]
+    return x[0].view(heads, num, num_tokens // num, *x.shape[3:]).transpose(0, 1)
 
 
 def _runs(plan: ForestAttentionPlan) -> list[_CausalRun]:
