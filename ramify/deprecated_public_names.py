@@ -1,5 +1,5 @@
-"""Public names of earlier versions of Ramify. They still work, with a warning that gives the new
-name.
+"""Public names from earlier versions of Ramify. They still work, but issue a warning that gives the
+new name.
 
 ``docs/renames.tsv`` lists every rename, including those of names that are not public.
 """
@@ -52,9 +52,8 @@ PUBLIC_NAMES = {
 
 
 def new_name(package: str, name: str) -> str | None:
-    """Return the present name of something that a package once exported under another name, and
-    issue a warning at the place where the old name is used. Returns None if the package never
-    exported that name."""
+    """Return the current name for an old name of a package, and issue a warning at the place
+    where the old name is used. Returns None if the package never had that name."""
     new = PUBLIC_NAMES.get(package, {}).get(name)
     if new is not None:
         warnings.warn(

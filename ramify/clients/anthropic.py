@@ -1,4 +1,5 @@
-"""The client for Claude models, which uses Anthropic's messages API: ``anthropic:MODEL``.
+"""The client for Claude models, which uses Anthropic's messages API. Models are named
+``anthropic:MODEL``.
 
 Leading system messages become ``system``, tool results become blocks of a user turn, and thinking
 becomes ``reasoning``. A conversation that will be sent again (it contains a reply, or has an
@@ -44,7 +45,7 @@ _PROVIDER = ModelProviderSpec(
     key_variables=ANTHROPIC_KEYS,
 )
 _VERSION = "2023-06-01"
-"""Version of the API that this file speaks."""
+"""Version of Anthropic's API that this client uses."""
 _PATH = "/v1/messages"
 _MOST_REMEMBERED = 1024
 _CACHE = {"type": "ephemeral"}
@@ -103,7 +104,7 @@ class AnthropicClient:
         return reply
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Change the form of later requests if the server's refusal shows that this helps. The
+        """Adapt the form of later requests if the server's refusal shows that this may help. The
         error is then marked as worth a retry."""
         if self._enforces_schema and "output_config" in str(error):
             # An older model cannot enforce the schema, which is checked when the reply is read.
@@ -164,8 +165,8 @@ class AnthropicClient:
 
 
 def _messages_url(name: str, base: str) -> str:
-    """Return the URL of the messages API, given the server's base URL. Raises ConfigError if the
-    base is not an HTTP URL, or contains a user or password."""
+    """Return the URL of the messages API for a server's base URL. Raises ConfigError if the base
+    URL is not HTTP, or contains a user name or password."""
     base = base.rstrip("/")
     if not is_http_url(base) or "@" in base.partition("://")[2].partition("/")[0]:
         raise ConfigError(f"{name}: the base URL is not a URL: write it as {_PROVIDER.url}")
@@ -183,9 +184,9 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
 
 
 def _turns(request: Request, head: int, thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Convert the messages after the leading system messages (their number is ``head``) to
-    alternating user and assistant turns, as the API requires. Each turn is a list of content
-    blocks. Messages without content are left out."""
+    """Convert messages to alternating user and assistant turns, as the API requires. The first
+    ``head`` messages, which are system messages, are skipped. Each turn is a list of content
+    blocks. Messages without content are dropped."""
     turns: list[dict[str, Any]] = []
     for message in request.messages[head:]:
         role = "assistant" if message.role == "assistant" else "user"
@@ -240,8 +241,8 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Mark the ends of the system prompt and of the conversation for the prompt cache, so that the
-    next request can reuse everything before them."""
+    """Mark the ends of the system prompt and of the conversation for the prompt cache, so that
+    the next request can reuse everything before them."""
     if "system" in fields:
         fields["system"][-1]["cache_control"] = _CACHE
     if fields["messages"]:

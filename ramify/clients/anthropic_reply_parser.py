@@ -1,5 +1,5 @@
-"""Convert the JSON of Anthropic's messages API, a whole body or the events of a stream, into a
-``Reply``.
+"""Convert a response of Anthropic's messages API into a ``Reply``. The response is either one JSON
+body or the events of a stream.
 
     {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"}  ->  Reply(…, "stop")
 
@@ -19,7 +19,7 @@ from ramify.types.message import Message, Reply, ToolCall, Usage
 
 KIND = "message"
 STREAM_FIELDS = {"stream": True}
-"""Fields that ask for a stream, which always counts its tokens."""
+"""Request fields that enable streaming. Anthropic's streams always include token counts."""
 HAS_LAST_BODY = False
 
 Blocks = list[dict[str, Any]]
@@ -36,8 +36,8 @@ class MessageResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[Any]:
-        """The content as a list with one reply, as in OpenAI's format, or an empty list if the
-        content is missing."""
+        """The content as a list with one reply, in the form of OpenAI's ``choices``. The list is
+        empty if the response has no content."""
         return [] if self.content is None else [self.content]
 
     @property
@@ -49,7 +49,8 @@ _decoder = msgspec.json.Decoder(MessageResponse)
 
 
 def decode(body: bytes) -> MessageResponse:
-    """Decode the body of a response. Raises msgspec.DecodeError if it has another form."""
+    """Decode the JSON body of a response. Raises msgspec.DecodeError if the body has another
+    form."""
     return decode_body(_decoder, body)
 
 
@@ -70,11 +71,11 @@ _DELTAS = {
     "signature_delta": "signature",
     "input_json_delta": "partial_json",
 }
-"""Kind of a delta -> the field that holds its text."""
+"""Type of a stream delta -> the field that holds its text."""
 
 
 class MessageReplyStream:
-    """Assembles a reply of Anthropic's API from the events of a stream."""
+    """Assembles a reply from the events of an Anthropic stream."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -134,8 +135,8 @@ class MessageReplyStream:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _count(self, usage: Any) -> None:
-        """Update the token counts from an event. Each count is a total so far, and counts that have
-        not changed may be missing."""
+        """Update the token counts from a stream event. Each count is a running total, and
+        unchanged counts may be missing."""
         if isinstance(usage, dict):
             before = self._body.usage if isinstance(self._body.usage, dict) else {}
             known = {name: count for name, count in usage.items() if count is not None}
@@ -178,15 +179,15 @@ def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> R
 
 
 def thinking_blocks(body: bytes) -> Blocks:
-    """Return the signed thinking blocks in the body of a response, which must be sent back
-    unchanged with tool results."""
+    """Return the signed thinking blocks in the body of a response. They must be sent back
+    unchanged together with tool results."""
     kinds = ("thinking", "redacted_thinking")
     return [block for block in decode(body).content or () if block.get("type") in kinds]
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """Decode the arguments of a tool call to a JSON object, which the API requires. Text that is
-    not one is returned in the field ``unparsed``."""
+    """Decode the arguments of a tool call to a JSON object, because the API requires one. Any
+    other text is returned in the field ``unparsed`` of an object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -194,8 +195,8 @@ def decode_arguments(text: str) -> dict[str, Any]:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a reply. Its prompt tokens are the sum of the fresh, cache-read and
-    cache-written tokens."""
+    """Read the token counts of a reply. The prompt tokens are the sum of the fresh, the
+    cache-read and the cache-written tokens."""
     fields = reported if isinstance(reported, dict) else {}
     parts = [
         fields.get("input_tokens"),

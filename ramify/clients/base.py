@@ -1,4 +1,4 @@
-"""Define the interface between the engine and a model: a client gets a ``Request``, makes one
+"""Define the interface between the engine and a model. A client receives a ``Request``, makes one
 attempt, and returns a ``Reply``.
 
 A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
@@ -37,7 +37,7 @@ from ramify.types.message import Finish, Message, Reply, Usage
 from ramify.types.picture import Picture
 
 ASSUMED_WINDOW = 128_000
-"""Context window (tokens) of a model whose window is unknown."""
+"""Context window in tokens that is assumed if a model's window is unknown."""
 
 
 class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
@@ -45,8 +45,8 @@ class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_d
     reply."""
 
     max_tokens: int = 8192
-    """Maximum length of the reply. Always sent, because a budget is exact only if every reply is
-    bounded."""
+    """Maximum tokens of the reply. It is always sent, because a budget can only be exact if
+    every reply is limited."""
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
@@ -57,10 +57,11 @@ class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_d
     """Additional fields for the provider's request body, passed unchanged: ``{"reasoning_effort":
     "low"}``."""
     top_k: int | None = None
-    """Sample from the k most likely tokens. Omitted if the provider's API has no such field."""
+    """Sample only from the k most likely tokens. Omitted if the provider's API has no such
+    field."""
     top_logprobs: int = 0
-    """Also report, for each sampled token, this many of the likeliest tokens with their
-    log-probabilities. Only the engine in this process does; others report none."""
+    """For each sampled token, also report this many of the most likely tokens with their
+    log-probabilities. Only the in-process engine supports this; other providers report none."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -77,15 +78,18 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The exact token ids at the start of a request, as the model received and sampled them in
-    earlier turns.
+    """The exact token ids at the start of a request: what the model received and sampled in earlier
+    turns.
+
+    A client that receives known ids appends the later messages to them, and never tokenizes the
+    earlier text again. A tokenizer may split that text differently from how the model sampled it.
 
     A client that receives them appends the later messages and never tokenizes the earlier text
     again, because a tokenizer may split it differently from how the model sampled it.
     """
 
     num_messages: int
-    """Number of messages that the ids cover. The last of them is a reply of the model."""
+    """Number of messages that the ids cover. The last of these messages is a reply of the model."""
     ids: tuple[int, ...]
 
 
@@ -94,26 +98,27 @@ _TOKEN_BYTES = 256
 """Maximum bytes of JSON per token of a reply. The longest tokens have about 128 characters, and
 some servers send reasoning twice."""
 _LOGPROB_BYTES = 1024
-"""Maximum bytes of JSON per log-probability, with its token as text and as bytes."""
+"""Maximum bytes of JSON per log-probability, which includes its token as text and as bytes."""
 _ID_BYTES = 16
 _MOST_REPLY_BYTES = 64 << 20
 _MOST_CHARS = 4 << 20
 
 
 class ReplySizeLimit(msgspec.Struct, frozen=True):
-    """The size of the largest plausible reply to a request. A larger reply is rejected."""
+    """The size of the largest plausible reply to a request. Larger replies are rejected."""
 
     bytes: int
-    """Bytes of the response's body."""
+    """Bytes of the response body."""
     items: int
-    """Total length of the response's lists: parts of the content, token ids, log-probabilities."""
+    """Total length of the response's lists: content parts, token ids and log-probabilities."""
     tool_calls: int
     chars: int
-    """Total characters of the reply's text, reasoning and arguments."""
+    """Total number of characters of the reply's text, reasoning and tool arguments."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request to a model: messages, sampling settings, and an optional schema and tools."""
+    """One request to a model: the messages, sampling settings, and optionally a schema and
+    tools."""
 
     messages: tuple[Message, ...]
     sampling: Sampling = Sampling()
@@ -121,21 +126,22 @@ class Request(msgspec.Struct, frozen=True):
     """JSON schema that the reply's content should match, if the provider can enforce it."""
     tools: tuple[Tool, ...] = ()
     affinity: str = ""
-    """Requests with the same value share a prefix, so a server with several engines may route them
-    together. The engine uses the call's id, which is unique within its run."""
+    """Requests with the same value share a prefix, so that a server with several engines can
+    route them together. The engine uses the call's id, which is unique within its run."""
     known: KnownPrefix | None = None
-    """Set if the replies so far came with token ids. Ignored when requests are compared."""
+    """Token ids of the conversation so far, if its replies came with ids. Ignored when requests
+    are compared."""
     model: str = ""
-    """Name of the model that is asked. Its provider's rule bounds the tokens of pictures."""
+    """Name of the requested model. Its provider's rule limits the tokens of pictures."""
     read_picture: Callable[[str], bytes] | None = None
-    """Returns the bytes of a picture of the messages by its digest; None if they have none. Raises
-    Refused if they are gone."""
+    """Returns the bytes of a picture in the messages by the picture's digest; None if there are
+    no pictures. Raises Refused if the bytes are gone."""
     whole: bool = False
-    """If True, the reply is not streamed: it is short, and is read when it is complete."""
+    """If True, the reply is not streamed. It is short, and is read when it is complete."""
 
     def max_input_tokens(self) -> int:
-        """Return an upper bound on the prompt's tokens, which is known before sending: its UTF-8
-        bytes plus template overhead.
+        """Return an upper bound on the number of prompt tokens, which is known before sending: the
+        UTF-8 bytes of the prompt plus template overhead.
 
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
         cover the role markers. Pictures count by the rule of the model (see
@@ -163,8 +169,8 @@ class Request(msgspec.Struct, frozen=True):
         return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
-        """Return an upper bound on the usage of one attempt. A budget reserves it before the
-        attempt, and books it if the server reports no usage."""
+        """Return an upper bound on the usage of one attempt. A budget reserves this amount
+        before the attempt, and books it if the server reports no usage."""
         tokens = self.max_input_tokens()
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
@@ -185,19 +191,19 @@ def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplySizeLim
 
 @functools.lru_cache(64)
 def _plain_bound(tokens: int) -> ReplySizeLimit:
-    """Return the size limit of a reply with one choice and without log-probabilities."""
+    """Return the size limit of a reply with a single choice and without log-probabilities."""
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
 class PromptRenderer(msgspec.Struct, frozen=True):
-    """How a client turns messages into prompt tokens, if its chat template runs in this process.
-    This works without asking the model."""
+    """Turns messages into prompt token ids without asking the model. A client has one if its
+    chat template runs in this process."""
 
     ids: Callable[[Request], Sequence[int]]
-    """Returns the prompt ids that the client would send for a request. Raises ConfigError if the
-    template cannot write its messages."""
+    """Returns the prompt token ids that the client would send for a request. Raises ConfigError
+    if the template cannot render the messages."""
     is_append_only: bool
-    """Whether the ids of a request with ``known`` always begin with those ids."""
+    """Whether the ids of a request with ``known`` always begin with the known ids."""
     text_of: Callable[[int], str]
     """Returns the text of one token."""
 
@@ -216,7 +222,7 @@ def max_message_tokens(message: Message, model: str = "") -> int:
 
 def picture_base64(request: Request, picture: Picture) -> str:
     """Return the bytes of a picture in a request as base64 text. Raises Refused if the bytes are
-    gone."""
+    no longer available."""
     assert request.read_picture is not None, "a request with pictures has their bytes"
     return binascii.b2a_base64(request.read_picture(picture.digest), newline=False).decode()
 
@@ -231,10 +237,10 @@ class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
     input: float
     output: float
     cached: float | None = None
-    """For input read from the provider's cache; None means the same as ``input``."""
+    """Price of input that is read from the provider's cache; None means the same as ``input``."""
     cache_write: float | None = None
-    """For input that the provider writes to its cache at a surcharge; None means the same as
-    ``input``."""
+    """Price of input that the provider writes to its cache at a surcharge; None means the same
+    as ``input``."""
 
     def of(self, usage: Usage) -> float:
         cached = self.input if self.cached is None else self.cached
@@ -247,21 +253,28 @@ class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
 
 
 class ReplyPiece(msgspec.Struct, frozen=True):
-    """A piece of a reply that has just arrived. An empty piece only shows that the server is
-    alive."""
+    """A piece of a streamed reply. An empty piece only shows that the server is alive."""
 
     text: str = ""
     reasoning: str = ""
 
 
 OnPiece = Callable[[ReplyPiece], None]
-"""Callback for each piece of a reply. It runs in the event loop, so it must return quickly."""
+"""Callback for each piece of a streamed reply. It runs in the event loop, so it must return
+quickly."""
 
 
 @runtime_checkable
 class Client(Protocol):
-    """A connection to one model. Each call sends a request once, and every failure is raised as a
-    ``ModelError``.
+    """A connection to one model. Each call of ``complete`` sends a request once, and every failure
+    is raised as a ``ModelError``.
+
+    A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
+    ``complete(request, on_piece)``. The pool checks for this parameter. A client that can send
+    pictures has the attribute ``vision``: whether its model reads them, or None if that is unknown.
+    Without the attribute, it gets no request with pictures. A client that renders prompts itself
+    has ``rendering``, a ``PromptRenderer``. The requests of outside agents are then compared by
+    token ids.
 
     A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
     ``complete(request, on_piece)``. The pool looks for it. A client that sends the pictures of
@@ -273,9 +286,9 @@ class Client(Protocol):
     name: str
     """``provider:model``"""
     window: int
-    """Context window: maximum tokens of prompt and reply together."""
+    """Context window: maximum tokens of the prompt and the reply together."""
     price: Price | None
-    """None if the price is unknown. Free local models have ``Price(0, 0)``."""
+    """Price of the model; None if it is unknown. Free local models have ``Price(0, 0)``."""
 
     async def complete(self, request: Request) -> Reply:
         """Send a request to the model once, and return its reply. Raises a ModelError if the
@@ -290,12 +303,12 @@ class Client(Protocol):
 
 
 class RequestReservation(Protocol):
-    """The budget that pays for one request, implemented by the engine's ledger. ``reserve`` is
-    called before every attempt."""
+    """Reserves the budget for one request. The engine's ledger, which tracks a run's spending,
+    implements this protocol. ``reserve`` is called before every attempt."""
 
     async def reserve(self) -> None:
-        """Reserve the most that one attempt can cost. If the budget is too small only because of
-        other reservations, wait until they are freed.
+        """Reserve the maximum cost of one attempt. If the budget is too small only because of other
+        reservations, wait until they are released.
 
         Raises LimitReached if the attempt would not fit even then.
         """
@@ -304,12 +317,15 @@ class RequestReservation(Protocol):
     def is_still_valid(self) -> bool:
         """Return True if the reservation still covers the next attempt.
 
+        It does not if another reply has shown that the model may use more than was reserved. In
+        that case the reservation has been released, and ``reserve`` must be called again.
+
         It does not if another reply has shown that the model may use more than was reserved. The
         reservation is then released, and ``reserve`` must be called again."""
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
-        """Book the actual usage and cost of the attempt, in place of the reservation."""
+        """Book the actual usage and cost of the attempt, and release the reservation."""
         ...
 
     def charge_full_reservation(self, error: str) -> None:
@@ -317,7 +333,7 @@ class RequestReservation(Protocol):
         ...
 
     def release(self, error: str) -> None:
-        """Free the reservation, because the attempt cost nothing."""
+        """Release the reservation, because the attempt cost nothing."""
         ...
 
 
@@ -330,8 +346,8 @@ def reported_usage(
     stored: Any = None,
     reasoning: Any = None,
 ) -> Usage:
-    """Convert the token counts that a server reports to a ``Usage``, which is empty if they are
-    missing or inconsistent.
+    """Convert the token counts that a server reports to a ``Usage``. The result is empty if the
+    counts are missing or inconsistent.
 
     ``given`` counts the tokens of the whole prompt, ``produced`` those of the reply and ``total``
     both; ``cached`` and ``stored`` are parts of the prompt. Some servers count reasoning tokens
@@ -355,6 +371,9 @@ def reported_usage(
 def believed(reply: Reply, request: Request, window: int) -> Usage:
     """Return the usage that a reply reports if it is plausible, and otherwise the maximum usage of
     the request.
+
+    A count of zero tokens is not plausible for a prompt, or for a reply with text. Neither is a
+    prompt or a reply longer than the model's ``window``.
 
     A prompt or a reply longer than the model's ``window`` is not plausible, and neither are zero
     tokens for a prompt or for a reply with text."""
@@ -385,8 +404,8 @@ def _positive(value: Any, default: int) -> int:
 
 
 def _count(reported: Any) -> int | None:
-    """Check a number of tokens that a server reports, and return it, or None if it is missing.
-    Raises ValueError for anything that is not a count."""
+    """Check a token count that a server reports, and return it, or None if it is missing. Raises
+    ValueError if the value cannot be a count."""
     if reported is None or (type(reported) is int and reported >= 0):
         return reported
     if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0
@@ -397,7 +416,7 @@ def _count(reported: Any) -> int | None:
 
 
 def _is_consistent(usage: Usage) -> bool:
-    """Return True if every figure of a usage is a count and no part exceeds its total."""
+    """Return True if every figure of a usage is a valid count, and no part exceeds its total."""
     figures = msgspec.structs.astuple(usage)
     if set(map(type, figures)) != {int} or min(figures) < 0:
         return False
@@ -413,8 +432,8 @@ _REASONING = lazy_pattern(
 
 
 def reasons(name: str) -> bool:
-    """Return True if a model is known from its name to reason before it replies, without being
-    asked to."""
+    """Return True if a model's name shows that it reasons before it replies, without being asked
+    to."""
     return _REASONING.search(name.partition("@http")[0].lower()) is not None
 
 
@@ -442,12 +461,12 @@ _BROKEN = {
 
 
 def is_known_finish(reason: Any) -> bool:
-    """Return True if ``finish_of`` knows a server's finish reason."""
+    """Return True if ``finish_of`` can convert the given finish reason of a server."""
     return str(reason).lower() in _FINISHES or str(reason).lower() in _BROKEN
 
 
 def finish_of(reason: Any, where: str) -> Finish:
-    """Convert the finish reason that a server reports to one of Ramify's own.
+    """Convert the finish reason that a server reports to one of Ramify's finish reasons.
 
     Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if
     the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.

@@ -1,5 +1,5 @@
-"""Use the batch APIs of providers, which answer many requests in one upload at half the price,
-within a day.
+"""Use the batch APIs of model providers. They answer many requests from one upload at half the
+price, within a day.
 
     lines ── create(key) ──> id ── state(id), until it has ended ── results ──> read ──> Reply
                 └── the answer is lost: candidates(key) ── is_ours ──> the id, and nothing is paid
@@ -34,19 +34,19 @@ from ramify.http_client.http_transport import HttpConnectionPool, HttpResponse, 
 from ramify.types.message import Reply
 
 BATCH_SHARE = 0.5
-"""Price of a request in a batch, as a share of its usual price. Both providers have the same."""
+"""Price of a request in a batch, relative to its usual price. It is the same for both providers."""
 _TIMEOUT_S = 600.0
 _IDLE_S = 120.0
-"""Longest time in which no part of a download arrives."""
+"""Maximum seconds without receiving any part of a download."""
 _SKEW_S = 3600.0
-"""Most that the clocks of this machine and of a provider may differ."""
+"""Maximum difference in seconds between the clocks of this machine and of a provider."""
 UPLOAD_BYTES = 64 << 20
-"""Bytes of one upload, which is in memory: less than any provider accepts."""
+"""Maximum bytes of one upload, which is held in memory. Every provider accepts more."""
 _PAGE = 100
 _LINE_BYTES = 64 << 20
 """Bytes of the longest plausible line of a download."""
 _METADATA = "ramify"
-"""Name of the metadata that has the key of an upload."""
+"""Name of the metadata field that stores the key of an upload."""
 _encode = msgspec.json.Encoder().encode
 Item = TypeVar("Item")
 
@@ -56,14 +56,14 @@ class BatchState(msgspec.Struct, frozen=True):
 
     id: str
     status: str
-    """The provider's own word."""
+    """Status in the provider's own terms."""
     is_ended: bool
     num_done: int
-    """Requests that are done; 0 if the provider says it only at the end."""
+    """Number of finished requests; 0 if the provider reports it only at the end."""
     problem: str = ""
-    """Why the whole batch was refused; empty if it was not."""
+    """Why the whole batch was refused; empty if it was not refused."""
     files: tuple[str, ...] = ()
-    """Files with results, for ``results``."""
+    """Ids of the result files, for the method ``results``."""
 
 
 class BatchResult(msgspec.Struct, frozen=True):
@@ -75,11 +75,11 @@ class BatchResult(msgspec.Struct, frozen=True):
     status: int = 0
     """HTTP status of the reply."""
     body: bytes = b""
-    """What the server would have answered outside of a batch."""
+    """Body that the server would have returned for the same request outside a batch."""
 
 
 def batch_price(price: Price | None) -> Price | None:
-    """Return the price of a request in a batch, which is a fixed share of the usual price."""
+    """Return the price of a request in a batch, which is a fixed fraction of its usual price."""
     if price is None:
         return None
     cached, written = (
@@ -92,7 +92,9 @@ def split(
     bodies: Iterable[tuple[bytes, Item]], max_rows: int, max_bytes: int = UPLOAD_BYTES
 ) -> Iterator[list[tuple[bytes, Item]]]:
     """Split requests into uploads of at most ``max_rows`` requests and ``max_bytes`` bytes. Each
-    request is a pair: its JSON body, and the caller's own item for it.
+    request is a pair of its JSON body and an item of the caller's choice.
+
+    A body that exceeds the limit is sent in an upload by itself; the provider may refuse it.
 
     A body that is larger than an upload is sent alone; the provider may refuse it."""
     part, size = list[tuple[bytes, Item]](), 0
@@ -111,7 +113,7 @@ class BatchApi(abc.ABC):
 
     provider: str
     max_rows: int
-    """Requests of one batch."""
+    """Maximum number of requests in one batch."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class BatchApi(abc.ABC):
         headers: Mapping[str, str],
         fields: Callable[[Request], dict[str, Any]],
     ) -> None:
-        """Create the batch API of the server at the URL ``base`` (without a path). ``fields``
+        """Create the batch API for the server at the URL ``base``, which has no path. ``fields``
         converts a request to the fields of its JSON body."""
         self._api = api
         self._wire = wire
@@ -130,28 +132,29 @@ class BatchApi(abc.ABC):
         self._fields = fields
 
     def body(self, request: Request) -> bytes:
-        """Return the JSON body of a request, which is the same as without a batch."""
+        """Return the JSON body of a request. It is the same as outside a batch."""
         return _encode(self._fields(request))
 
     @abc.abstractmethod
     def line(self, custom_id: str, body: bytes) -> bytes:
-        """Return a request as one line of an upload. ``custom_id`` identifies the request in the
+        """Format a request as one line of an upload. ``custom_id`` identifies the request in the
         results."""
 
     @abc.abstractmethod
     async def create(self, key: str, lines: Sequence[bytes]) -> str:
-        """Upload requests as a new batch, and return the batch's id. Raises ModelError."""
+        """Upload requests as a new batch, and return the batch's id. Raises ModelError if that
+        fails."""
 
     @abc.abstractmethod
     async def candidates(self, key: str, num: int, since: float) -> list[str]:
-        """Return the ids of the batches that an earlier upload may have created, if the response to
-        the upload was lost. The upload used ``key``, had ``num`` requests and began at the Unix
-        time ``since``."""
+        """Return the ids of batches that an earlier upload may have created. Use this if the
+        response to the upload was lost. The upload used ``key``, had ``num`` requests, and began
+        at the Unix time ``since``."""
 
     @abc.abstractmethod
     async def is_ours(self, id: str, key: str) -> bool | None:
-        """Return True if the upload with the given key created the batch, False if not, and None
-        while that cannot be known."""
+        """Return True if the upload with the given key created the batch, and False if it did
+        not. Returns None if that is not known yet."""
 
     @abc.abstractmethod
     async def state(self, id: str) -> BatchState:
@@ -159,11 +162,12 @@ class BatchApi(abc.ABC):
 
     @abc.abstractmethod
     def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
-        """Download the results of a batch that has ended, in any order. Raises ModelError."""
+        """Download the results of a batch that has ended. They come in any order. Raises
+        ModelError if the download fails."""
 
     async def read(self, result: BatchResult, request: Request) -> Reply:
-        """Decode the reply in a result of a batch. Raises the same ModelError as a normal request
-        with this response would."""
+        """Decode the reply in one result of a batch. Raises the ModelError that an ordinary
+        request with this response would raise."""
         if result.kind == "expired":
             raise ServerFailed(f"{self._api.where}: the batch expired before the request was sent")
         if result.kind == "cancelled":
@@ -203,7 +207,7 @@ class BatchApi(abc.ABC):
             ) from None
 
     async def _lines(self, path: str) -> AsyncGenerator[bytes]:
-        """Download a file and yield its lines as they arrive."""
+        """Download a file, and yield its lines as they arrive."""
         route = route_to(self._base + path, self._headers, "GET")
         async with self._wire.prepare_exchange(self._api.where, route) as exchange:
             if exchange.status // 100 != 2:
@@ -232,16 +236,15 @@ class BatchApi(abc.ABC):
 
 @runtime_checkable
 class BatchCapableClient(Protocol):
-    """A client whose provider has a batch API, so that many requests can be sent at a lower
-    price."""
+    """A client whose provider has a batch API, which answers many requests at a lower price."""
 
     def batches(self) -> BatchApi:
-        """Return the batch API for the client's model. Raises ConfigError if this provider turns
+        """Return the batch API for the client's model. Raises ConfigError if the provider turns
         out to have none."""
         ...
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Change the form of later requests if the server's refusal shows that this helps."""
+        """Adapt the form of later requests if the server's refusal shows that this may help."""
         ...
 
 
@@ -295,14 +298,14 @@ class _OpenAILine(msgspec.Struct):
 
 
 class OpenAIBatches(BatchApi):
-    """OpenAI's batch API, in which a file of requests is uploaded first: ``POST /files``, then
-    ``POST /batches``."""
+    """OpenAI's batch API. A file of requests is uploaded with ``POST /files``, and ``POST
+    /batches`` then starts the batch."""
 
     provider = "openai"
     max_rows = 50_000
 
     def __init__(self, *given: Any, endpoint: str) -> None:
-        """Create the batch API for requests to ``endpoint``, a path such as
+        """Create the batch API for requests to the path ``endpoint``, such as
         ``/v1/chat/completions``."""
         super().__init__(*given)
         self._endpoint = endpoint

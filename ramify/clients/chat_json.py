@@ -1,5 +1,5 @@
-"""Translate between Ramify's types and the JSON of OpenAI's chat completions: a ``Request`` becomes
-a body, a body becomes a ``Reply``, and an HTTP error response becomes the matching ``ModelError``.
+"""Convert between Ramify's types and the JSON of OpenAI's chat completions. A ``Request`` becomes a
+request body, a response body becomes a ``Reply``, and an HTTP error becomes a ``ModelError``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_tokens": 64}
     {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}  ->  Reply(…, "stop")
@@ -38,9 +38,9 @@ from ramify.types.picture import Picture
 
 KIND = "chat completion"
 STREAM_FIELDS = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields that ask for a stream whose last event counts the tokens."""
+"""Request fields that enable streaming with token counts in the last event."""
 HAS_LAST_BODY = False
-"""True if the last event of a stream has the whole body."""
+"""True if the last event of a stream contains the whole response body."""
 
 
 class _Function(msgspec.Struct):
@@ -95,7 +95,7 @@ class ChatCompletion(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """The total length of the lists in the response, which a size limit bounds."""
+        """The total length of the lists in the response. A size limit applies to this number."""
         if not self.choices:
             return len(self.prompt_token_ids or ())
         choice = self.choices[0]
@@ -122,6 +122,9 @@ Decoded = TypeVar("Decoded")
 def decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
     """Decode the JSON body of a response with the given decoder. Raises msgspec.DecodeError if the
     body has another form.
+
+    Invalid characters are replaced, because the reply has already been billed. A model may sample
+    them and a server may pass them on.
 
     Invalid characters, which a model may sample and a server pass on, are replaced, because the
     reply has already been billed."""
@@ -167,8 +170,8 @@ _decoder_of_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class ChatReplyStream:
-    """Assembles a chat completion from the chunks of a stream. Only the first choice (index 0) is
-    read."""
+    """Assembles a chat completion from the chunks of a stream. Only the first choice (index 0)
+    is read."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -185,8 +188,8 @@ class ChatReplyStream:
 
     @property
     def is_whole(self) -> bool:
-        """True if a finish reason has arrived, because some servers end a stream without
-        ``[DONE]``."""
+        """True if a finish reason has arrived. This is needed because some servers end a stream
+        without ``[DONE]``."""
         return self._choice is not None and isinstance(self._choice.finish_reason, str)
 
     def add(self, event: bytes) -> tuple[str, str]:
@@ -269,7 +272,7 @@ new_stream = ChatReplyStream
 
 
 def _no_number(constant: str) -> None:
-    """Read NaN and infinities as null. Some servers write these values although JSON does not have
+    """Replace NaN and infinities by null. Some servers write them, although JSON does not allow
     them."""
 
 
@@ -277,7 +280,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
-    """Return the JSON fields of a request, in the form that the server expects."""
+    """Return the JSON fields of a request, in the form that its server expects."""
     sampling = request.sampling
     fields: dict[str, Any] = {
         "model": endpoint.model,
@@ -309,8 +312,8 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 
 def is_strict(schema: Any) -> bool:
-    """Return True if OpenAI can enforce a JSON schema, that is, if every object is closed and
-    requires all its properties."""
+    """Return True if OpenAI can strictly enforce a JSON schema. That is the case if every object
+    is closed and requires all its properties."""
     if isinstance(schema, list):
         return all(map(is_strict, schema))
     if not isinstance(schema, dict):
@@ -341,8 +344,8 @@ def encode(fields: Any) -> bytes:
 
 
 def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """Convert a decoded chat completion to a ``Reply``. Raises ValueError if its fields contradict
-    each other, and ServerFailed if the server says that it aborted the reply."""
+    """Convert a decoded chat completion to a ``Reply``. Raises ValueError if its fields
+    contradict each other, and ServerFailed if the server reports that it aborted the reply."""
     finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
@@ -366,7 +369,7 @@ def reported_model_name(reported: Any, model: str) -> str:
 
 def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
     """Convert the messages of a request to the JSON form in which they are sent. Consecutive
-    assistant messages, which arise when a reply is continued, become one message."""
+    assistant messages are merged; they occur when a reply is continued."""
     wires: list[dict[str, Any]] = []
     last_role = ""
     for message in request.messages:
@@ -394,7 +397,7 @@ def _wire_text(message: Message) -> list[dict[str, Any]]:
 
 
 def picture_url(request: Request, picture: Picture) -> str:
-    """Return a picture of a request as a ``data:`` URL."""
+    """Return a picture in a request as a ``data:`` URL."""
     return f"data:{picture.media_type};base64,{picture_base64(request, picture)}"
 
 
@@ -418,8 +421,8 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace each lone surrogate in a value's texts by U+FFFD, because UTF-8 cannot encode
-    surrogates."""
+    """Replace each lone surrogate in the strings of a value by U+FFFD, because UTF-8 cannot
+    encode surrogates."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -452,7 +455,8 @@ def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
 
 
 def _parts(parts: list[Any]) -> tuple[str, str | None]:
-    """Split the content of a message that is a list of parts into its text and its reasoning."""
+    """Split the content of a message into its text and its reasoning, if the content is a list
+    of parts."""
     text, thinking = [], []
     for part in parts:
         if isinstance(part, str):
@@ -466,8 +470,8 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_field(part: dict[str, Any], field: str) -> str:
-    """Return the text of one part of a reply, which is empty if the field is null or missing.
-    Raises ValueError if the field is something else."""
+    """Return the text of one part of a reply. It is empty if the field is null or missing.
+    Raises ValueError if the field has another type."""
     text = part.get(field)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"sent {text!r:.60} as the {field} of a reply")
@@ -481,7 +485,7 @@ def _finish(choice: _Choice, model: str) -> Finish:
 
 
 def _refusal(wire: _Message) -> str:
-    """Return the text with which the model refused to answer. Empty if there is an answer."""
+    """Return the text in which the model refuses to answer. It is empty if the model answered."""
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
     text = _parts(wire.content)[0]
@@ -490,7 +494,7 @@ def _refusal(wire: _Message) -> str:
 
 
 def _filter(choice: _Choice) -> str:
-    """Return what stopped a filtered reply: ``refusal``, or the server's reason, followed by the
+    """Return why a reply was filtered: ``refusal``, or the server's reason, followed by the
     filter categories that Azure reports."""
     if _refusal(choice.message):
         return "refusal"
@@ -508,8 +512,8 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a reply. ``calls`` is 0 if the server did not count prompt and
-    reply, or if the counts are impossible."""
+    """Read the token counts of a response. ``calls`` is 0 if the server reports no counts for
+    the prompt and the reply, or impossible ones."""
     fields = _fields(reported)
     inputs = _fields(fields.get("prompt_tokens_details"))
     outputs = _fields(fields.get("completion_tokens_details"))
@@ -539,9 +543,10 @@ _NO_MONEY = lazy_pattern(
 )
 _TITLE = lazy_pattern(r"<title[^<>]{0,200}>([^<]{1,1000})</title>", re.IGNORECASE)
 _MOST_ERROR_BYTES = 1 << 16
-"""Maximum bytes that are read of an error's body. Error messages are short."""
+"""Maximum bytes of an error body that are read. Error messages are short."""
 _NOT_THERE = (404, 405, 501)
-"""Path not found, or not available for POST: typical answers of a server that is not an API."""
+"""HTTP statuses for a missing path or an unsupported method. They are typical of a server that
+does not offer the API."""
 _DURATION = lazy_pattern(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
@@ -557,6 +562,9 @@ def from_status(
     secrets: Iterable[str] = (),
 ) -> ModelError:
     """Return the error for a response whose status is not 2xx.
+
+    ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
+    were sent; they are removed from the message.
 
     ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
     were sent, and are removed from it."""
@@ -603,8 +611,8 @@ def from_body(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response with status 200 whose body contains an ``error``. If the
-    error's code is an HTTP status, it decides the kind of error. If the body also has a reply, that
+    """Return the error for a response with status 200 whose body contains an ``error``. An error
+    code that is an HTTP status decides the kind of error. If the body also has a reply, that
     reply may have been billed."""
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -620,8 +628,8 @@ def _needs_key(text: str) -> Refused:
 
 
 def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
-    """Extract the message from an error body in any provider's format. The result is one line of at
-    most 300 characters, without the given secrets."""
+    """Extract the message from an error body in any provider's format. The message is one line
+    of at most 300 characters, and the given secrets are removed from it."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -632,7 +640,7 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
 
 
 def _web_page(text: str) -> str:
-    """Describe a page of HTML by its title, such as ``a web page "502 Bad Gateway"``."""
+    """Describe an HTML page by its title, such as ``a web page "502 Bad Gateway"``."""
     import html
 
     title = _TITLE.search(text)
@@ -662,7 +670,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None:
-    """Return how many seconds the server asked to wait, or None if it did not say."""
+    """Return how many seconds the server asked the client to wait, or None if it did not say."""
     waits = [
         _scaled(headers.get("retry-after-ms"), 1e-3),
         seconds_of(headers.get("retry-after")),
@@ -694,8 +702,8 @@ def _reset_of_exhausted_limit(headers: Mapping[str, str]) -> float | None:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """Parse ``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time as seconds
-    from now."""
+    """Parse a point in time and return it as seconds from now. Accepts ``"2"``, ``"6m0.5s"``,
+    ``"20ms"``, an HTTP date, an ISO date, or a Unix time."""
     if not value:
         return None
     value = value.strip()

@@ -37,13 +37,13 @@ class TimeoutScheduler:
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: TimeoutScope) -> None:
-        """Start to watch a timeout. If it is the earliest one, set the timer to it."""
+        """Add a timeout to watch. If it is the earliest one, the timer is set to it."""
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
 
     def remove(self, deadline: TimeoutScope) -> None:
-        """Stop watching a timeout, because its block has ended."""
+        """Stop watching a timeout, because its ``with`` block has ended."""
         self._open.discard(deadline)
 
     def _set_timer(self, when_s: float) -> None:
@@ -64,8 +64,8 @@ class TimeoutScheduler:
 
 
 class TimeoutScope:
-    """A context manager that applies a timeout to its block, as ``asyncio.timeout_at`` does.
-    Entering and leaving the block never waits."""
+    """A context manager that applies a timeout to its ``with`` block, like
+    ``asyncio.timeout_at``. Entering and leaving the block never waits."""
 
     __slots__ = ("_cancelling", "_deadlines", "_is_late", "_task", "when_s")
 
@@ -78,13 +78,13 @@ class TimeoutScope:
 
     def reschedule(self, when_s: float) -> None:
         """Move the timeout to another event-loop time. This has no effect if the timeout has
-        already passed."""
+        already expired."""
         self.when_s = when_s
         if self._task is not None and not self._is_late:
             self._deadlines.add(self)
 
     def expire(self) -> None:
-        """Cancel the task that runs the block, because the timeout has passed."""
+        """Cancel the task that runs the ``with`` block, because the timeout has expired."""
         assert self._task is not None
         self._is_late = True
         self._task.cancel()

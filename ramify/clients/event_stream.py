@@ -24,8 +24,8 @@ class ServerSentEventParser:
         """Bytes in both lists."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes of the stream, and return the data of each event that they complete. Raises
-        MalformedResponse if an event is too long."""
+        """Add bytes from the stream, and return the data of each event that is now complete.
+        Raises MalformedResponse if an event is too long."""
         *lines, rest = data.split(b"\n")
         events: list[bytes] = []
         for line in lines:
@@ -40,7 +40,7 @@ class ServerSentEventParser:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the data of the last event, if the stream ended without terminating it."""
+        """Return the data of the last event, if the stream ended without a blank line after it."""
         return self.feed(b"\n\n") if self._begun or self._data else []
 
     def _read_line(self, line: bytes, events: list[bytes]) -> None:

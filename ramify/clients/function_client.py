@@ -19,12 +19,13 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.types.message import Message, Reply, Usage
 
 ModelFunction = Callable[[Sequence[Message]], str | Message | Awaitable[str | Message]]
-"""Maps the messages of a request to the reply of the model. A message may call tools."""
+"""Function from the messages of a request to the model's reply. The reply may contain tool
+calls."""
 
 
 class FunctionClient:
-    """A model whose replies come from a Python function that is called with the messages of each
-    request; implements ``Client``."""
+    """A model whose replies come from a Python function. The function is called with the
+    messages of each request. Implements ``Client``."""
 
     price: Price | None = None
 
@@ -52,26 +53,26 @@ class FunctionClient:
         return msgspec.structs.replace(whole, model=model, seconds=time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Do nothing, because a function holds no connection."""
+        """Do nothing, because a function has no connection to close."""
 
 
 def count(text: str | None) -> int:
-    """Count the tokens of a text for a model without a tokenizer: a quarter of its characters,
+    """Count the tokens of a text for a model without a tokenizer: one for every four characters,
     rounded up."""
     return (len(text) + 3) // 4 if text else 0
 
 
 def count_message(message: Message) -> int:
-    """Count the tokens of a message for a model without a tokenizer: its texts, its tool calls, and
-    one token for each 32 × 32 pixels of its pictures."""
+    """Count the tokens of a message for a model without a tokenizer: its texts, its tool calls,
+    and one token for each 32 × 32 pixels of its pictures."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
     cells = sum((-(-p.width // 32)) * (-(-p.height // 32)) for p in message.pictures)
     return count(message.content) + count(message.reasoning) + calls + cells
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    """Convert what the model function returned to a complete reply. The text is cut at
-    ``max_tokens``, and the tokens of prompt and reply are counted."""
+    """Convert the return value of the model function to a complete reply. The text is cut at
+    ``max_tokens``, and the tokens of the prompt and the reply are counted."""
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (

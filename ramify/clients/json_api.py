@@ -1,4 +1,4 @@
-"""Send a request to a provider's JSON API, and check the reply, which may be streamed.
+"""Send a request to a provider's JSON API, and check the response, which may be streamed.
 
     fields ── POST ──┬── application/json    ── body ──────────────────┬── decode_reply ──> Reply
                      ├── text/event-stream   ── StreamedReplyAssembler ┘
@@ -47,11 +47,11 @@ from ramify.types.message import Reply
 
 _log = ComponentLogger("clients")
 _END_S = 0.25
-"""Seconds to wait for the end of the body after the last event, so that the connection can be
-reused."""
+"""Seconds to wait for the end of the response body after the last event, so that the connection
+can be reused."""
 _MOST_OVERHEAD = 16
 """Maximum bytes of a stream for each byte of the longest plausible body. A stream is much longer
-than a body, because every token has its own event."""
+than a body, because every token has a separate event."""
 _ABOUT_STREAMS = re.compile(r"\bstream(ing|ed|_options)?\b", re.IGNORECASE)
 _REFUSALS = (400, 404, 405, 406, 415, 422, 501)
 _STATUS_OF_ERROR = {
@@ -65,12 +65,13 @@ _STATUS_OF_ERROR = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-"""Name of an error within a stream or a batch -> the status that the error has elsewhere."""
+"""Name of an error in a stream or in a batch result -> the HTTP status of the same error in an
+ordinary response."""
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the HTTP status that an error in a batch's results would have as a normal response.
-    The body of such an error contains only the error's name; an unknown name gives 500."""
+    """Return the HTTP status that matches an error in a batch result. The body of such an error
+    contains only the error's name. An unknown name gives 500."""
     try:
         name = msgspec.json.decode(body)["error"]["type"]
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
@@ -89,7 +90,7 @@ class StreamedReplyAssembler(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """True if the reply is complete even without the event that ends the stream."""
+        """True if the reply is complete even if the final event of the stream never arrives."""
         ...
 
     @property
@@ -121,6 +122,10 @@ class JsonApi:
     ) -> None:
         """Create a client for the URL of ``endpoint``, whose JSON has the given format.
 
+        ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
+        bodies, and ``new_stream`` for streams. Its ``STREAM_FIELDS`` are the request fields that
+        enable a stream with token counts. Its ``KIND`` names a reply in errors.
+
         ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for
         whole bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its
         tokens, and ``KIND``, which names a reply in errors."""
@@ -142,8 +147,8 @@ class JsonApi:
         *,
         whole: bool = False,
     ) -> tuple[Reply, bytes]:
-        """Send a request, and return the reply and the body of the response. ``whole`` disables
-        streaming for this request. Raises ModelError."""
+        """Send a request, and return the reply and the response body. ``whole`` disables
+        streaming for this request. Raises ModelError if the attempt fails."""
         is_streamed = self._streams and not whole and "stream" not in fields
         if is_streamed:
             fields = {**fields, **self._format.STREAM_FIELDS}
@@ -174,7 +179,7 @@ class JsonApi:
 
     async def parse_reply(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
         """Read the reply from a response that arrived in another way, such as in a batch. Raises
-        ModelError."""
+        ModelError if there is no valid reply."""
         if answer.status // 100 != 2:
             raise self.refusal(answer)
         return await self._read(answer, bound, 0.0)
@@ -207,8 +212,8 @@ class JsonApi:
     async def _streamed(
         self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
-        """Read a stream to its end, pass on its pieces as they arrive, and return the body that
-        they form."""
+        """Read a stream to its end, and pass on the pieces of the reply as they arrive. Returns
+        the equivalent body of a response without streaming."""
         stream: StreamedReplyAssembler = self._format.new_stream()
         events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
@@ -237,7 +242,7 @@ class JsonApi:
         return stream.body()
 
     def _added(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
-        """Add events to a stream, and return the text and the reasoning that they contain as one
+        """Add events to a stream. Returns the text and the reasoning that they contain as one
         piece."""
         texts, thoughts = list[str](), list[str]()
         for event in events:

@@ -1,4 +1,4 @@
-"""The client for all providers that LiteLLM supports. It needs the extra ``litellm``.
+"""A client for all providers that LiteLLM supports. It needs the optional extra ``litellm``.
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
 format, which ``chat_json.py`` reads. If the provider itself uses that format, the finish reason and
@@ -45,20 +45,20 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 class RawProviderReply:
-    """The body of a reply as the provider sent it, before LiteLLM filled in and renamed fields."""
+    """The body of a reply as the provider sent it, before LiteLLM fills in and renames fields."""
 
     def __init__(self) -> None:
         self.body = ""
 
     def note(self, details: dict[str, Any]) -> None:
-        """Keep the body of the provider's response. LiteLLM calls this before and after each
-        request."""
+        """Store the body of the provider's response. LiteLLM calls this function before and
+        after each request."""
         body = details.get("original_response")
         if details.get("log_event_type") == "post_api_call" and isinstance(body, str):
             self.body = body
 
     def completion(self) -> chat_json.ChatCompletion | None:
-        """Decode the body as a chat completion. Returns None if the provider uses another
+        """Decode the stored body as a chat completion. Returns None if the provider uses another
         format."""
         try:
             found = chat_json.decode(self.body.encode("utf-8", "replace"))
@@ -128,12 +128,13 @@ class LiteLLMClient:
         return self._reply(sent, original, time.perf_counter() - started)
 
     async def close(self) -> None:
-        """Do nothing, because LiteLLM keeps its connections for the whole process and closes them
+        """Do nothing, because LiteLLM shares its connections across the process and closes them
         at exit."""
 
     def _model_info(self, model: str) -> tuple[Price | None, int | None]:
-        """Return a model's price and context window from LiteLLM's table. If long prompts cost more
-        per token, the window ends at the length up to which the usual price holds."""
+        """Return a model's price and context window from LiteLLM's table. If long prompts cost
+        more per token, the window is limited to the length at which the usual price still
+        applies."""
         try:
             info = self._litellm.get_model_info(model)
         except Exception:  # noqa: BLE001  an unknown model is a bare Exception there

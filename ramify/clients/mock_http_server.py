@@ -21,8 +21,8 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class MockServerRequest:
-    """A request and the connection on which its client waits. The handler must respond exactly
-    once, now or later."""
+    """A request to the mock server, with the connection on which the client waits. The handler
+    must respond exactly once, now or later."""
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 
@@ -75,8 +75,8 @@ class MockServerRequest:
         self._connection.answer(b"0\r\n\r\n")
 
     def drop(self, beginning: bytes = b"") -> None:
-        """Close the connection without a complete response. If ``beginning`` is given, send it
-        first as the start of a longer body."""
+        """Close the connection without a complete response. If ``beginning`` is given, it is
+        sent first, as the start of a longer body."""
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         )
@@ -119,7 +119,7 @@ class CallbackHttpServer:
 
     @property
     def num_connections(self) -> int:
-        """The number of connections that are open now."""
+        """The number of connections that are currently open."""
         return len(self._connections)
 
     async def close(self) -> None:
@@ -184,8 +184,8 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Pass complete requests to the handler one after the other, as long as each is answered at
-        once."""
+        """Pass complete requests to the handler one after the other, as long as each is answered
+        at once."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass

@@ -76,7 +76,7 @@ _FIELDS = {
 
 
 class Model:
-    """A language model with its address, key, price and settings.
+    """A language model with its address, API key, price and settings.
 
     >>> ramify.Model("openai:gpt-5-mini", api_key="sk-0123456789", alias="mini")
     Model('openai:gpt-5-mini', alias='mini')
@@ -104,15 +104,15 @@ class Model:
     base_url: str | None
     """Base URL; None means the provider's default."""
     alias: str | None
-    """Short name by which a session chooses the model; None means that one is derived from the
+    """Short name by which session code chooses the model. If None, it is derived from the
     model's name."""
     window: int | None
-    """Context window (tokens of prompt and reply together); None means the value in the price
-    table."""
+    """Context window: tokens of the prompt and the reply together. None means the value in the
+    price table."""
     price: Price | None
     """Price per token; None means the price in the price table."""
     sampling: Sampling | None
-    """Sampling of this model. Each field that is set overrides the run's sampling."""
+    """Sampling settings of this model. Each field that is set overrides the run's sampling."""
     vision: bool | None
     """Whether the model reads images; None if that is unknown."""
     stream: bool
@@ -166,8 +166,8 @@ class Model:
         self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
-        """Return the API key, the headers, and the provider's environment variables, for the client
-        that sends them."""
+        """Return the API key, the headers and the provider's environment variables. The model's
+        client sends them."""
         return self._key, self._headers, self._environ
 
     def with_key(self, api_key: str) -> Model:
@@ -178,8 +178,8 @@ class Model:
         return Model(self.name, api_key=api_key, headers=headers, environ=self._environ, **given)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings except the name as plain data without secrets, for the journal of a
-        run."""
+        """Return all settings except the name as plain data, without secrets, for a run's
+        journal (the file of its events)."""
         given = {
             "alias": self.alias,
             "window": self.window,
@@ -192,8 +192,8 @@ class Model:
         return {name: value for name, value in given.items() if value is not None}
 
     def sampled_as(self, run: Sampling) -> Sampling:
-        """Combine a run's sampling settings with those of this model, which take precedence. Stop
-        texts are joined, and the smaller ``max_tokens`` applies."""
+        """Combine a run's sampling settings with those of this model. The model's settings take
+        precedence. Stop texts are joined, and the smaller ``max_tokens`` applies."""
         own, default = self.sampling, Sampling()
         if own is None:
             return run
@@ -249,8 +249,8 @@ def check_key(model: Model) -> None:
 
 
 def check_aliases(models: Sequence[Any]) -> None:
-    """Raise ConfigError if the alias of a model is also a name of another model. Clients in the
-    list are skipped, because they have no alias."""
+    """Raise ConfigError if the alias of one model is also a name of another. Client objects in
+    the list are skipped, because they have no alias."""
     distinct: list[Any] = []
     for model in models:
         if not any(model is other or model == other for other in distinct):
@@ -274,8 +274,8 @@ def bare_name(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the ``repr`` of a value. A struct shows only the fields that differ from their
-    defaults."""
+    """Return the ``repr`` of a value. For a struct, only the fields that differ from their
+    defaults are shown."""
     if not isinstance(value, msgspec.Struct):
         return repr(value)
     defaults = dict(
@@ -287,7 +287,7 @@ def _short(value: Any) -> str:
 
 
 def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return those environment variables that the client of a provider reads."""
+    """Return the environment variables that the client of a provider reads, with their values."""
     names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
     found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.of(provider)
     if isinstance(found, ModelProviderSpec):
@@ -357,8 +357,8 @@ def _checked_alias(name: str, alias: str | None) -> str | None:
 
 
 def _price_of(name: str, given: Any) -> Price | None:
-    """Parse the ``price`` argument. A bare number is rejected as ambiguous, because providers quote
-    prices per thousand or per million tokens."""
+    """Parse the ``price`` argument. A bare number is rejected as ambiguous, because providers
+    quote prices per thousand or per million tokens."""
     if given is None or isinstance(given, Price):
         return given
     if not isinstance(given, str):

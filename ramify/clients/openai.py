@@ -1,4 +1,4 @@
-"""The client for servers that implement OpenAI's chat completions or its responses API.
+"""The client for servers that implement OpenAI's chat completions API or its responses API.
 
 ``json_api.py`` sends each request once and turns bad answers into errors. ``chat_json.py``
 translates the JSON, or ``responses_json.py`` if the URL ends in ``/responses``. ``providers.py``
@@ -70,15 +70,15 @@ class OpenAIClient:
             raise
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Change the form of later requests if the server's refusal shows that this helps. The
+        """Adapt the form of later requests if the server's refusal shows that this may help. The
         error is then marked as worth a retry."""
         if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
             self._limit_field = "max_completion_tokens"
             error.transient = True
 
     def batches(self) -> OpenAIBatches:
-        """Return the batch API for this model. Raises ConfigError if Ramify knows none for its
-        provider."""
+        """Return the batch API for this model. Raises ConfigError if Ramify does not support one
+        for its provider."""
         from ramify.clients.batches import OpenAIBatches
 
         if not self.name.startswith("openai:"):

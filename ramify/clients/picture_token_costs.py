@@ -1,4 +1,5 @@
-"""Tell from a model's name if it can read pictures, and how many tokens a picture costs at most.
+"""Determine from a model's name whether it can read pictures, and the maximum number of tokens that
+a picture costs.
 
     picture_tokens("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
     picture_tokens("anthropic:claude-sonnet-4-5", …)       ->  1,399
@@ -41,8 +42,8 @@ _TILES = (
     (r"gpt-5(?!\.|-mini|-nano)", 70, 140),
     (r"gpt-4o|gpt-4\.1(?!-mini|-nano)|gpt-4\.5|gpt-4-turbo|chatgpt-4o", 85, 170),
 )
-"""OpenAI models that count tiles of 512 × 512 pixels: pattern of the name, base tokens, tokens per
-tile."""
+"""OpenAI models that count tiles of 512 × 512 pixels: pattern of the name, base tokens, tokens
+per tile."""
 _PATCHES = (
     (r"gpt-4\.1-mini|gpt-5-mini", 1.62, 1536),
     (r"gpt-4\.1-nano|gpt-5-nano", 2.46, 1536),
@@ -56,8 +57,8 @@ maximum number of patches."""
 
 
 def known_vision(model: str) -> bool | None:
-    """Return True if a model (``provider:model``) is known to read pictures, False if it is known
-    not to, and None if its name does not tell."""
+    """Return True if a model (``provider:model``) is known to read pictures, and False if it is
+    known not to. Returns None if its name does not show it."""
     name = _bare(model)
     if _SEEING.search(name):
         return True
@@ -95,15 +96,15 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Count the tiles of a picture by OpenAI's rule: the picture is scaled to fit 2048 × 2048, and
-    then until its shorter side is at most 768."""
+    """Count the tiles of a picture by OpenAI's rule. The picture is first scaled to fit 2048 ×
+    2048 pixels, and then until its shorter side is at most 768."""
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
     return _cells(round(width * scale), round(height * scale), 512)
 
 
 def _gemini(width: int, height: int) -> int:
-    """Return an upper bound on a picture's tokens with Gemini: Gemini 2 counts 258 for each tile,
-    Gemini 3 at most 2,240 in its highest resolution."""
+    """Return an upper bound on the tokens of a picture with Gemini. Gemini 2 counts 258 tokens
+    per tile. Gemini 3 counts at most 2,240 in its highest resolution."""
     tile = max(256, min(768, int(min(width, height) / 1.5)))
     return max(2240, 258 * _cells(width, height, tile))

@@ -1,5 +1,5 @@
-"""List the model providers, which are the names before the colon in ``provider:model``, with their
-addresses, key variables and special request fields.
+"""List the model providers, with their addresses, key variables and special request fields. A
+provider is the name before the colon in ``provider:model``.
 
 All of them speak OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same
 requests to any other server. The table in ``docs/models.md`` is generated from this one. To add a
@@ -45,7 +45,7 @@ _LIKE_AN_ADDRESS = lazy_pattern(
     r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*"
 )
 RESPONSES_PATH = "/responses"
-"""A base URL that ends so is that of the responses API."""
+"""Ending of a base URL that selects the responses API."""
 _AZURE_API_VERSION = "2024-10-21"
 
 
@@ -59,28 +59,29 @@ class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     url_variable: str
     """Environment variable that replaces the base URL."""
     key_variables: tuple[str, ...]
-    """Environment variables that may hold the key. The first one that is set is used."""
+    """Environment variables that may hold the API key. The first one that is set is used."""
     local: bool = False
-    """True if it runs on the user's own machines, needs no key and costs nothing."""
+    """True if it runs on the user's own machines, needs no key, and costs nothing."""
     key_header: str = "Authorization"
     """Header that carries the key. ``Authorization`` gets a ``Bearer`` prefix."""
     header_variables: dict[str, str] = {}
     """Additional headers, each sent if its environment variable is set."""
     limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Request field that limits the length of a reply."""
+    """Name of the request field that limits the length of a reply."""
     returns_ids: bool = False
-    """True if it supports ``return_token_ids`` and returns the ids of prompt and reply."""
+    """True if the server supports ``return_token_ids`` and returns the token ids of the prompt
+    and the reply."""
     reasoning_field: str = ""
-    """Message field in which an assistant message's reasoning is sent back; empty if it must not be
-    sent."""
+    """Message field in which the reasoning of an earlier reply is sent back; empty if it must
+    not be sent."""
     continue_fields: dict[str, bool] = {}
-    """Request fields with which the server continues a last assistant message instead of answering
-    it; empty if it cannot."""
+    """Request fields that make the server continue a last assistant message instead of answering
+    it; empty if unsupported."""
     cache_key: bool = False
-    """True if it accepts ``prompt_cache_key``, which keeps requests with the same prefix
+    """True if the server accepts ``prompt_cache_key``, which keeps requests with the same prefix
     together."""
     note: str = ""
-    """Note for the documentation."""
+    """Note to show in the documentation."""
 
 
 PROVIDERS: dict[str, ModelProviderSpec] = {
@@ -208,7 +209,7 @@ FREE = Price(0.0, 0.0)
 ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 """Environment variables that may hold Anthropic's key. The first one that is set is used."""
 IN_PROCESS = "local"
-"""Provider of the engine in this process: ``local:FOLDER`` and the packaged policies."""
+"""Provider of the in-process engine: ``local:FOLDER`` and the packaged policies."""
 CLIENTS = Registry(
     "provider",
     "ramify.providers",
@@ -221,16 +222,16 @@ CLIENTS = Registry(
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )
-"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
-Client``. The options are None if they are unknown. A function that also takes ``headers`` or
-``environ`` gets the headers that were given, and the variables that were bound. A class may name in
-``package`` what it imports, if that takes long."""
+"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url)
+-> Client``. Options that are unknown are None. A function with a parameter ``headers`` or
+``environ`` also gets the given headers, or the environment variables read so far. A class may
+name a module in ``package`` that takes long to import."""
 _loaded: set[str] = set()
 
 
 async def load_clients(providers: Iterable[str]) -> None:
-    """Import the client modules of some providers in a thread, because some SDKs take half a minute
-    to import on a busy machine and would block the event loop. Import errors are reported when a
+    """Import the client modules of some providers in a thread. Some SDKs take half a minute to
+    import on a busy machine, and would block the event loop. Import errors are reported when a
     client is created."""
     for provider in dict.fromkeys(providers):
         if provider not in PROVIDERS and provider not in _loaded:
@@ -245,14 +246,14 @@ def _load(provider: str) -> None:
 
 
 class ResolvedEndpoint(msgspec.Struct, frozen=True):
-    """The address, the key and the headers of a provider's server, ready for requests."""
+    """A provider's server as the target of requests: its address, the API key, and the headers."""
 
     provider: ModelProviderSpec
     model: str
     url: str
-    """Complete URL of the chat completions endpoint."""
+    """Complete URL of the chat completions API."""
     headers: dict[str, str]
-    """Includes the key, so it is never printed."""
+    """HTTP headers. They include the key, so they are never printed."""
     secret: str
     limit_field: str
     cache_key: bool
@@ -297,8 +298,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _with_provider(name: str) -> str | None:
-    """Return the full name that ``name``, which has no provider, was probably meant to be, such as
-    ``openai:gpt-5-mini`` for ``openai/gpt-5-mini`` or ``gpt-5-mini``. None if there is none."""
+    """Guess the full name for a model name without a provider, such as ``openai:gpt-5-mini`` for
+    ``openai/gpt-5-mini`` or ``gpt-5-mini``. Returns None if there is no good guess."""
     if name.startswith(("http://", "https://")):
         return f"openai:MODEL@{name}"
     if os.path.isdir(name):
@@ -321,7 +322,7 @@ def _with_provider(name: str) -> str | None:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """Split a server's URL from the name of a model: ``m@http://host/v1`` becomes ``("m",
+    """Split a model name with a server's URL into the two: ``m@http://host/v1`` becomes ``("m",
     "http://host/v1")``.
 
     Without a URL, the whole text is the model, whose name may contain an ``@`` itself
@@ -340,8 +341,8 @@ def split_url(model: str) -> tuple[str, str | None]:
 
 
 class MissingKey(ConfigError):
-    """Raised if a model at its provider's default address has no API key. ``name`` is the model's
-    name."""
+    """Raised if a model at its provider's default address has no API key. ``name`` is the
+    model's name."""
 
     def __init__(self, text: str, name: str, variable: str) -> None:
         super().__init__(text)
@@ -352,7 +353,7 @@ class MissingKey(ConfigError):
 
 def no_key(name: str, variable: str) -> MissingKey:
     """Return the error for a model without an API key. If the text after an ``@`` in the model's
-    name may have been meant as a base URL, the error also shows the full form."""
+    name could be a base URL, the error also shows the correct form."""
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (
@@ -372,8 +373,7 @@ def resolve_endpoint(
     headers: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ResolvedEndpoint:
-    """Find the address, the key and the headers for a model's name, and return them as a
-    ``ResolvedEndpoint``.
+    """Find the address, the API key and the headers for a model's name.
 
     The order of precedence is ``key`` and ``base_url``, then ``@URL`` in the name, then the
     environment. ``headers`` are added to each request."""
@@ -494,16 +494,16 @@ class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """The price and the context window of one model, as an entry of a price file."""
 
     input: float | None = None
-    """Dollars per million tokens, like the next three fields."""
+    """Dollars per million input tokens. The next three fields have the same unit."""
     output: float | None = None
     cached: float | None = None
     cache_write: float | None = None
     window: int | None = None
-    """Context window: maximum tokens of prompt and reply together."""
+    """Context window: maximum tokens of the prompt and the reply together."""
     taken: str = ""
-    """Month of the numbers, such as ``2026-11``."""
+    """Month in which the numbers were recorded, such as ``2026-11``."""
     source: str = ""
-    """Source of the numbers."""
+    """Where the numbers were found."""
     also: tuple[str, ...] = ()
 
     @property
@@ -514,7 +514,8 @@ class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class PriceTable:
-    """A table of prices and context windows, by the model's full name (``provider:model``)."""
+    """A table of prices and context windows, indexed by the model's full name
+    (``provider:model``)."""
 
     def __init__(self, entries: Mapping[str, PriceEntry]) -> None:
         self.entries = dict(entries)
@@ -525,8 +526,8 @@ class PriceTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
-        """Load the packaged table of prices, overridden by the file at ``path`` or, by default, by
-        the file that ``RAMIFY_PRICES`` names."""
+        """Load the packaged table of prices. Entries are overridden by the file at ``path``, or
+        by default by the file that ``RAMIFY_PRICES`` names."""
         packaged = _read(Path(__file__).with_name("prices.json"))
         override = path or os.environ.get("RAMIFY_PRICES")
         return cls({**packaged, **_read(Path(override))} if override else packaged)
@@ -552,12 +553,13 @@ class PriceTable:
 
 
 def is_in_process(name: str) -> bool:
-    """Return True if a model runs in this process: ``local:FOLDER`` or a packaged policy."""
+    """Return True if a model runs in this process, that is, if its name is ``local:FOLDER`` or a
+    packaged policy."""
     return name.startswith(f"{IN_PROCESS}:") or name in packaged_policies()
 
 
 def is_script(name: str) -> bool:
-    """Return True if replies come from a script and not from a model, so that nothing is paid."""
+    """Return True if a model's replies come from a script, so that they cost nothing."""
     return name.startswith(("scripted:", "offline:"))
 
 

@@ -69,23 +69,24 @@ Sleep = Callable[[float], Awaitable[object]]
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 RETRYING = "trying again in"
-"""Words by which a note about a retry is known."""
+"""Words by which a log message about a retry is recognised."""
 _LONG_WAIT_S = 1.0
-"""A shorter wait leaves no record."""
+"""Seconds of waiting below which nothing is logged."""
 _WAITED_FOR = {
     "budget": "the part of the budget that other requests held",
     "rate_limit": "a slot, because of a rate limit",
     "outage": "an answer, because its requests failed",
 }
 _MOST_TIMEOUTS = 6
-"""Timeouts for which a stream may send signs of life and no text, while a model reasons."""
+"""Number of timeouts for which a stream may send keep-alive signs but no text, while a model
+reasons."""
 _LOCAL_WINDOW = 32_768
-"""Context window (tokens) that is assumed for a local model of unknown window."""
+"""Context window (tokens) that is assumed for a local model if its window is unknown."""
 
 
 class RateLimitedClientPool:
-    """Creates clients for models by name, and sends them requests with rate limiting and retries. A
-    pool belongs to one event loop."""
+    """Creates clients for models by name, and sends them requests with rate limiting and
+    retries. A pool belongs to one event loop."""
 
     def __init__(
         self,
@@ -101,6 +102,11 @@ class RateLimitedClientPool:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         """Create a pool that sends at most ``max_in_flight`` requests at a time.
+
+        ``timeout_s`` is the longest time without any data. For a reply that is not streamed, it is
+        the time until the whole reply has arrived. If a server asks to wait longer than
+        ``max_wait_s``, the request fails. ``keys`` and ``base_urls`` map a provider's name to a
+        value that replaces its environment variables.
 
         ``timeout_s`` is the longest time in which nothing arrives: of a reply that is not streamed,
         the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the request
@@ -138,21 +144,20 @@ class RateLimitedClientPool:
 
     @property
     def pause_remaining_s(self) -> float:
-        """The number of seconds until no model is paused by a rate limit, or 0 if none is paused
+        """The number of seconds until no model is paused by a rate limit; 0 if none is paused
         now."""
         return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
-        """Return the client of the model with the given full name (``provider:model``). The client
-        connects at its first request."""
+        """Return the client of the model with the given full name (``provider:model``). The
+        client connects at its first request."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = self._connect(Model(name))
         return client
 
     def client_for_model(self, model: Model) -> Client:
-        """Return the client of a model object, which uses the key with which the object was
-        created."""
+        """Return the client for a ``Model`` object. The client uses the API key of that object."""
         for known, client in self._bound:
             if known == model:
                 return client
@@ -161,8 +166,8 @@ class RateLimitedClientPool:
         return client
 
     def register(self, client: AnyClient) -> AnyClient:
-        """Register an existing client under its model's name, and return the client. The caller
-        remains responsible for closing it."""
+        """Register an existing client under its model's name, and return it. The caller remains
+        responsible for closing the client."""
         self._clients[client.name] = client
         return client
 
@@ -177,7 +182,7 @@ class RateLimitedClientPool:
         on_send: Callable[[], None] | None = None,
         on_piece: OnPiece | None = None,
     ) -> Reply:
-        """Send a request, repeat it after transient failures, and return the reply with its cost.
+        """Send a request, and retry it after transient failures. Returns the reply with its cost.
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
         called once, when the request is about to be sent for the first time. ``on_retry`` receives
@@ -206,8 +211,8 @@ class RateLimitedClientPool:
             retries.log_outage()
 
     async def close(self) -> None:
-        """Close the connections and every client that this pool created. Calling this again has no
-        effect."""
+        """Close the connections and every client that this pool created. Calling this again has
+        no effect."""
         own, self._own = self._own, []
         self._clients.clear()
         self._bound.clear()
@@ -279,7 +284,7 @@ class RateLimitedClientPool:
         self, client: Client, account: RequestReservation, gate: AdaptiveConcurrencyLimiter
     ) -> int:
         """Reserve the budget for an attempt, and then wait for a free slot of the rate limiters.
-        Returns the limiter's current round."""
+        Returns the current round of the model's limiter."""
         began_s = _now_s()
         try:
             await account.reserve()
@@ -292,8 +297,8 @@ class RateLimitedClientPool:
             raise
 
     def _is_enough(self, account: RequestReservation, gate: AdaptiveConcurrencyLimiter) -> bool:
-        """Return True if the budget's reservation still covers the attempt. If not, the attempt's
-        slots in the rate limiters are released."""
+        """Return True if the budget's reservation still covers the attempt. Otherwise the
+        attempt's slots in the rate limiters are released."""
         is_enough = False
         try:
             is_enough = account.is_still_valid()
@@ -328,8 +333,8 @@ class RateLimitedClientPool:
         return entered
 
     def backoff_s(self, error: ModelError, failed: int) -> float:
-        """Return how many seconds to wait before the next attempt: as long as the server asked, or
-        else a random time that grows exponentially with the number of failures."""
+        """Return how many seconds to wait before the next attempt: as long as the server asked,
+        or else a random time that grows exponentially with the number of failures."""
         if self._random is None:
             import random  # few runs have failures
 
@@ -377,7 +382,7 @@ class RateLimitedClientPool:
 
 class _Arrival:
     """The idle timeout of a reply that is arriving. Every piece of the reply restarts it, but
-    pieces without text do so only for a limited time."""
+    pieces without text can do so only for a limited time."""
 
     def __init__(
         self, deadlines: TimeoutScheduler, timeout_s: float, on_piece: OnPiece | None
@@ -448,14 +453,15 @@ class RequestRetries:
         self._num_retries = 0
 
     def is_wait_acceptable(self, error: ModelError) -> bool:
-        """Return True if the wait that the server asked for is short enough to try again."""
+        """Return True if the time for which the server asked to wait is short enough to try
+        again."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
     def wait_after(
         self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
     ) -> float | None:
-        """Return how many seconds to wait before the next attempt, or None if the rate limiter will
-        pause it anyway. Raises the given error if the request is given up."""
+        """Return how many seconds to wait before the next attempt, or None if the rate limiter
+        will pause it anyway. Raises the given error if the request should not be retried."""
         is_limited = isinstance(error, RateLimited)
         if is_limited and others_passed:
             self._began_s, self._waited_s = math.inf, 0.0
@@ -475,8 +481,8 @@ class RequestRetries:
         return None if is_limited else wait_s
 
     def log_outage(self) -> None:
-        """Log how long the request kept failing, if it was retried and that took a second or
-        longer."""
+        """Log how long the request kept failing, if it was retried and that took at least a
+        second."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())
 
@@ -489,8 +495,8 @@ class RequestRetries:
         return self._patience_s - self._out_s()
 
     def _out_s(self) -> float:
-        """Return how many seconds the request has been failing, which is at least the time it has
-        waited between attempts."""
+        """Return for how many seconds the request has been failing. This is at least the time
+        spent waiting between attempts."""
         return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
 
     def _report(self, error: ModelError, wait_s: float) -> None:
@@ -517,8 +523,8 @@ class RequestRetries:
 
 
 class AdaptiveConcurrencyLimiter:
-    """Limits how many requests are in flight at a time, first come, first served, and lowers the
-    limit after rate-limit errors. A limiter belongs to one event loop.
+    """Limits how many requests are in flight at a time, first come, first served. After a
+    rate-limit error the limit is lowered. A limiter belongs to one event loop.
 
     The gate starts fully open. A rate limit halves its width, once for all requests that were in
     flight together, and pauses all requests for the time that the server asked for. Every success
@@ -548,7 +554,7 @@ class AdaptiveConcurrencyLimiter:
 
     @property
     def width(self) -> int:
-        """The number of requests that may be in flight at the moment."""
+        """The number of requests that may currently be in flight."""
         return int(self._allowed)
 
     def opens_in_s(self) -> float:
@@ -561,16 +567,16 @@ class AdaptiveConcurrencyLimiter:
         )
 
     def try_acquire(self) -> bool:
-        """Take a slot for a request if one is free. Returns False if the caller must wait with
-        ``acquire``."""
+        """Take a slot for a request if one is free. If it returns False, the caller must wait
+        with ``acquire``."""
         if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
             return False
         self.in_flight += 1
         return True
 
     async def acquire(self) -> int:
-        """Wait for a slot for a request. Returns the number of the current round, which the caller
-        passes to ``slow_down`` if the request meets a rate limit."""
+        """Wait for a slot for a request. Returns the number of the current round. The caller
+        passes it to ``slow_down`` if the request hits a rate limit."""
         if not self.try_acquire():
             await self._wait_for_slot()
         return self.round
@@ -587,8 +593,8 @@ class AdaptiveConcurrencyLimiter:
             self._allowed = min(self._most, self._allowed + self._step / self._allowed)
 
     def slow_down(self, round: int, pause_s: float) -> None:
-        """Record that a request met a rate limit: halve the number of requests at a time, once for
-        each round, and start no request for ``pause_s`` seconds."""
+        """Record that a request hit a rate limit. This halves the number of concurrent requests,
+        once per round, and starts no request for ``pause_s`` seconds."""
         if round == self.round:
             self.round += 1
             self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
@@ -634,14 +640,14 @@ def _now_s() -> float:
 
 
 def _record_wait(client: Client, reason: str, wait_s: float) -> None:
-    """Log that a request waited for a number of seconds, if that was long."""
+    """Log how many seconds a request has waited, if that was long."""
     if wait_s >= _LONG_WAIT_S:
         text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
 def _unexpected(client: Client, error: Exception) -> MalformedResponse:
-    """Log the traceback of an exception that a client should not raise, and return the
+    """Log the traceback of an unexpected exception from a client, and return the
     MalformedResponse to raise instead."""
     text = " ".join(redacted(redact_likely_secrets(str(error))).split())[:200]
     bad = MalformedResponse(
@@ -657,7 +663,7 @@ def _asked_s(error: ModelError) -> float:
 
 
 def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
-    """Return a reply with a usage that is plausible, and with its cost at the given price."""
+    """Return a copy of a reply with a plausible usage, and with its cost at the given price."""
     usage = believed(reply, request, window)
     cost = price.of(usage) if price is not None else reported_cost(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens

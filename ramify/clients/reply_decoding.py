@@ -1,4 +1,4 @@
-"""Decode a server's replies within size limits, without blocking the event loop.
+"""Decode a server's responses within size limits, without blocking the event loop.
 
     body ── small ──────────────────▶ _decode_in_place ──▶ Reply
        └─── large ──▶ helper process: _decode_in_place ──▶ Reply
@@ -29,10 +29,10 @@ from ramify.http_client.compression import too_long
 from ramify.types.message import Reply
 
 LARGE_BYTES = 1 << 18
-"""Bodies with more bytes are decoded in a helper process."""
+"""Response bodies with more bytes than this are decoded in a helper process."""
 _LARGE_COMMAS = 2048
-"""Bodies with more commas are also decoded in a helper process: between two commas there may be an
-object or a number that is slow to decode."""
+"""Bodies with more commas than this are also decoded in a helper process, because a number or an
+object between two commas may be slow to decode."""
 
 
 class Undecodable(Exception):
@@ -53,7 +53,7 @@ class NoReplyInResponse(Exception):
 
 class _Task(msgspec.Struct, array_like=True):
     format: str
-    """Module name of the format."""
+    """Name of the module that defines the response format."""
     model: str
     bound: ReplySizeLimit
     seconds: float
@@ -62,7 +62,7 @@ class _Task(msgspec.Struct, array_like=True):
 class _Decoded(msgspec.Struct, array_like=True):
     reply: Reply | None = None
     failed: str = ""
-    """Kind of failure: a key of ``_FAILURES``, or ``no reply``. Empty for a success."""
+    """Kind of failure: a key of ``_FAILURES``, or ``no reply``. Empty if decoding succeeded."""
     text: str = ""
     code: int | None = None
     has_error: bool = False
@@ -80,7 +80,7 @@ _FAILURES: dict[str, type[Exception]] = {
 async def decode_reply(
     format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> Reply:
-    """Decode the body of a response to a reply. Large bodies are decoded in a helper process.
+    """Decode a response body to a reply. Large bodies are decoded in a helper process.
 
     Raises Undecodable or NoReplyInResponse; ValueError if fields of the reply contradict each
     other; ServerFailed if the server aborted the reply; and MalformedResponse, which is not
@@ -102,7 +102,7 @@ async def decode_reply(
 
 
 def is_large(body: bytes) -> bool:
-    """Return True if decoding a body may take so long that it would block the event loop."""
+    """Return True if a body may take so long to decode that it would block the event loop."""
     return len(body) > LARGE_BYTES or body.count(b",") > _LARGE_COMMAS
 
 
@@ -167,7 +167,7 @@ def _problem(what: str, number: int, most: int) -> str:
 
 
 def decode_in_helper(task: bytes, body: bytes) -> bytes:
-    """Run in a helper process: decode the body of a response, and return the encoded result."""
+    """Decode a response body in a helper process, and return the encoded result."""
     given = msgspec.msgpack.decode(task, type=_Task)
     format = importlib.import_module(given.format)
     return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))

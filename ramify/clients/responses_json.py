@@ -1,5 +1,5 @@
-"""Translate between Ramify's types and the JSON of OpenAI's responses API: a ``Request`` becomes a
-body, and a body becomes a ``Reply``.
+"""Convert between Ramify's types and the JSON of OpenAI's responses API. A ``Request`` becomes a
+request body, and a response body becomes a ``Reply``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"input": […], "max_output_tokens": 64, …}
     {"status": "completed", "output": [{"type": "message", …}]}  ->  Reply(Message("assistant", …))
@@ -30,7 +30,7 @@ from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
 KIND = "response"
 STREAM_FIELDS = {"stream": True}
-"""Fields that ask for a stream, whose last event counts the tokens."""
+"""Request fields that enable streaming. The last event of a stream counts the tokens."""
 HAS_LAST_BODY = True
 
 
@@ -46,13 +46,14 @@ class ResponsesApiResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[dict[str, Any]] | None:
-        """The items of the response's output. The property has the same name as in chat
-        completions, so that one decoder can read all formats."""
+        """The items of the response's output. The name is the same as in chat completions, so
+        that one decoder can read all formats."""
         return self.output
 
     @property
     def num_items(self) -> int:
-        """The number of output items plus the number of their parts, which a size limit bounds."""
+        """The number of output items plus the number of their parts. A size limit applies to
+        this number."""
         items = self.output or []
         return len(items) + sum(
             len(parts)
@@ -66,13 +67,14 @@ _decoder = msgspec.json.Decoder(ResponsesApiResponse)
 
 
 def decode(body: bytes) -> ResponsesApiResponse:
-    """Decode the body of a response. Raises msgspec.DecodeError if it has another form."""
+    """Decode the JSON body of a response. Raises msgspec.DecodeError if the body has another
+    form."""
     return decode_body(_decoder, body)
 
 
 class _StreamEvent(msgspec.Struct):
-    """One event of a stream. Its larger fields are decoded only when needed, because the last event
-    holds the whole response."""
+    """One event of a stream. Its larger fields are decoded only when needed, because the last
+    event holds the whole response."""
 
     type: str = ""
     delta: msgspec.Raw = msgspec.Raw()
@@ -89,8 +91,8 @@ _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 class ResponseReplyStream:
-    """Assembles a reply of the responses API from the events of a stream. The last event contains
-    the whole response."""
+    """Assembles a reply from the events of a stream of the responses API. The last event
+    contains the whole response."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -158,7 +160,7 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: float) -> Reply:
     """Convert a decoded response to a ``Reply``. Raises ValueError if the response contradicts
-    itself or may be incomplete, and ServerFailed if the server says that it failed."""
+    itself or may be incomplete, and ServerFailed if the server reports a failure."""
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
     text = "".join(text_field(part, "text") for part in parts)
@@ -202,8 +204,8 @@ def _items(request: Request, message: Message) -> list[dict[str, Any]]:
 
 
 def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts. Raises ValueError if the message is not
-    complete."""
+    """Return the content of a message as a list of parts. Raises ValueError if the message is
+    not complete."""
     if item.get("status") not in ("completed", "incomplete", None):
         raise ValueError(f"sent a message with status {item['status']!r:.60}: is it complete?")
     content = item.get("content")
@@ -213,8 +215,8 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tuple[Finish, str]:
-    """Return how the reply ended, and the server's reason if the reply was filtered or cut. Raises
-    ServerFailed if the server failed."""
+    """Return how the reply ended, and the server's reason if the reply was filtered or cut off.
+    Raises ServerFailed if the server failed."""
     details = response.incomplete_details
     reason = str(details.get("reason")) if isinstance(details, dict) else ""
     is_cut = any(item.get("status") == "incomplete" for item in response.output or ())
