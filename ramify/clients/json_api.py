@@ -179,7 +179,7 @@ class JsonApi:
 
     async def parse_reply(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
         """Read the reply from a response that arrived in another way, such as in a batch. Raises
-        ModelError if there is no valid reply."""
+        ModelError if it has no valid reply."""
         if answer.status // 100 != 2:
             raise self.refusal(answer)
         return await self._read(answer, bound, 0.0)

@@ -299,7 +299,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 def _with_provider(name: str) -> str | None:
     """Guess the full name for a model name without a provider, such as ``openai:gpt-5-mini`` for
-    ``openai/gpt-5-mini`` or ``gpt-5-mini``. Returns None if there is no good guess."""
+    ``openai/gpt-5-mini`` or ``gpt-5-mini``. Returns None if nothing similar is known."""
     if name.startswith(("http://", "https://")):
         return f"openai:MODEL@{name}"
     if os.path.isdir(name):

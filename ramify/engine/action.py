@@ -54,15 +54,16 @@ _MARK = lazy_pattern(
     r")",
     re.MULTILINE,
 )
-"""What ends a stretch of prose: a fence, a tag of thinking; or an answer, whose strings may contain
-any of these."""
+"""Pattern for the end of a section of prose: a code fence, a thinking tag, or an answer. Strings
+in an answer may contain any of these."""
 _MAY_BE_MARK = lazy_pattern(r"\n(?=[ \t]*+[`~<*+\d-])")
 _PAREN = lazy_pattern(r"[()]")
 _MAX_TRIES = 16
-"""How many calls of ``FINAL(`` that Python cannot read are tried; later ones are read by counting
-parentheses. Each try may read to the end of the text."""
+"""Maximum number of ``FINAL(`` calls with invalid Python that are parsed. Later ones are read by
+counting parentheses, because each parse may read to the end of the text."""
 _MAX_LITERAL_CHARS = 4_000_000
-"""A longer text is read as JSON or taken as it is: a syntax tree has a hundred times its size."""
+"""A text longer than this is read as JSON or kept as text, because its syntax tree would need a
+hundred times the memory."""
 _CONSTANTS: dict[str, Any] = {
     "true": True,
     "false": False,
@@ -70,7 +71,7 @@ _CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("NaN", "nan"), float("nan")),
     **dict.fromkeys(("Infinity", "inf"), float("inf")),
 }
-"""Names that JSON and ``repr`` write for values."""
+"""Names of constants in JSON and in ``repr`` -> their Python values."""
 _JSON_WORD = lazy_pattern(r"\b(?:true|false|null|NaN|Infinity)\b")
 _CUT = (
     "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
@@ -87,9 +88,10 @@ class FinalAnswer(msgspec.Struct, frozen=True):
 
     text: str
     variable: bool = False
-    """True if ``text`` names a session variable that holds the answer."""
+    """True if ``text`` is the name of a session variable that holds the answer."""
     as_is: bool = False
-    """True if ``text`` is the answer itself, neither a variable name nor a Python literal."""
+    """True if ``text`` is the answer itself, and is not read as a variable name or a Python
+    literal."""
 
     def literal(self) -> Any:
         """Parse the answer's text as JSON or as a Python literal, and return the value. Text that
@@ -109,7 +111,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
             return self.text
 
     def untyped_value(self) -> Any:
-        """Return the value of the answer when the question demands no particular type.
+        """Return the value of the answer when the question requires no particular type.
 
         The text is read as JSON or as a Python literal, with two exceptions that stay text:
         ``None`` or ``null``, and a number that Python or JSON would write differently, such as 3.10
@@ -131,8 +133,8 @@ class _Constants(ast.NodeTransformer):
 
 
 def _argument(text: str) -> ast.expr | None:
-    """Parse the text inside ``FINAL(…)`` as a Python expression; several arguments become a tuple.
-    Returns None if the text is not valid Python."""
+    """Parse the text inside ``FINAL(…)`` as a Python expression. Several arguments become a
+    tuple. Returns None if the text is not valid Python."""
     if len(text) > _MAX_LITERAL_CHARS or call_end(f"{text}\n)", 0) != len(text) + 1:
         return None
     try:
@@ -150,8 +152,11 @@ _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorE
 
 
 def answer_code(final: FinalAnswer | None) -> tuple[str, ...]:
-    """Return the code that computes a final answer which the model wrote as an expression, such as
+    """Return the code that computes a final answer that the model wrote as an expression, such as
     ``FINAL(len(found))``.
+
+    The result is a tuple with one piece of code. It is empty if the answer is a name, a literal or
+    plain words.
 
     The code is a tuple with one cell. The tuple is empty if the answer is a name, a literal or
     plain words."""
@@ -167,23 +172,23 @@ def answer_code(final: FinalAnswer | None) -> tuple[str, ...]:
 
 
 class ParsedAction(msgspec.Struct, frozen=True):
-    """What a model's reply asks for, in order of execution: first run the code cells, then give the
-    final answer."""
+    """The actions that a model's reply asks for, in order of execution: run the code, then give
+    the final answer."""
 
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
-    """Native tool calls of the reply, each of which needs an answer."""
+    """Ids of the reply's native tool calls. Each of them needs a response."""
     final: FinalAnswer | None = None
     ignored: tuple[str, ...] = ()
-    """Notes for the model about what was not understood."""
+    """Notes to the model about parts that were not understood."""
     was_attempted: bool = False
-    """True if nothing was understood, but the message tried to run something, so that its words are
-    not an answer."""
+    """True if nothing was understood although the message tried to run something. Its text is
+    then not an answer."""
 
     def is_in_our_form(self, text: str) -> bool:
-        """Return True if a reply needs no other interpretation: it contains code or an answer in
-        the expected form, and no marks of another system. ``text`` is the reply from which this
-        action was parsed."""
+        """Return True if a reply needs no other interpretation. It then contains code or an
+        answer in the expected form, and no syntax of another system. ``text`` is the reply from
+        which this action was parsed."""
         is_understood = bool(self.codes) or self.final is not None
         return is_understood and ">>>" not in text and "<|channel|>" not in text
 
@@ -215,14 +220,14 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``. If the
-    reply contains none of these, the whole text is returned."""
+    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``. A
+    reply with none of these is returned whole."""
     codes, prose, _ = _fenced(text)
     return _VARIABLE.sub("", prose if codes else without_thinking(text)).strip()
 
 
 def without_thinking(text: str) -> str:
-    """Remove the thinking blocks from a reply, and normalise its line ends."""
+    """Remove the thinking blocks from a reply, and normalise its line endings."""
     text = text.replace("\r\n", "\n")
     if "<think>" not in text and "</think>" not in text:
         return text
@@ -230,21 +235,21 @@ def without_thinking(text: str) -> str:
 
 
 def unrun_fences(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield the code fences of a reply that will not be run, such as unmarked ones. Each is a tuple
-    of the fence's language, its content, and whether it was closed."""
+    """Yield the code fences of a reply that will not be run, such as unmarked ones. Each is a
+    tuple of the language, the content, and whether the fence was closed."""
     for part in _parts(text):
         if part.fence is not None and not part.is_code:
             yield part.language, part.body, part.closed
 
 
 class _Part(NamedTuple):
-    """A section of prose in a reply, or a code fence, without the thinking in it."""
+    """A section of prose or a code fence in a reply, without any thinking in it."""
 
     text: str
     fence: re.Match[str] | None = None
-    """The opening line of a fence."""
+    """The opening line of a code fence."""
     body: str = ""
-    """Content of the fence, without its indentation."""
+    """Content of the code fence, without its indentation."""
     closed: bool = True
 
     @property
@@ -257,7 +262,7 @@ class _Part(NamedTuple):
 
 
 def _parts(text: str) -> list[_Part]:
-    """Split a reply into its prose and its code fences, in order, and drop its thinking."""
+    """Split a reply into its prose and its code fences, in order. Thinking is dropped."""
     parts: list[_Part] = []
     start = position = 0
     has_thought, num_tries = False, 0
@@ -292,8 +297,11 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_strings(text: str, start: int) -> int:
-    """Find the position after an opening ``FINAL(`` from which the search for code fences and tags
-    can continue.
+    """Find where the search for code fences and tags can continue after an opening ``FINAL(``.
+
+    ``start`` is the index just after the parenthesis. String literals inside the call are skipped
+    if they contain lines that look like a fence or a tag. Returns ``start`` if there are none, or
+    if the call is not valid Python.
 
     ``start`` is the index just after the parenthesis. Lines inside the call's string literals are
     skipped if they look like a fence or a tag. Returns ``start`` if there are none, or if the call
@@ -349,8 +357,7 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
 
 
 def _may_span(text: str, start: int, end: int) -> bool:
-    """Return True if a section of code may contain a string that spans several lines, which is
-    rare."""
+    """Return True if a section of code may contain a multi-line string. This is rare."""
     return (
         text.find('"""', start, end) >= 0
         or text.find("'''", start, end) >= 0
@@ -361,7 +368,7 @@ def _may_span(text: str, start: int, end: int) -> bool:
 @functools.lru_cache(64)
 def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
     """Return a pattern for the lines that may end a code fence: closing lines and thinking tags.
-    ``num`` is how often the opening line of the fence repeats ``character``."""
+    ``num`` is how often the fence's opening line repeats ``character``."""
     return re.compile(
         rf"^(?:(?P<close>[ \t]{{0,{indent + 3}}}+{re.escape(character)}{{{num},}}+[ \t]*+$)"
         r"|[ \t]*+(?P<think><think>)|(?P<thought>[ \t]*+</think>[ \t]*+$))",
@@ -370,8 +377,8 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Return the code of each fence of a reply, the text outside all fences and thinking, and notes
-    about the parts that were ignored."""
+    """Split a reply into code and text. Returns the code of each fence, the text outside all
+    fences and thinking, and notes about the parts that were ignored."""
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
@@ -401,8 +408,8 @@ def _dedented(body: str, indent: int) -> str:
 
 
 def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
-    """Return the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line, or None, and whether
-    its parenthesis was closed."""
+    """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line. Returns it, or
+    None, and whether its parenthesis was closed."""
     final, is_closed = None, True
     position = num_tries = 0
     while match := _FINAL.search(prose, position):
@@ -423,9 +430,9 @@ def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
 
 
 def _counted_end(text: str, start: int) -> int:
-    """Find the closing parenthesis by counting every parenthesis, even those inside strings.
-    ``start`` is the index just after the opening one. Returns the index of the closing parenthesis,
-    or the length of the text if there is none."""
+    """Find the closing parenthesis by counting parentheses, even inside strings. ``start`` is
+    the index just after the opening one. Returns the index of the closing one, or the length of
+    the text if there is none."""
     depth = 1
     for parenthesis in _PAREN.finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -435,8 +442,8 @@ def _counted_end(text: str, start: int) -> int:
 
 
 def _json_answer(code: str) -> FinalAnswer | None:
-    """Return the answer if ``code`` is nothing but a ``FINAL(…)`` call whose argument is JSON with
-    words that Python does not know, as in ``FINAL({"found": true})``. Return None otherwise."""
+    """Return the answer if ``code`` is only a ``FINAL(…)`` call with a JSON argument that is not
+    valid Python, as in ``FINAL({"found": true})``. Returns None otherwise."""
     match = _FINAL.match(code)
     if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):
         return None
@@ -451,8 +458,8 @@ def _json_answer(code: str) -> FinalAnswer | None:
 
 
 def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
-    """Parse one native tool call. Returns the code to run, the final answer, and an explanation if
-    the call is invalid; exactly one of the three is set."""
+    """Parse one native tool call. Returns the code to run, the final answer, and an explanation
+    if the call is invalid. Exactly one of the three is set."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -476,8 +483,8 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
 
 
 def answer_from_tool_argument(value: Any) -> FinalAnswer:
-    """Convert the argument of a tool call that gives the final answer, a JSON value, to a
-    ``FinalAnswer``. A text that would be read as another value is quoted."""
+    """Convert the JSON argument of a tool call that gives the final answer to a ``FinalAnswer``.
+    A text that would be parsed as another value is quoted."""
     if isinstance(value, str) and FinalAnswer(value).literal() == value:
         return FinalAnswer(value)
     return FinalAnswer(repr(value))

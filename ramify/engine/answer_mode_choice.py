@@ -1,5 +1,5 @@
-"""Choose the mode of a question, that is, whether a session, a plan or one plain call answers it.
-Record the choice and the reason for it.
+"""Choose the mode of a question: a Python session, a plan with many small model calls, or one plain
+call. The choice and its reason are recorded.
 
     RLM.completion(text, query, mode="auto")
         chooser(ModeChoiceInput) ─┬─> ModeChoice  by rules: nothing is asked
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
     from ramify.engine.resources import RlmSetup, RunModels
 
 _SHOWN_TOOLS = 4
-"""Tools that a reason names."""
+"""Maximum number of tools that a reason names."""
 _TABLE_TOOLS = frozenset(("sql", "tables", "search", "chunks"))
 _TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
-"""Kinds of tables whose rows are also texts of the context."""
+"""Kinds of table sources whose rows are also in the context as text."""
 _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xlsx"))
 
 
 class ModeChoiceInput(msgspec.Struct, frozen=True):
-    """The facts from which the mode of a question is chosen. All of them are known before any model
-    has been asked."""
+    """The facts on which the choice of a question's mode is based. All of them are known before
+    any model call."""
 
     question: Question
     root: Client
-    """The model of a session, or of the plain call."""
+    """The model that runs a session or answers a plain call."""
     client: Client
-    """The model that answers leaves."""
+    """The model that answers a plan's calls, each about one part of the text."""
     direct_chars: int
-    """Characters of the longest context that one plain call answers without a mode."""
+    """Maximum length in characters of a context that one plain call answers if no mode is set."""
     limits: Limits
     budget: BudgetAmount
-    """Calls, tokens and dollars that the run may use."""
+    """Calls, tokens and dollars that the run may still use."""
     of_sessions: Sequence[str]
-    """What the question has that only a session can use: ``tools``, ``citations``."""
+    """Features of the question that only a session supports: ``tools``, ``citations``."""
     of_prompts: Sequence[str]
-    """What the question has that only a session or a plain call can use: ``instructions``."""
+    """Features of the question that only a session or a plain call supports: ``instructions``."""
     has_tables: bool
-    """Whether the context has tables that code can query, and a plan can read as text."""
+    """Whether the context has tables that code can query and a plan can read as text."""
     is_csv: bool
-    """Whether the context has texts of CSV files alone, whose first line names the columns."""
+    """Whether the context consists only of CSV texts, whose first lines name the columns."""
 
 
 class ModeChoice(msgspec.Struct, frozen=True):
@@ -69,20 +69,21 @@ class ModeChoice(msgspec.Struct, frozen=True):
     """``free``, ``plan`` or ``direct``."""
     reason: str
     strategy: Strategy | None = None
-    """What answers the question with ``plan``."""
+    """Strategy that answers the question in the mode ``plan``."""
 
 
 class ModeChoiceCall(msgspec.Struct, frozen=True):
-    """A single model call that chooses the mode of a question, used if the rules alone cannot
-    decide."""
+    """A single model call that chooses the mode of a question. It is used if the rules alone
+    cannot decide."""
 
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
-    """(answer of the call or None, why it has none) -> the choice. Raises nothing."""
+    """Function that makes the choice from the call's answer, or None, and the reason if there is
+    no answer. It raises no errors."""
 
 
 def _kinds_of_sources(question: Question) -> set[str]:
-    """Return the kinds of the question's sources, such as ``csv``. Return an empty set if the
+    """Return the kinds of the question's sources, such as ``csv``. The set is empty if the
     record lists only some of the sources."""
     items = question.read.get("items", ())
     is_whole = question.read.get("num_items", 0) == len(items)
@@ -90,8 +91,8 @@ def _kinds_of_sources(question: Question) -> set[str]:
 
 
 def _has_texts_of_tables(question: Question) -> bool:
-    """Return True if the sources contain tables and the context contains the rows of all of them as
-    text."""
+    """Return True if the sources include tables, and the context contains the rows of all of
+    them as text."""
     kinds = _kinds_of_sources(question)
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
@@ -109,9 +110,9 @@ def always_direct(_facts: ModeChoiceInput) -> ModeChoice:
 async def first_choice(
     setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
 ) -> ModeChoice | ModeChoiceCall | None:
-    """Choose the mode of a question before the run starts, or return the call in which a model will
-    choose. A resumed run keeps its recorded choice. Return None if the question has no mode. Raises
-    ConfigError if the mode cannot be used for this question."""
+    """Choose the mode of a question before the run starts, or return the model call that will
+    choose it. A resumed run keeps its recorded choice. Returns None if the question has no mode.
+    Raises ConfigError if the mode cannot be used for this question."""
     if question.mode is None or (is_conversation and question.mode in ("free", "auto")):
         return None
     if is_conversation:
@@ -130,7 +131,7 @@ async def first_choice(
 
 
 def recorded_choice(question: Question) -> ModeChoice | None:
-    """Return the mode that was chosen when the run was first started, or None if no choice is
+    """Return the mode that was chosen when the run first started, or None if no choice is
     recorded."""
     recorded = question.chosen_mode
     if recorded is None:
@@ -139,7 +140,7 @@ def recorded_choice(question: Question) -> ModeChoice | None:
 
 
 def applied(question: Question, choice: ModeChoice) -> Question:
-    """Return a copy of the question that will be answered in the chosen mode."""
+    """Return a copy of the question with the settings of the chosen mode applied."""
     direct = ALWAYS if choice.mode == "direct" else False
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
 
@@ -147,8 +148,8 @@ def applied(question: Question, choice: ModeChoice) -> Question:
 def make_mode_chosen_event(
     choice: ModeChoice, at_s: float, *, is_asked: bool = False
 ) -> ModeChosen:
-    """Return the event that records ``choice`` in the journal. ``is_asked`` is True if a model made
-    the choice."""
+    """Create the event that records ``choice`` in the run's journal. ``is_asked`` is True if a
+    model made the choice."""
     strategy = {} if choice.strategy is None else record_of(choice.strategy)
     return ModeChosen(
         at_s=at_s, mode=choice.mode, reason=choice.reason, strategy=strategy, is_asked=is_asked

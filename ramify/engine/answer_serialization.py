@@ -1,5 +1,5 @@
-"""Convert the answers of a run into the form in which its journal records them: JSON, plus the
-Python types of the answer if JSON would lose them.
+"""Convert the answers of a run to the form in which the run's journal stores them. This is JSON,
+plus the Python types of an answer if JSON would lose them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _text_of(value: Any) -> str:
 
 
 def _dumped(value: Any) -> Any:
-    """Return the fields of a pydantic model, for which msgspec has no built-in support. Raise
+    """Return the fields of a pydantic model, which msgspec does not support by itself. Raises
     NotImplementedError for any other type."""
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
@@ -47,7 +47,7 @@ def _dumped(value: Any) -> Any:
 
 
 def typed_record(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer in a form that preserves its Python types. Return None if plain JSON would
+    """Pack an answer in a form that preserves its Python types. Returns None if plain JSON would
     lose nothing, or if the answer has a type that cannot be packed."""
     if _is_plain(answer):
         return None

@@ -1,5 +1,5 @@
-"""Branching: sample several continuations of one turn of the run's root call, let each run to its
-end, and choose one of their answers.
+"""Branching: sample several continuations from one turn of a run's root call, run each to its end,
+and choose one of their answers.
 
 Each continuation runs in a fork of the Python session and becomes a separate call in the trajectory
 (``0:1``, ``0:2``, …) that shares everything before the turn. A conversation continues from the
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class BranchedCall:
-    """One continuation of a run's root call. It may split into further continuations at any turn at
-    which the configured search asks for them.
+    """One continuation of a run's root call. It may branch into further continuations at any turn,
+    as the configured search decides.
 
     Its method ``answer`` corresponds to ``RlmCall.answer``.
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index of
-        a turn at which this continuation must not branch again, because it started there; -1 if
+        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index
+        of the turn at which this continuation began, and where it must not branch again; -1 if
         there is none."""
         self.chosen = call
         """Call whose answer is returned, and whose session the next question continues."""
@@ -49,8 +49,8 @@ class BranchedCall:
         return await self._run_turns()
 
     async def _run_turns(self) -> CallOutcome:
-        """Take turns until there is an answer. Before each turn, ask the search how many
-        continuations it should have, and branch if there is more than one."""
+        """Run turns until there is an answer. Before each turn, ask the search how many
+        continuations the turn should have, and branch if there is more than one."""
         call = self._rlm_call.call
         while True:
             # The turn at which this continuation has just branched must not branch again.
@@ -60,8 +60,8 @@ class BranchedCall:
                 return outcome
 
     async def _branch(self, width: int) -> CallOutcome:
-        """Run the next turn and all later ones in ``width`` concurrent continuations, and return
-        the outcome of the continuation that the search chooses."""
+        """Run the remaining turns in ``width`` concurrent continuations. Returns the outcome of
+        the continuation that the search chooses."""
         origin = self._rlm_call
         self._branched_at = origin.call.turn
         branches: list[BranchedCall] = [self]
@@ -96,7 +96,7 @@ class BranchedCall:
         return outcomes[index]
 
     def _chosen_of(self, outcomes: Sequence[CallOutcome]) -> int:
-        """Return the index of the outcome that the search chooses. Raises ReplayDiverged if any
+        """Return the index of the outcome that the search chooses. Raises ReplayDiverged if a
         continuation of a repeated run differed from its recording, and ConfigError if the chosen
         index does not exist."""
         for outcome in outcomes:
@@ -119,7 +119,7 @@ class BranchedCall:
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:
-        """Run all turns, and return an error as an outcome instead of raising it, so that one
+        """Run all turns, and return an error as an outcome instead of raising it. This way one
         failed continuation does not affect the others."""
         try:
             return await self._run_turns()

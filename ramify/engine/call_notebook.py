@@ -1,6 +1,7 @@
-"""Manage the Python session of one call. It is opened while the first model request is in flight.
-If one of the pieces of code that the model runs in it (its cells) kills it, a new session is
-brought to the same state by running the earlier cells again.
+"""Manage the Python session of one call, in which the model runs pieces of code, its cells. If a
+cell kills the session, a new one is brought to the same state by running the earlier cells again.
+
+A session is opened while the first model request is in flight.
 
     execute(code) ── session.run ──> CellResult            the cell is added to the history
                           └─ SessionDied ──> new session, rerun the history
@@ -43,10 +44,10 @@ from ramify.types.trajectory import Cell
 
 _log = ComponentLogger("engine")
 MAX_DEATHS = 3
-"""Number of sessions that one call may lose before it ends with an error."""
+"""Number of sessions that one call may lose before it fails."""
 _LEAST_S = 2.0
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
-"""Memory address in the repr of an object, which differs each time."""
+"""Pattern of a memory address in the ``repr`` of an object. It differs in each session."""
 _FEW = 64
 """Maximum size of a collection that is hashed item by item."""
 
@@ -79,8 +80,8 @@ class Notebook:
             self.run.ending.register_session(self._session)
 
     async def fork(self, call: LiveCall) -> Notebook:
-        """Return a second notebook, for ``call``, whose session is a copy of the current one.
-        Raises SandboxError if the session cannot be forked."""
+        """Return a second notebook, for ``call``, with a copy of the current session. Raises
+        SandboxError if the session cannot be forked."""
         fork = Notebook(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
@@ -88,13 +89,13 @@ class Notebook:
         return fork
 
     def start_opening_session(self) -> None:
-        """Start opening a session in the background, unless there is one. Called before the first
-        model request, so that the session is ready by the time the reply arrives."""
+        """Start to open a session in the background, unless there is one. This is called before
+        the first model request, so that the session is ready by the time the reply arrives."""
         if self._session is None and self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._new_session())
 
     async def session(self) -> Session:
-        """Return the current session. Open one first if there is none."""
+        """Return the current session, and open one first if there is none."""
         if self._session is None:
             self.start_opening_session()
             assert self._opening is not None
@@ -105,9 +106,9 @@ class Notebook:
     async def execute(
         self, code: str, answer: Callable[[], Answer], *, died: bool = False
     ) -> CellResult:
-        """Run ``code`` in the session and return its result. Calls that the code makes to models
-        and tools are answered by the function that ``answer`` returns; ``answer`` itself is called
-        only when the code makes such a call.
+        """Run ``code`` in the session and return its result. The code's calls to models and tools
+        are answered by the function that ``answer`` returns. ``answer`` itself is called only when
+        the code makes such a call.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
         new session. Pass ``died=True`` to repeat a recorded cell that lost its session: this
@@ -144,8 +145,8 @@ class Notebook:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return a cell's result in the form in which it is recorded and shown to the model: long
-        output is truncated, and its full text is stored separately, as a blob."""
+        """Return a cell's result in the form that is recorded and shown to the model. Long
+        output is truncated, and its full text is stored separately."""
         cell, most = ran.cell, self.run.setup.scaffold_at(self.call.depth).max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.setup.blobs is not None:
@@ -176,9 +177,9 @@ class Notebook:
         )
 
     def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return ``recorded``, the recorded result of a cell that was run again, and add a note to
-        the run if the new output differs. The recorded output is shown to the model because its
-        recorded replies refer to it."""
+        """Return ``recorded``, the recorded result of a cell that was run again, and add a note
+        to the run if the new output differs. The recorded output is shown to the model because
+        its recorded replies refer to it."""
         if (cell.stdout, cell.value, cell.error) != (
             recorded.stdout,
             recorded.value,
@@ -191,8 +192,8 @@ class Notebook:
         return recorded
 
     async def _replace(self, reason: str) -> str:
-        """Replace a session that died by a new one, in which the history is run again, and return
-        the error message for the model."""
+        """Replace a session that died by a new one, in which the earlier cells are run again.
+        Returns the error message for the model."""
         await self.close()
         text = f"SessionDied: {reason}"
         is_last = self.num_deaths >= MAX_DEATHS or self.run.ending.closing is not None
@@ -205,8 +206,8 @@ class Notebook:
         return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Run the recorded cells again in a new session, to restore the state of the one that died.
-        Return None on success; otherwise clear the history and return the reason."""
+        """Run the earlier cells again in a new session, to restore the state of the one that
+        died. Returns None on success. Otherwise, clears the history and returns the reason."""
         if not len(self._cell_history):
             return None
         problem: str | None = "it was cut off"
@@ -254,8 +255,8 @@ class Notebook:
         return session
 
     async def close(self) -> None:
-        """End the session, even if it is still being opened. The notebook remains usable: it opens
-        a new session when one is needed."""
+        """End the session, even if it is still being opened. The notebook remains usable, and
+        opens a new session when one is needed."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -277,11 +278,11 @@ def _prelude(max_output_chars: int) -> str:
 
 
 class RecordedHostCall(msgspec.Struct, frozen=True):
-    """A function call that a cell made to the host, such as a question to a model, with the value
-    or error that it received."""
+    """A function call that a cell's code made to the host, such as a question to a model, with
+    the value or error that it received."""
 
     arguments_hash: int
-    """``host_call_hash`` of the call."""
+    """Hash of the function and its arguments, from ``host_call_hash``."""
     value: Any = None
     error: HostCallError | None = None
 
@@ -289,15 +290,15 @@ class RecordedHostCall(msgspec.Struct, frozen=True):
 class _Cell(msgspec.Struct, frozen=True):
     code: str
     outcome: int
-    """``host_call_hash`` of the cell's visible output."""
+    """Hash of the cell's visible output, from ``host_call_hash``."""
     seconds: float
     interrupted: str | None
     answers: tuple[RecordedHostCall, ...]
 
 
 class CellHistory:
-    """The pieces of code (cells) that a model has run in one session, in order. Running them again
-    brings a new session to the same state."""
+    """The pieces of code (cells) that a model has run in one session, in order. Running them
+    again brings a new session to the same state."""
 
     def __init__(self, cells: Sequence[_Cell] = ()) -> None:
         self._cells = list(cells)
@@ -310,8 +311,8 @@ class CellHistory:
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a finished cell, that is, a piece of code that was run. ``answers`` holds the answers
-        to its calls to models and tools, in the order in which they were given."""
+        """Add a finished cell, that is, a piece of code that was run. ``answers`` holds the
+        results of its calls to models and tools, in the order in which they were given."""
         cell = _Cell(
             ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
@@ -319,8 +320,11 @@ class CellHistory:
 
     async def rerun(self, session: Session, cell_s: float) -> str | None:
         """Run all cells again in ``session``, and check that each does the same as before. Each
-        cell may take three times its original time (at least 2 seconds), but never more than
-        ``cell_s`` seconds.
+        cell may take three times its original time, or 2 seconds if that is longer, but never more
+        than ``cell_s`` seconds.
+
+        Returns None on success. If a cell fails or differs, the state of the session is unreliable,
+        and the reason is returned.
 
         Returns None on success. If a cell failed or differed, the state of the session is
         unreliable, and the reason is returned.
@@ -356,8 +360,8 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordingHost:
-    """Forwards the calls that a piece of session code (a cell) makes to models and tools, and
-    records each answer, so that the cell can be run again without calling anything."""
+    """Forwards the calls of session code to models and tools, and records each answer. With the
+    record, the code can be run again without calling anything."""
 
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._answer = answer
@@ -367,7 +371,7 @@ class _RecordingHost:
         """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer one function call that the cell makes, and record the answer or the error. A
+        """Answer one function call of the cell, and record the answer or the error. A
         ReplayDiverged error is also kept in ``fatal``, because it must end the run even if the
         cell's code catches it."""
         arguments_hash = host_call_hash(name, args, kwargs)
@@ -384,8 +388,8 @@ class _RecordingHost:
 
 
 class _RecordedHost:
-    """Answers the calls of a cell that is run again with the answers recorded in its first run. The
-    calls may come in any order, as those of several threads do."""
+    """Answers the calls of a cell that is run again, with the answers recorded in its first run.
+    The calls may come in any order, for example from several threads."""
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
         self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
@@ -394,8 +398,8 @@ class _RecordedHost:
         self._unknown: str | None = None
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the recorded answer to a function call of the cell, or raise the recorded error.
-        Raises HostCallError if the record has no such call."""
+        """Return the recorded answer to a function call of the cell, or raise the recorded
+        error. Raises HostCallError if the record has no such call."""
         answers = self._answers.get(host_call_hash(name, args, kwargs))
         if not answers:
             self._unknown = name
@@ -412,8 +416,9 @@ class _RecordedHost:
 
 
 def host_call_hash(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return a hash of a function call that session code makes to the host, valid only in this
-    process. It takes about a millisecond per megabyte of text and does not copy the text."""
+    """Return a hash of a function call that session code makes to the host. It is valid only in
+    this process. Hashing takes about a millisecond per megabyte of text, and does not copy the
+    text."""
     try:
         return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
     except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply

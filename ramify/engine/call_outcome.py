@@ -11,7 +11,7 @@ from ramify.types.trajectory import Stop
 
 
 class CallOutcome(msgspec.Struct, frozen=True):
-    """The outcome of a call: the reason why it stopped, and its answer or its error."""
+    """The outcome of a call: why it stopped, and its answer or its error."""
 
     stop: Stop
     answer: Any = None
@@ -19,16 +19,16 @@ class CallOutcome(msgspec.Struct, frozen=True):
     failure: BaseException | None = None
     """Exception that ended the call, if any."""
     partial: str = ""
-    """Words of the last message of a call that ended without an answer."""
+    """Text of the last message, if the call ended without an answer."""
     refused_answer: str = ""
-    """The last answer that the model tried to give, and why it was not accepted, as in
-    ``FINAL_VAR(n): name 'n' is not defined``. Empty if none was refused."""
+    """The last answer that was rejected, and why, as in ``FINAL_VAR(n): name 'n' is not
+    defined``. Empty if none was rejected since the last cell ran."""
     answered_by: str = ""
     """Id of the continuation that gave the answer, if there were several."""
 
 
 def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
-    """Return the outcome of a run that ended with ``error``. If the run is stored and a person can
-    fix the cause, the outcome says that the run is suspended, and it can be resumed later."""
+    """Return the outcome of a run that failed with ``error``. If the run is stored and the user
+    can fix the cause, the outcome is "suspended", and the run can be resumed later."""
     stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
     return CallOutcome(stop, error=str(error), failure=error)

@@ -1,5 +1,5 @@
 """Make plain model calls outside of any run, for work that asks many small questions. All questions
-share one budget and one client, and each emits a few events instead of writing a journal and a
+share one budget and one client. Each emits a few events instead of writing a journal and a
 trajectory.
 
     calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
@@ -42,33 +42,33 @@ from ramify.types.trajectory import Stop
 
 
 class DirectRequestEvent(msgspec.Struct, frozen=True):
-    """The event that is emitted right before a request is sent to the model."""
+    """An event that is emitted right before a request is sent to the model."""
 
     turn: int
-    """0, or the number of the repair."""
+    """0 for the first request of a question; otherwise the number of the repair attempt."""
     new: tuple[Message, ...]
-    """Messages after those of the earlier turns."""
+    """Messages added since the earlier turns."""
     most: Usage
-    """Upper bound on its usage, which is reserved."""
+    """Upper bound on the request's usage, which the budget reserves."""
     cost: float | None
-    """Dollars that are reserved; None if the model has no price."""
+    """Dollars that the budget reserves; None if the model has no price."""
 
 
 class DirectReply(msgspec.Struct, frozen=True):
-    """The event that is emitted when the reply to a request has arrived."""
+    """An event that is emitted when the reply to a request has arrived."""
 
     turn: int
     reply: Reply
 
 
 class DirectFailure(msgspec.Struct, frozen=True):
-    """The event that is emitted when a request has failed, with the usage and the cost that may
-    have been billed for it."""
+    """An event that is emitted when a request has failed. It holds the usage and the cost that
+    may have been billed."""
 
     turn: int
     error: str
     usage: Usage
-    """What may have been billed; no calls if nothing was."""
+    """Usage that may have been billed. Its number of calls is 0 if nothing was billed."""
     cost: float | None
     """Dollars that may have been billed."""
 
@@ -84,8 +84,8 @@ class DirectCalls:
         self, setup: RlmSetup, models: RunModels, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
         """Prepare to answer questions with the root model of ``models``. ``budget`` limits all
-        questions together, and the limits of ``setup`` apply to each one. ``mode`` is the mode in
-        which the questions are to be answered, or None for the default."""
+        questions together, and the limits of ``setup`` apply to each one. ``mode`` is the mode
+        in which the questions are answered, or None for the default."""
         self.mode = mode
         self.setup = setup
         self.client = models.rlm(0)
@@ -106,8 +106,8 @@ class DirectCalls:
         self._sampling = msgspec.structs.replace(sampling, max_tokens=self._max_tokens)
 
     def can_answer(self, question: Question) -> bool:
-        """Return True if one plain call is enough to answer ``question``, and the question shows no
-        pictures."""
+        """Return True if one plain call is enough to answer ``question``. Questions with
+        pictures always give False."""
         if question.pictures or has_pictures(question.context):
             return False
         if self.mode in ("free", "plan"):
@@ -123,13 +123,12 @@ class DirectCalls:
 
     @property
     def max_chars(self) -> int:
-        """The maximum length of a context, in characters, that one plain call may read."""
+        """The maximum length, in characters, of a context that one plain call may read."""
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
 
     @property
     def pause_remaining_s(self) -> float:
-        """The seconds until the pause that a rate limit imposed ends; 0 if requests are not
-        paused."""
+        """The seconds until a pause imposed by a rate limit ends; 0 if requests are not paused."""
         return self._pool.pause_remaining_s
 
     @property
@@ -138,7 +137,7 @@ class DirectCalls:
         return any(client.price is not None for client in self._models.all)
 
     def messages(self, question: Question) -> list[Message]:
-        """Return the messages of the first request that asks ``question``."""
+        """Return the messages of the first request for ``question``."""
         before, prompt = direct_prompt(
             self.setup.scaffold, self.setup.instructions, self.setup.examples, question
         )
@@ -151,8 +150,8 @@ class DirectCalls:
         recorded: Sequence[Reply] = (),
         spent: BudgetAmount | None = None,
     ) -> CallOutcome:
-        """Answer ``question``, and call ``emit`` with each event before the event takes effect, so
-        that it can be recorded first.
+        """Answer ``question`` with a plain model call. ``emit`` is called with each event before
+        the event takes effect, so that the caller can record it first.
 
         To resume an interrupted attempt, pass the replies that it has already received as
         ``recorded`` and their cost as ``spent``; the budget must already include that cost. A
@@ -171,7 +170,7 @@ class DirectCalls:
             return CallOutcome(Stop.DEADLINE, error=why)
 
     async def send(self, request: Request, account: _DirectAccount) -> Reply:
-        """Send one request, with retries, and return the reply. ``account`` reserves and records
+        """Send one request, with retries, and return the reply. ``account`` reserves and books
         its cost. Raises ModelError or LimitReached."""
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
@@ -179,21 +178,21 @@ class DirectCalls:
         return recordable(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
-        """Return the first request for ``question`` without sending it, for callers that send it by
-        other means, such as a batch API."""
+        """Return the first request for ``question`` without sending it. This is for callers that
+        send it by other means, such as a batch API."""
         return self.request(tuple(self.messages(question)), _enforced(question))
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
-        """Return True if the limits of one question allow ``request`` even if it uses the maximum
-        number of tokens."""
+        """Return True if the limits of one question allow ``request`` even in the worst case,
+        when it uses the maximum number of tokens."""
         most, limit = request_bound(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
     def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Prepare a reply for the record if it did not come from ``send`` but, for example, from a
-        batch API. Adds the cost at ``price``, and assumes the maximum usage of the request if the
-        server reported none."""
+        """Complete a reply for the record if it came from a batch API or another source than
+        ``send``. This adds the cost at ``price``, and assumes the maximum usage of the request
+        if the server reported none."""
         reply = priced(reply, request, self.client.window, price)
         cost = None if price is None else request_bound(request, price).cost
         return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
@@ -207,7 +206,7 @@ class DirectCalls:
 
 
 def request_bound(request: Request, price: Price | None) -> BudgetAmount:
-    """Return the maximum usage and cost of one attempt at ``request``."""
+    """Return the maximum usage and the maximum cost of one attempt at ``request``."""
     return max_request_amount(request.max_input_tokens(), request.sampling.max_tokens, price)
 
 
@@ -236,7 +235,7 @@ class _DirectCall:
 
     async def ask(self, new: list[Message], reused: int | None) -> Reply:
         """Send the next request of this question and return the reply. If an interrupted attempt
-        has already received that reply, return the recorded one instead."""
+        has already received that reply, the recorded one is returned instead."""
         self.turn += 1
         messages = (*self._messages, *new) if reused is None else tuple(new)
         if self.turn < len(self._recorded):
@@ -253,8 +252,8 @@ class _DirectCall:
 
 
 class _DirectAccount:
-    """Reserves the budget of one request and records its attempts (the ``RequestReservation``
-    protocol)."""
+    """Reserves the budget of one request, and records the request's attempts. Implements
+    ``RequestReservation``."""
 
     def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:
         calls, tokens = call.calls, request.max_input_tokens()
@@ -265,7 +264,7 @@ class _DirectAccount:
         self._reservation = Reservation(calls.budget, client.name, most, client.price)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return the usage and the cost that are reserved, which are upper bounds."""
+        """Return the reserved usage and cost, which are upper bounds."""
         return self._reservation.usage, self._reservation.cost
 
     async def reserve(self) -> None:
@@ -299,8 +298,8 @@ class _DirectAccount:
                 )
 
     def is_still_valid(self) -> bool:
-        """Return True if the reservation still covers the attempt. In that case, also emit the
-        event that announces the request, because the request is sent right afterwards."""
+        """Return True if the reservation still covers the attempt. If so, also emit the event
+        that announces the request, because the request is sent right afterwards."""
         if not self._reservation.is_still_valid():
             return False
         most, cost = self.most()

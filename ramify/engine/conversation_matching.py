@@ -1,5 +1,5 @@
 """Find the turn of an agent's earlier conversations that a new request continues. If there is none,
-find out why the request begins a new call.
+determine why the request begins a new call.
 
     request ─┬─ its messages are those that were sent, and new ones ──> the call's next turn
              └─ else it is rendered, and each message that is a reply of ours stands for the
@@ -29,56 +29,58 @@ from ramify.types.trajectory import AgentCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    """One turn of an agent's conversation: the reply, and how many messages and token ids the
-    conversation has up to that point. All numbers are counted from the beginning of the
-    conversation."""
+    """One turn of an agent's conversation: the reply, and the length of the conversation up to
+    that point. The length is given both in messages and in token ids, counted from the
+    beginning."""
 
     num_messages: int
-    """Number of messages up to and including the turn's reply."""
+    """Number of messages up to and including this turn's reply."""
     num_prompt_ids: int
-    """Number of ids of the turn's prompt; 0 if they are unknown."""
+    """Number of token ids in the turn's prompt; 0 if they are unknown."""
     num_ids: int
-    """Number of ids of the prompt and the reply together; 0 if they are unknown."""
+    """Number of token ids in the prompt and the reply together; 0 if they are unknown."""
     reply: Message
-    """The reply as it was recorded."""
+    """The reply in its recorded form."""
 
 
 class ExternallyDrivenCall(msgspec.Struct):
-    """A conversation of an external agent, recorded as one call of the run. Its requests come from
-    code outside of the engine."""
+    """A conversation of an external agent, recorded as one call of the run. Its requests come
+    from code outside the engine."""
 
     call: LiveCall
     tools: tuple[Tool, ...]
-    """Tools that the requests of this call offer."""
+    """Tools that the requests of this call offer to the model."""
     learns: bool
-    """Whether training learns from the replies of this call."""
+    """Whether the replies of this call are used for training."""
     num_inherited: int = 0
-    """Number of messages that a fork shares with its origin; 0 for any other call."""
+    """Number of messages that a fork shares with the call it was forked from; 0 for any other
+    call."""
     origin: tuple[ExternallyDrivenCall, int] | None = None
-    """For a fork: the call that it was forked from, and how many of that call's own turns the two
-    share."""
+    """For a fork: the call that it was forked from, and how many of that call's own turns it
+    shares."""
     turns: list[AgentTurn] = []
     asked: tuple[Message, ...] | None = None
-    """New messages of the request that waits for a reply; None if none does."""
+    """New messages of the request that is waiting for a reply; None if no request is waiting."""
     first: tuple[Message, ...] = ()
     """New messages of the first request of this call."""
     stop: Stop = Stop.FINAL
     """The limit that ended the call; ``FINAL`` if none did."""
 
     def length_after(self, num_turns: int) -> int:
-        """Return the length of the conversation, in messages, after the first ``num_turns`` turns
-        of this call. For a fork, the messages that it inherited are included, although their turns
+        """Return the length of the conversation, in messages, after the first ``num_turns``
+        turns of this call. For a fork, the inherited messages are included, although their turns
         do not count."""
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def is_free_after(self, num_turns: int) -> bool:
         """Return True if a request can continue the conversation after the first ``num_turns``
-        turns: the call has no later turn, and no request is waiting for its reply."""
+        turns. This requires that the call has no later turn, and that no request is waiting for
+        its reply."""
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
         """Return the messages that were added to the conversation to request the turn with index
-        ``num_turns``. Return None if no such request has been sent."""
+        ``num_turns``. Returns None if no such request has been sent."""
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
@@ -86,24 +88,25 @@ class ExternallyDrivenCall(msgspec.Struct):
 
 
 class RequestPlace(NamedTuple):
-    """Where a request of an agent belongs: the call and the turn that it continues, or the reason
-    why it begins a new call."""
+    """The call and the turn that an agent's request continues, or the reason why the request
+    begins a new call."""
 
     call: ExternallyDrivenCall | None
-    """The call whose turns the request's prompt begins with; None if there is none."""
+    """The call with whose turns the request's prompt begins; None if there is none."""
     num_turns: int
-    """Number of turns of ``call`` itself with which the prompt begins."""
+    """Number of the call's own turns with which the prompt begins."""
     start: int
-    """Number of the request's messages that those turns cover."""
+    """Number of the request's messages that these turns cover."""
     known: KnownPrefix | None
-    """Ids of the request's first messages, up to the last reply that stands for its ids."""
+    """Token ids of the request's first messages, up to the last reply whose sampled ids are
+    known."""
     cause: AgentCallReason | None
-    """Why a call begins; None if the request is the next turn of ``call``."""
+    """Why a new call begins; None if the request is the next turn of ``call``."""
 
 
 class AgentConversations:
-    """All conversations of one agent. They are searched to find the one that a new request
-    continues."""
+    """All conversations of one agent. A new request is matched against them to find the one that
+    it continues."""
 
     def __init__(self) -> None:
         self.calls: list[ExternallyDrivenCall] = []
@@ -116,9 +119,9 @@ class AgentConversations:
         depth: int,
         learns: bool,
     ) -> RequestPlace:
-        """Return which call and turn a request with ``messages`` continues, if any. ``client`` is
-        the model client that would receive the request. Raises ConfigError if its chat template
-        cannot render the messages."""
+        """Find the call and the turn that a request with ``messages`` continues, if any.
+        ``client`` is the model client that would receive the request. Raises ConfigError if its
+        chat template cannot render the messages."""
         calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
         # Replies without ids are compared as messages.
         rendering: PromptRenderer | None = getattr(client, "rendering", None) if learns else None
@@ -151,8 +154,8 @@ def _sent_before(
     tools: tuple[Tool, ...],
     may_differ: bool,
 ) -> RequestPlace:
-    """Return the call, and the turn in it, whose conversation is the longest prefix of
-    ``messages``. Only messages are compared, not token ids."""
+    """Find the conversation that is the longest prefix of ``messages``, and return its call and
+    turn. Only messages are compared, not token ids."""
     best, rank = RequestPlace(None, 0, 0, None, None), (0, 0, 0)
     for each in calls:
         if each.tools != tools:
@@ -180,8 +183,8 @@ def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Return how many messages at the start of the two conversations are equal. If ``may_differ``
-    is True, ``theirs`` may lack the reasoning of a reply."""
+    """Count how many messages at the start of two conversations are equal. If ``may_differ`` is
+    True, ``theirs`` may lack the reasoning of a reply."""
     num = 0
     for mine, sent in zip(ours, theirs, strict=False):
         if not (_may_be(mine, sent) if may_differ else _is_as_sent(mine, sent)):
@@ -191,17 +194,16 @@ def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: 
 
 
 def _is_as_sent(ours: Message, theirs: Message) -> bool:
-    """Return True if a client's message ``theirs`` equals our recorded message ``ours``. The ids of
-    tool calls are not compared, because each API creates its own."""
+    """Return True if a client's message ``theirs`` equals our recorded message ``ours``. The ids
+    of tool calls are not compared, because each API creates its own ids."""
     if ours.role != "assistant" or not ours.tool_calls:
         return ours == theirs
     return _without_ids(ours) == _without_ids(theirs)
 
 
 def _may_be(ours: Message, theirs: Message) -> bool:
-    """Return True if ``theirs`` may be a copy of ``ours`` from which the client has dropped the
-    reasoning or changed the ids of tool calls. This looser rule applies if no token ids can be
-    compared."""
+    """Return True if ``theirs`` may be a copy of ``ours`` without its reasoning or with other
+    tool call ids. This looser rule applies if no token ids can be compared."""
     if theirs.reasoning is None and ours.reasoning is not None:
         ours = msgspec.structs.replace(ours, reasoning=None)
     return _without_ids(ours) == _without_ids(theirs)
@@ -223,9 +225,9 @@ def _by_ids(
     rendering: PromptRenderer,
     sent: RequestPlace,
 ) -> RequestPlace:
-    """Find the turn that a request continues by comparing token ids: the recorded turn whose prompt
-    and reply form the longest prefix of the request's ids. ``sent`` is the result of comparing
-    messages instead."""
+    """Find the turn that a request continues by comparing token ids. It is the recorded turn
+    whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the result
+    of comparing messages instead."""
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[ExternallyDrivenCall, int] | None = None
@@ -246,8 +248,8 @@ def _by_ids(
 
 
 class _ReplyChain:
-    """The messages of a request that are earlier replies of the model, each with the token ids that
-    were sampled for it."""
+    """The messages of a request that are earlier replies of the model, each with the token ids
+    that were sampled for it."""
 
     def __init__(
         self,
@@ -277,9 +279,9 @@ class _ReplyChain:
                 self._add(index, list(_replies_like(messages[index], calls)))
 
     def _add(self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]) -> None:
-        """Assign the sampled ids of one of ``replies`` to the message at ``index``. All of them
-        have the text of the message; the one whose prompt has the same ids is preferred, otherwise
-        the latest is used."""
+        """Assign the sampled ids of one of ``replies`` to the message at ``index``. All of these
+        replies have the text of the message. The one whose prompt has the same ids is preferred,
+        otherwise the latest."""
         if not replies:
             return
         prompt = self._prompt(index)
@@ -312,8 +314,8 @@ class _ReplyChain:
         return tuple(self._rendering.ids(request))
 
     def num_messages_up_to_reply(self, turn: AgentTurn) -> int | None:
-        """Return the number of the request's messages up to and including the reply of ``turn``, or
-        None if the request does not contain that reply."""
+        """Return the number of the request's messages up to and including the reply of ``turn``.
+        Returns None if the request does not contain that reply."""
         for index, message in enumerate(self._messages):
             if message.role != "assistant" or not index:
                 continue
@@ -326,8 +328,8 @@ class _ReplyChain:
 def _replies_like(
     message: Message, calls: Sequence[ExternallyDrivenCall]
 ) -> Iterator[tuple[ExternallyDrivenCall, AgentTurn]]:
-    """Yield each earlier turn, with its call, whose reply equals ``message`` and whose token ids
-    are known."""
+    """Yield each earlier turn whose reply equals ``message`` and has known token ids, together
+    with its call."""
     for each in calls:
         for turn in each.turns:
             if turn.num_ids and _is_as_sent(turn.reply, message) and _is_on_path(each, turn):
@@ -336,7 +338,7 @@ def _replies_like(
 
 def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
     """Return True if the stored token ids of the call contain ``turn``. They do not if the chat
-    template rewrote earlier messages later on, which begins a new sequence of ids."""
+    template later rewrote earlier messages, which begins a new sequence of ids."""
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 
@@ -358,9 +360,9 @@ def _cause(
     tools: tuple[Tool, ...],
     place: RequestPlace,
 ) -> AgentCallReason:
-    """Return why a request begins a new call instead of continuing an earlier one. The request is
-    compared with the earlier conversation that resembles it most. ``place`` is the closest match
-    that was found."""
+    """Determine why a request begins a new call instead of continuing an earlier one, by
+    comparing it with the most similar earlier conversation. ``place`` is the closest match that
+    was found."""
     theirs = [_gist(message) for message in messages]
     sent_back = {gist for gist in theirs if gist.role == "assistant"}
     nearest: Sequence[Message] = ()
@@ -383,7 +385,7 @@ def _cause(
 
 
 def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
-    """Return True if the message at ``index`` is a reply of the assistant both in the call and in
+    """Return True if the message at ``index`` is an assistant reply both in the call and in
     ``messages``."""
     ours = each.call.messages
     return (
@@ -394,9 +396,8 @@ def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Mess
 
 
 def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> AgentCallReason:
-    """Return in which way the messages of a request (``theirs``) first differ from an earlier
-    conversation (``ours``), for example because a message was edited or older messages were
-    removed."""
+    """Return how the messages of a request (``theirs``) first differ from an earlier
+    conversation (``ours``). For example, a message was edited, or older messages were removed."""
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
         return AgentCallReason.TEMPLATE
@@ -431,8 +432,8 @@ def _small_difference(ours: Message, theirs: Message) -> AgentCallReason:
 
 
 class _Gist(NamedTuple):
-    """The parts of a message that identify it even if a client drops its reasoning or changes its
-    whitespace. They are used to find the earlier conversation that a request resembles."""
+    """The parts of a message that identify it even if a client drops its reasoning or changes
+    its whitespace. They are used to find the earlier conversation that a request resembles."""
 
     role: str
     content: str
@@ -452,8 +453,8 @@ def _canonical(arguments: str) -> str:
 
 
 def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
-    """Return True if the first message of ``whole`` is the concatenation of the first two or more
-    messages of ``parts``."""
+    """Return True if the first message of ``whole`` is the concatenation of the first two or
+    more messages of ``parts``."""
     content, calls = "", tuple[tuple[str, str], ...]()
     for num, part in enumerate(parts, 1):
         if part.role != whole[0].role:

@@ -1,6 +1,5 @@
-"""The threads of the engine: one runs the event loop of the synchronous API, one is started for
-each call of a user's function, and a watchdog ends runs that block their event loop past the
-deadline.
+"""Manage the engine's threads: an event loop for the synchronous API, one thread per call of a
+user's function, and a watchdog that ends runs whose event loop is blocked past their deadline.
 
 The event loop runs in one thread for the whole process, so the synchronous API also works where the
 caller has a running loop (a notebook). Ctrl-C cancels the work that the caller waits for. If that
@@ -37,16 +36,16 @@ from ramify.errors import ConfigError, LoopBlocked
 on_blocked: ContextVar[Callable[[LoopBlocked], object] | None] = ContextVar(
     "on_blocked", default=None
 )
-"""Called in another thread with the error of a run that was ended because its loop is blocked: it
-releases the caller, who waits in a third thread, or ends the process."""
+"""Callback for a run that was ended because its event loop is blocked. It is called in another
+thread with the error. It releases the waiting caller, or ends the process."""
 _LOOKS = 4
-"""Number of beats within ``stall_s``."""
+"""Number of checks within ``stall_s`` seconds."""
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 class LoopWatch:
-    """One run that the watchdog thread observes, to detect that its event loop is blocked or that
-    the run has not ended by its deadline."""
+    """One run that the watchdog thread observes. It detects that the run's event loop is
+    blocked, or that the run has not ended by its deadline."""
 
     def __init__(
         self,
@@ -55,9 +54,9 @@ class LoopWatch:
         on_blocked: Callable[[str], object],
         on_overdue: Callable[[], object],
     ) -> None:
-        """Start to watch the run that the current event loop executes, whose deadline is
-        ``deadline_s`` seconds from now. ``on_blocked`` is called with the source line at which the
-        event loop is blocked, or with an empty text if the loop still advances."""
+        """Start to watch the run on the current event loop, with a deadline ``deadline_s``
+        seconds from now. ``on_blocked`` is called with the source line at which the event loop
+        is blocked, or with an empty text if the loop still advances."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._stall_s = stall_s
@@ -77,8 +76,8 @@ class LoopWatch:
         _watchdog.remove(self)
 
     def look(self) -> None:
-        """Check whether the event loop still responds and whether the run is overdue. Called by the
-        watchdog thread when the check is due."""
+        """Check whether the event loop still responds and whether the run is overdue. The
+        watchdog thread calls this when the check is due."""
         now, step_s = time.monotonic(), min(1.0, self._stall_s / _LOOKS)
         # A process that was stopped sees one long step, in which its loop could not answer either.
         passed_s, self._looked_s = min(now - self._looked_s, 2 * step_s), now
@@ -108,8 +107,8 @@ class LoopWatch:
 
 
 class _Watchdog:
-    """The background thread that checks all watched runs of the process, each at its own time. It
-    is started when the first run is added."""
+    """The background thread that checks all watched runs of the process, each at its own time.
+    The thread starts when the first run is added."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -149,7 +148,7 @@ _watchdog = _Watchdog()
 
 def _place(frame: FrameType | None) -> str:
     """Describe what a thread is executing, for an error message: the current line, and the
-    innermost caller outside of the standard library."""
+    innermost caller outside the standard library."""
     if frame is None:
         return "a thread that has ended"
     frames = traceback.extract_stack(frame)
@@ -159,8 +158,8 @@ def _place(frame: FrameType | None) -> str:
 
 
 def innermost_await(task: asyncio.Task[Any]) -> str:
-    """Return the file, line and function of the innermost coroutine that ``task`` is waiting
-    for."""
+    """Return the file, line and function of the innermost coroutine in which ``task`` is
+    waiting."""
     place: str = "its end"
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
@@ -176,8 +175,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _forget() -> None:
-    """Discard the event loop after a fork, in the child process (such as a worker of
-    ``multiprocessing``). The loop's thread does not exist there, so the next call starts another
+    """Discard the event loop in a child process after a fork, for example in a worker of
+    ``multiprocessing``. The loop's thread does not exist there, so the next call starts another
     loop."""
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
@@ -199,9 +198,9 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine ``work`` on the background event loop, wait for it and return its result.
-    If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work`` blocks the
-    loop past its deadline."""
+    """Run the coroutine ``work`` on the background event loop, wait for it, and return its
+    result. If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work``
+    blocks the loop past its deadline."""
     if _is_here():
         work.close()
         raise ConfigError(
@@ -234,7 +233,7 @@ def _copy(done: Future[T], answer: Future[T]) -> None:
 
 
 def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> None:
-    """Set the result or the exception of ``answer``, unless it is already settled."""
+    """Set the result or the exception of the future ``answer``, unless it already has one."""
     with contextlib.suppress(InvalidStateError):
         if error is not None:
             answer.set_exception(error)
@@ -243,7 +242,7 @@ def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> 
 
 
 def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
-    """Give up an event loop that is blocked. Its thread continues to use it, but later work gets a
+    """Give up an event loop that is blocked. Its thread continues to run, but later work gets a
     new loop."""
     global _loop
     with _lock:
@@ -253,7 +252,7 @@ def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
 
 def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
     """Schedule the coroutine ``work`` on an event loop without waiting for it. The loop is ``on``
-    if given, otherwise that of the synchronous API. If there is no such loop, ``work`` is
+    if given, otherwise the loop of the synchronous API. If that loop does not exist, ``work`` is
     discarded.
 
     This is meant for finalizers: the garbage collector may call one at any line, even in the loop's
@@ -267,21 +266,21 @@ def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
 
 
 class SyncApiResources:
-    """Keeps resources open on the event loop between calls of the synchronous API. If a call has
-    blocked that loop, the next call opens the resources again on a new one."""
+    """Keeps resources open on the event loop between calls of the synchronous API. If the loop
+    is blocked by a call, the next call opens the resources again on a new loop."""
 
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """Prepare resources that are opened with ``pin`` and closed with ``unpin``. Both functions
-        are called on the event loop."""
+        """Prepare resources that are opened with ``pin`` and closed with ``unpin``. Both
+        functions are called on the event loop."""
         self._pin = pin
         self._unpin = unpin
         self._pinned: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the event loop and return its result. The resources are opened first if
-        they are not yet open on this loop."""
+        """Run ``work`` on the event loop and return its result. The resources are opened first
+        if they are not yet open on this loop."""
         if self._pinned is not _loop or _loop is None:
             try:
                 run(self._open())
@@ -295,8 +294,8 @@ class SyncApiResources:
         self._pinned = asyncio.get_running_loop()
 
     def close(self, *, waits: bool = True) -> bool:
-        """Close the resources, and return True if they were open. If ``waits`` is False or the loop
-        is blocked, they are closed in the background."""
+        """Close the resources, and return True if they were open. If ``waits`` is False or the
+        loop is blocked, they are closed in the background."""
         pinned, self._pinned = self._pinned, None
         if pinned is not None and pinned is _loop and waits:
             run(self._unpin())
@@ -314,6 +313,9 @@ def _is_here() -> bool:
 
 async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
     """Run a user's function in a separate thread that is never joined, and return its result.
+
+    If the function never returns, it blocks only its caller, not the event loop's thread pool or
+    the end of the process. If the wait is cancelled, the result is discarded.
 
     A function that never returns then blocks only its caller, not the event loop's thread pool or
     the end of the process. If the wait is cancelled, the result is discarded.

@@ -1,5 +1,5 @@
-"""Record the events of a run: write each one to the journal, add it to the trajectory in memory,
-and pass it to the listeners.
+"""Record the events of a run. Each event is written to the journal (a file), added to the
+trajectory in memory, and passed to the listeners.
 
     event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
 
@@ -42,8 +42,8 @@ _log = ComponentLogger("engine")
 
 
 def as_listeners(listener: Listener | None) -> tuple[Listener, ...]:
-    """Return a tuple that contains ``listener``, or an empty tuple if it is None. Raises
-    ConfigError for a coroutine function, which would never be awaited."""
+    """Return a tuple with ``listener``, or an empty tuple if it is None. Raises ConfigError for
+    a coroutine function, because it would never be awaited."""
     if inspect.iscoroutinefunction(listener):
         raise ConfigError(
             "on_event is a coroutine function, which is never awaited: give a plain function, or "
@@ -53,8 +53,8 @@ def as_listeners(listener: Listener | None) -> tuple[Listener, ...]:
 
 
 def tracing() -> tuple[Listener, ...]:
-    """Return the listeners that send OpenTelemetry spans for one run or conversation. Return an
-    empty tuple if this process has not set up OpenTelemetry."""
+    """Return the listeners that send OpenTelemetry spans for one run or conversation. The tuple
+    is empty if this process has not set up OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from ramify.engine.spans import tracing_listeners
@@ -63,8 +63,9 @@ def tracing() -> tuple[Listener, ...]:
 
 
 class EventRecorder:
-    """Records the events of one run or conversation in order. Each event is written to the journal
-    (a file), added to the trajectory (the record in memory) and passed to the listeners."""
+    """Records the events of one run or conversation in order. Each event is written to the
+    journal (a file), added to the trajectory (the record in memory), and passed to the
+    listeners."""
 
     def __init__(
         self,
@@ -77,9 +78,9 @@ class EventRecorder:
         on_close: Callable[[], object] | None = None,
     ) -> None:
         """Create the recorder of the run with the given ``id``. To resume a run, pass ``held``,
-        which returns True for an event that the journal already contains, and ``since_s``, the time
-        on the run's clock at which it resumes. ``on_close`` is called when nothing more will be
-        recorded."""
+        which returns True for an event that the journal already contains, and ``since_s``, the
+        time in seconds on the run's clock at which it resumes. ``on_close`` is called when
+        nothing more will be recorded."""
         self.id = id
         self._on_close = on_close
         self._journal = journal
@@ -102,8 +103,8 @@ class EventRecorder:
         return self._journal is not None
 
     def live_reply_file(self) -> LiveReplyFileWriter | None:
-        """Return the file in which replies are shown while they arrive, or None for a run that is
-        not stored."""
+        """Return the file that shows replies while they arrive, or None for a run that is not
+        stored."""
         return None if self._journal is None else self._journal.live_text()
 
     @property
@@ -115,7 +116,7 @@ class EventRecorder:
         return round(time.perf_counter() - self._began, 6)
 
     def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
-        """Record ``event``: write it to the journal, add it to the trajectory and call the
+        """Record ``event``: write it to the journal, add it to the trajectory, and call the
         listeners. Pass ``is_written=True`` if the journal already has the event."""
         if self._sealed is not None:
             raise self._sealed
@@ -148,7 +149,7 @@ class EventRecorder:
 
     @property
     def needs_events(self) -> bool:
-        """True if a resumed run has to emit each of its repeated events individually, because a
+        """True if a resumed run must emit each of its repeated events individually, because a
         listener or the journal receives them."""
         journal = self._journal
         if self._listeners or self._sealed is not None or _log.wants(DEBUG):
@@ -156,13 +157,13 @@ class EventRecorder:
         return journal is not None and (self._held is None or journal.trouble is not None)
 
     def add_journaled_call(self, call: Call) -> None:
-        """Add a whole call that the journal already contains, from its beginning to its end, to the
-        trajectory. Allowed only if ``needs_events`` is False."""
+        """Add a whole call that the journal already contains, from its beginning to its end, to
+        the trajectory. Allowed only if ``needs_events`` is False."""
         self._fold.add_ended(call)
 
     def warn(self, text: str) -> None:
         """Record a warning about the run, as a note on its root call. If the root call has not
-        begun, the warning is kept until it does."""
+        begun yet, the warning is held until it does."""
         if self._root is None:
             self._warnings.append(text)
         else:
@@ -173,8 +174,8 @@ class EventRecorder:
         self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: RunJournal, event: AnyEvent) -> None:
-        """Write ``event`` to the journal unless the journal already contains it. As long as a
-        resumed run neither asks anything new nor gives an answer, its journal stays unchanged."""
+        """Write ``event`` to the journal unless the journal already contains it. The journal of
+        a resumed run stays unchanged until the run asks something new or gives an answer."""
         if self._held is not None and self._held(event):
             return
         if self._unwritten is not None:
@@ -188,7 +189,7 @@ class EventRecorder:
 
     def seal(self, end: RunEnded, error: LoopBlocked) -> None:
         """Write the final event ``end`` and release the journal, although the run is still in
-        progress on a blocked event loop. Called from another thread. Any attempt of the run to
+        progress on a blocked event loop. Another thread calls this. Any attempt of the run to
         record more raises ``error``."""
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
@@ -225,8 +226,8 @@ class EventRecorder:
 
 
 def _is_minor(event: AnyEvent) -> bool:
-    """Return True if a later resume does not need ``event``. If a resume records only such events,
-    nothing is written, and the journal stays unchanged."""
+    """Return True if ``event`` is not needed to resume the run later. If a resumed run records
+    only such events, its journal stays unchanged."""
     match event:
         case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
             return True
@@ -240,8 +241,8 @@ def _is_minor(event: AnyEvent) -> bool:
 
 
 def _place(event: AnyEvent) -> str:
-    """Describe where in the run an event occurred, such as ``call 0, turn 2, cell 1``, for log
-    messages. Numbers that the event does not have are left out."""
+    """Describe where in the run an event occurred, for log messages: ``call 0, turn 2, cell 1``.
+    Numbers that the event does not have are left out."""
     id = getattr(event, "call", getattr(event, "id", ""))
     parts = [f"call {id}" if id else ""]
     parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
@@ -249,8 +250,8 @@ def _place(event: AnyEvent) -> str:
 
 
 def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
-    """Return a reference to a context, for the record of a call. It contains the context's digest,
-    size, kind and files, and ``pictures``, the digests of the pictures in the context."""
+    """Return a reference to a context, for the record of a call. It contains the context's
+    digest, size, kind and files, and the digests of its pictures."""
     if context is None:
         return None
     files = tuple(file.reference for file in context.files)

@@ -1,5 +1,5 @@
-"""Let code outside of the engine hold conversations with the models of a run, for example an
-environment with its own loop or an agent written elsewhere.
+"""Let code outside the engine hold conversations with the models of a run. Examples are an
+environment with its own loop, or an agent written for another system.
 
     agent ── replies(messages, thread) ──> the turn that these messages follow ── turn ──> replies
                                            (conversation_matching.py), or a new call
@@ -55,7 +55,7 @@ class _AgentRequest(msgspec.Struct, frozen=True):
 
 
 class RunModelClient:
-    """Gives code outside of the engine, such as an agent or an environment, access to the models of
+    """Gives code outside the engine, such as an agent or an environment, access to the models of
     one run. All requests are recorded and count towards the run's budget."""
 
     def __init__(self, run: SharedRunState, resources: LoopResources, question: str) -> None:
@@ -72,16 +72,16 @@ class RunModelClient:
 
     @property
     def max_turns(self) -> int:
-        """The maximum number of requests in one conversation with the model of the root call."""
+        """The maximum number of requests in one conversation with the root model."""
         return self._run.setup.max_turns(0)
 
     def window(self, depth: int = 0) -> int:
-        """Return the context window, in tokens, of the model that answers at ``depth``, where 0 is
-        the root call's."""
+        """Return the context window, in tokens, of the model that answers at ``depth``. Depth 0
+        is the root."""
         return self._run.models.rlm(depth).window
 
     def client_at(self, depth: int = 0) -> Client:
-        """Return the client of the model that answers at ``depth``, where 0 is the root call's."""
+        """Return the client of the model that answers at ``depth``. Depth 0 is the root."""
         return self._run.models.rlm(depth)
 
     def call_ids(self, thread: str) -> list[str]:
@@ -93,9 +93,9 @@ class RunModelClient:
     async def shared_resource(
         self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
     ) -> T:
-        """Return an object that all runs of this RLM on one event loop share. The context manager
-        that ``open()`` returns is entered at the first call with ``key``, and exited when the RLM
-        closes its connections."""
+        """Return an object that all runs of this RLM on one event loop share. At the first call
+        with ``key``, the context manager that ``open()`` returns is entered. It is exited when
+        the RLM closes its connections."""
         return await self._resources.shared(key, open)
 
     async def ask(
@@ -216,7 +216,7 @@ class RunModelClient:
         num_turns: int,
         cause: AgentCallReason,
     ) -> ExternallyDrivenCall:
-        """Return a new call that continues ``origin`` from the end of its first ``num_turns``
+        """Create a new call that continues ``origin`` from the end of its first ``num_turns``
         turns."""
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
@@ -236,8 +236,8 @@ class RunModelClient:
         request: _AgentRequest,
         known: KnownPrefix | None,
     ) -> Reply:
-        """Take the next turn of a call and return the reply. While the reply is awaited, no other
-        request can continue this call."""
+        """Take the next turn of a call and return the reply. While the reply is awaited, no
+        other request can continue this call."""
         run, call = self._run, each.call
         try:
             stop = run.must_stop(call)
@@ -266,8 +266,8 @@ class RunModelClient:
         return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
 
     def _note_sampling(self, request: _AgentRequest) -> None:
-        """Count a request that asks for a temperature, top-p or top-k other than the run's. At the
-        end of the run, a note says how many such requests there were."""
+        """Count a request that asks for a temperature, top-p or top-k other than the run's. At
+        the end of the run, a note says how many such requests there were."""
         if request.sampling is None:
             return
         own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
@@ -298,6 +298,6 @@ class RunModelClient:
 
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Convert a known prefix of a request's messages for a call whose conversation has ``by`` more
-    messages at its start. The token ids stay the same."""
+    """Adapt a known prefix of token ids to a call whose conversation has ``by`` more messages at
+    its start. The token ids stay the same."""
     return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

@@ -1,5 +1,5 @@
-"""Read model replies whose code is written in the format of another system, as models do out of
-habit.
+"""Read model replies whose code is written in the format of another system, as models sometimes do
+out of habit.
 
 If the meaning is certain, the code is run and a note says how to write it. Otherwise a note names
 the mistake, and the message does not count as an answer in words.
@@ -45,7 +45,7 @@ _PROMPTS = "the prompts (>>>) and outputs between them were left out of the code
 _SHELLS = {"bash", "sh", "shell", "zsh", "console", "terminal", "powershell", "cmd", "bat"}
 _MOST_FENCES = 100
 _BARE = {"", "code", "tool_code", "ipython3", "jupyter", "pycon", "python2"}
-"""Marks of a fence whose content is run if it is Python."""
+"""Languages of a code fence whose content is run if it is Python."""
 _DOES_SOMETHING = (
     ast.Call,
     ast.Assign,
@@ -65,7 +65,7 @@ _MARKS = lazy_pattern(
 _BARE_CALL = lazy_pattern(r"^[ \t]*+(?=\{\s*+\"(?:name|arguments|parameters)\"\s*+:)", re.M)
 _MOST_BARE_CALLS = 16
 _MAX_CODE_CHARS = 1_000_000
-"""A longer text is not tried as code."""
+"""A text longer than this is not checked for being code."""
 _SESSION_CALL = lazy_pattern(r"\s*(print|llm_query|rlm_query|llm_query_batched|SHOW_VARS)\(")
 _PYTHON_TAG = "<|python_tag|>"
 _HARMONY = lazy_pattern(
@@ -110,8 +110,8 @@ def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def syntax_hint(code: str, error: str) -> str | None:
-    """Return a hint for the model if ``code`` failed because of a habit from another system, such
-    as a shell command. Return None if ``error``, the error of the cell, has another cause."""
+    """Return a hint for the model if ``code`` failed because of a habit from another system,
+    such as a shell command. Returns None if ``error``, the error of the cell, has another cause."""
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
     if re.search(r"^[ \t]*+>>> ", code, re.M):
@@ -126,7 +126,7 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
-    """Return ``action`` with the tool calls that the model wrote as text instead of making them.
+    """Add tool calls to ``action`` that the model wrote as text instead of making them.
     ``calls`` holds the name and the arguments of each."""
     codes, notes, final = [], [], None
     for name, given in calls:
@@ -152,8 +152,8 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 
 
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
-    """Return the action of a message whose code is not in a marked fence. Unmarked fences are run
-    if they contain Python. Otherwise, the action gets a note that names the model's mistake."""
+    """Return the action of a message whose code is not in a marked fence. Unmarked fences are
+    run if they contain Python. Otherwise, the action gets a note that names the model's mistake."""
     found = list(itertools.islice(unrun_fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
     codes = [code for body in bare if _is_code(code := _unprompted(body))]
@@ -175,7 +175,8 @@ def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
 
 
 def _is_code(text: str) -> bool:
-    """Return True if ``text`` is Python that does something, such as a call or an assignment."""
+    """Return True if ``text`` is Python code that has an effect, such as a call or an
+    assignment."""
     if len(text) > _MAX_CODE_CHARS:
         return False
     try:
@@ -193,8 +194,8 @@ def _without_prompts(action: ParsedAction) -> ParsedAction:
 
 
 def _unprompted(code: str) -> str:
-    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and the
-    output between them. Return ``code`` unchanged if it does not begin with a prompt."""
+    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and
+    the output between them. Code that does not begin with a prompt is returned unchanged."""
     lines = code.split("\n")
     first = next((line for line in lines if line.strip()), "")
     if not first.startswith(">>> "):
@@ -203,7 +204,7 @@ def _unprompted(code: str) -> str:
 
 
 def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
-    """Parse a message in OpenAI's Harmony format. Return ``message`` with the text of all its
+    """Parse a message in OpenAI's Harmony format. Returns ``message`` with the text of all its
     channels except the reasoning, and a list of the tool calls in it."""
     texts: list[str] = []
     calls: list[tuple[str, Any]] = []
@@ -219,7 +220,7 @@ def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tupl
 
 
 def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of each tool call that is written as text, in any of the
+    """Yield the name and the arguments of each tool call that is written as text in one of the
     known notations."""
     found = itertools.chain(_TOOL_CALL.finditer(text), _INVOKED.finditer(text))
     has_call = False
@@ -253,8 +254,8 @@ def _parameters(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of each tool call that is written as a JSON object without
-    any tags around it."""
+    """Yield the name and the arguments of each tool call that is written as a JSON object
+    without any tags around it."""
     position = num = 0
     while (start := _BARE_CALL.search(text, position)) and num < _MOST_BARE_CALLS:
         position, num = start.end() + 1, num + 1
@@ -269,7 +270,7 @@ def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Parse ``text`` as JSON, and return it unchanged if it is not JSON."""
+    """Parse ``text`` as JSON. If it is not JSON, return it unchanged."""
     try:
         return json.JSONDecoder(strict=False).raw_decode(text.strip())[0]
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
 """Answer the function calls that session code makes to its host: questions to models, child calls
-that get their own Python session, and tools.
+with a separate Python session, and tools.
 
     session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
     session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
@@ -51,18 +51,18 @@ from ramify.types.picture import NotAPicture, Picture
 from ramify.types.trajectory import Parent, Stop
 
 RunChild = Callable[[LiveCall], Awaitable[CallOutcome]]
-"""Runs a child with its own session from start to end."""
+"""Function that runs a child call with a separate session from start to end."""
 MAX_QUESTION_CHARS = 20_000
-"""A longer prompt to a child without a context becomes that child's context."""
+"""A prompt longer than this, given to a child without a context, becomes the child's context."""
 MAX_PROMPTS = 10_000
 """Maximum number of prompts in one batch."""
 _MOST_CHARS_PER_TOKEN = 5
-"""A text with more characters than this for each token of a window does not fit it."""
+"""Characters per token above which a text certainly does not fit a context window."""
 
 
 class CellHost:
-    """The host of one cell, that is, of one piece of code that a model runs in its Python session.
-    It answers the calls that the code makes to models, child calls and tools."""
+    """The host of one cell, which is a piece of code that a model runs in its Python session. It
+    answers the calls that the code makes to models, child calls and tools."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CellHost:
         closed_by: Stop | None = None,
     ) -> None:
         """Create the host of a cell that ``call`` runs in the given turn. If the run has already
-        reached a limit, pass it as ``closed_by``: the cell can then no longer call a model."""
+        reached a limit, pass it as ``closed_by``. The cell can then no longer call a model."""
         self._run_child = run_child
         self._closed_by = closed_by
         self._run = run
@@ -84,8 +84,7 @@ class CellHost:
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Answer one function call that the cell's code makes to the host. Raises HostCallError,
-        which the session raises in the cell, if there is no such function or its arguments are
-        wrong."""
+        which is raised in the cell, if there is no such function or its arguments are wrong."""
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
@@ -136,8 +135,8 @@ class CellHost:
     def _pictures(
         self, images: Any, num_prompts: int, client: Client
     ) -> Sequence[tuple[Picture, ...]]:
-        """Return the pictures for each prompt of a batch. Raises HostCallError, before anything is
-        sent, if the model cannot read pictures."""
+        """Return the pictures for each prompt of a batch. Raises HostCallError if the model
+        cannot read pictures, before anything is sent."""
         if images is None:
             return [()] * num_prompts
         if not isinstance(images, list):
@@ -158,9 +157,9 @@ class CellHost:
         return [pictures.resolve_images(each, f"images[{i}]") for i, each in enumerate(images)]
 
     def _is_blind(self, client: Client) -> bool:
-        """Return True if pictures must not be sent to the model of ``client``. When a run is
-        repeated, the record decides instead of the model, so that the cell repeats the calls that
-        it made before."""
+        """Return True if pictures must not be sent to the model of ``client``. In a repeated
+        run, the record decides instead of the model, so that the cell repeats the calls that it
+        made before."""
         recording = self._run.recording
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
             return not recording.has_call(self._call.next_child_id(), self._where)
@@ -193,9 +192,9 @@ class CellHost:
         return None if pictures else repeat_plain(self._run, call, prompt, kind)
 
     def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
-        """Return the reason why a prompt is too long to be sent, or an empty string if it may be
-        sent. A prompt that certainly exceeds the model's window is refused here, because some
-        servers truncate it silently and charge for all of it."""
+        """Return why a prompt is too long to be sent, or an empty string if it may be sent. A
+        prompt that certainly exceeds the model's window is refused here, because some servers
+        truncate it silently and charge for all of it."""
         run, window = self._run, call.client.window
         is_recorded = run.recording is not None and run.recording.request(call.id, 0) is not None
         if len(prompt) <= _MOST_CHARS_PER_TOKEN * window or is_recorded:
@@ -264,8 +263,8 @@ class CellHost:
         return prompt, self._call.context
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
-        """Answer a child call at the depth limit. Instead of a session, it gets one plain call
-        whose prompt contains both the question and the context."""
+        """Answer a child call at the depth limit with one plain model call instead of a session.
+        Its prompt contains both the question and the context."""
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         num_chars = count_text_chars(value)
@@ -285,8 +284,8 @@ class CellHost:
         return await self._plain(call, prompt, None, pictures)
 
     def _context_pictures(self, call: LiveCall) -> tuple[Picture, ...]:
-        """Return the pictures in the context of ``call``. Raises HostCallError if the call's model
-        cannot read pictures."""
+        """Return the pictures in the context of ``call``. Raises HostCallError if the call's
+        model cannot read pictures."""
         run = self._run
         if call.context is None or not run.pictures.has_any:
             return ()
@@ -329,7 +328,7 @@ class CellHost:
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Answer a function call of the cell with a strategy, which asks models many small
-        questions. They are recorded as children of a call without turns, whose record begins with
+        questions. They are recorded as children of a call without turns. Its record begins with
         the first of them."""
         run = self._run
         with _arguments_of(name):
@@ -362,9 +361,9 @@ class CellHost:
         }
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
-        """Return the calls, tokens and dollars that a strategy started by this cell may use. In a
-        repeated run, a strategy that was recorded gets the run's full limit, since its replies are
-        repeated, and any other strategy gets nothing."""
+        """Return the calls, tokens and dollars that a strategy may use if this cell starts it.
+        In a repeated run, a recorded strategy gets the run's full limit, because its replies are
+        repeated. Any other strategy gets nothing."""
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit
@@ -377,8 +376,8 @@ class CellHost:
         return left._replace(calls=ledger.calls_left())
 
     async def _budget(self) -> dict[str, int | float]:
-        """Return the unused part of the call's limits. The numbers are recorded like the result of
-        a tool, because a repeated cell must get the same ones."""
+        """Return the unused part of the call's limits. The numbers are recorded like the result
+        of a tool, because a repeated cell must get the same ones."""
 
         async def left(*_: Any) -> dict[str, int | float]:
             return self._run.budget(self._call)
@@ -393,8 +392,8 @@ class CellHost:
         kwargs: Mapping[str, Any],
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
-        """Make a call to a tool and record its result. If the run is being repeated, return the
-        recorded result instead."""
+        """Call a tool and record its result. If the run is being repeated, return the recorded
+        result instead."""
         import hashlib
 
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
@@ -484,7 +483,7 @@ class CellHost:
 
     def _check_room(self, num: int) -> None:
         """Raise HostCallError, before any call is made, if the run's limit does not allow all
-        ``num`` calls. A cell that is repeated may make exactly the calls that it made before."""
+        ``num`` calls. A repeated cell may make exactly the calls that it made before."""
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
@@ -507,7 +506,7 @@ class CellHost:
         slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
         before: Sequence[CallOutcome] = (),
     ) -> list[Any]:
-        """Run a batch of calls concurrently and return their answers in order. If any call failed,
+        """Run a batch of calls concurrently and return their answers in order. If any call fails,
         raise SubcallError with the answers that did arrive.
 
         ``slots`` limits how many of the calls run at the same time. ``before`` holds the outcomes
@@ -554,7 +553,8 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
     """Run a strategy that session code asked for, and return its outcome. If the strategy cannot
-    use the values that the code passed, the outcome's failure is the error to raise in the cell."""
+    use the arguments that the code passed, the outcome's failure is the error to raise in the
+    cell."""
     try:
         outcome: CallOutcome = await strategy(calls)
         return outcome
@@ -574,13 +574,13 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
 
 
 def _named(title: str, text: str) -> str:
-    """Return the error message ``text`` with the name of the function in front, unless it is
+    """Put the name of the function at the start of the error message ``text``, unless it is
     already there."""
     return text if text.startswith(title) else f"{title}: {text}"
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
-    """Return the data of a SubcallError for a batch of ``num`` calls of which none was made."""
+    """Return the data of a SubcallError for a batch of ``num`` calls, none of which was made."""
     numbers = range(num)
     failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
     return {"results": [None] * num, "failures": failures, "kinds": kinds}
@@ -588,7 +588,7 @@ def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
 
 def _partial(outcome: CallOutcome) -> str:
     """Return the incomplete answer of a failed sub-call: the text of a truncated reply, or the
-    words of the call's last message."""
+    text of the call's last message."""
     return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
 
 
@@ -613,8 +613,8 @@ async def _caught(
     call: LiveCall,
     slots: contextlib.AbstractAsyncContextManager[Any] | None,
 ) -> CallOutcome:
-    """Run one call of a batch, and return a failure as an outcome instead of raising it, so that
-    the other calls continue."""
+    """Run one call of a batch. A failure is returned as an outcome instead of being raised, so
+    that the other calls continue."""
     try:
         async with slots or contextlib.nullcontext():
             return await run(call)
@@ -633,8 +633,9 @@ def _check_texts(prompts: Any) -> None:
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """Turn an error in checking the arguments of function ``name`` into an error that is raised in
-    the cell. The session chose the arguments, so they must not make the run itself fail."""
+    """Convert an error in checking the arguments of the function ``name`` into an error that is
+    raised in the cell. Session code chose the arguments, so they must not make the run itself
+    fail."""
     try:
         yield
     except (SandboxError, TypeError) as error:  # SandboxError: a context that no session can hold
@@ -644,7 +645,7 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 
 def _schema_check(schema: Any) -> AnswerType:
-    """Return a checker for answers that follow a JSON schema given by session code. Raises
+    """Return a checker for answers that must match a JSON schema given by session code. Raises
     HostCallError if the schema, which is untrusted, cannot be used."""
     if not isinstance(schema, dict):
         raise HostCallError(
