@@ -3,11 +3,6 @@ even while its modules are still being imported.
 
 To achieve this, the default signal handler is installed before anything else is imported. The
 module ``_signal`` is used because importing ``signal`` takes as long as the rest of this file.
-
-For that, the default signal handler is installed before anything else is imported. The module
-``_signal`` is used because importing ``signal`` takes as long as the rest of this file. If the
-command asks a question over files, the fork server, a process that starts sandbox sessions, is
-launched next, so that both are ready at the same time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Start small helper processes that answer requests over pipes, one request at a time.
 
-    here                                              the process
-    start("ramify.sources.sqlite_process:serve")  ──> serve() ── answer_requests(answer)
-    ask(process, [request], limit_s=20.0)         ──> answer([request]) ──> [answer]
+    this process                                    the helper process
+    start_python_process("ramify.sources.sqlite_process:serve")
+                                                ──> serve() ── answer_requests(answer)
+    ask(process, [request], limit_s=20.0)       ──> answer([request]) ──> [answer]
 
 A request and its answer are lists of byte strings, each preceded by its length. The pool that keeps
 such processes is ``RequestProcessPool`` in ``child_process.py``; callers decide what to ask them.

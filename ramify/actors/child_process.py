@@ -138,6 +138,8 @@ class ChildProcess:
                 files = (_pipe_with(stdin, stack), *files[1:])
             files_given = [_duplicate(each, stack) for each in self._opened(files, stack)]
             self._guard = subprocess.Popen(
+                # Isolated and without site-packages: the guard starts fast, and no user setting
+                # affects it.
                 [sys.executable, "-I", "-S", str(_GUARD)],
                 env={name: os.environ[name] for name in _KEPT if name in os.environ},
                 stdin=theirs.fileno(),
@@ -146,6 +148,8 @@ class ChildProcess:
                 pass_fds=files_given,
                 start_new_session=True,
             )
+            # Registered before the command is sent: from here on, no failure leaves the guard
+            # running.
             weakref.finalize(self, _forget, self._guard, self._socket)
             data = marshal.dumps({**spec, "files": files_given})
             self._send(len(data).to_bytes(4, "little") + data)
@@ -393,7 +397,7 @@ class RequestProcessPool:
 
 
 def kill_and_reap(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that has no guard, and close its pipes."""
+    """Kill a process that has no guard process watching it, and close its pipes."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:

@@ -1,6 +1,6 @@
 """Let a newly started process open an authenticated connection back to the run that started it.
 
-    run      with Listener() as listener:
+    run      with ConnectBackListener() as listener:
                  start(command, stdin=listener.ticket("worker 3"))
                  channel, name = listener.accept(str, 60.0, look)
     process  channel = connect_back()
@@ -76,9 +76,7 @@ class MissedHeartbeatDetector:
 
     It counts its own checks instead of reading a clock. So no process seems overdue after this
     process was stopped or its machine was suspended.
-
-    It counts its own checks instead of reading a clock, so that no process seems overdue after this
-    one was stopped or its machine was suspended."""
+    """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
         """Create a detector with a limit of ``limit_s`` seconds. The caller must then call

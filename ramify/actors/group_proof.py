@@ -99,6 +99,7 @@ def on_loopback(is_local: bool) -> Iterator[None]:
     """Make gloo listen on the loopback interface within a ``with`` block, if all processes are
     on this machine. By default gloo listens on the host's name, which may not resolve, or may be
     reachable from other machines."""
+    # The environment belongs to the whole process, so only one thread may change it at a time.
     with _SETTING:
         if not is_local or _INTERFACE in os.environ or not sys.platform.startswith("linux"):
             yield
@@ -126,6 +127,7 @@ def _exchanged(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
 
 
 def _proof(key: bytes, size: int, prover: int, verifier: int, nonce: bytes) -> bytes:
+    # The proof names both ranks, so it cannot be replayed for another rank or direction.
     text = b"ramify group %d %d %d " % (size, prover, verifier)
     return hmac.digest(key, text + nonce, "sha256")
 

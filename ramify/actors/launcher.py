@@ -84,10 +84,7 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
         ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
         needs. If there are no ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with
         the others.
-
-        ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
-        needs. Without ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with the
-        others."""
+        """
         if not self.offsets or not gpus:
             return list(slot_gpus)
         first = int(self.offsets[self.members.index(member)] + ALMOST)
@@ -118,7 +115,7 @@ class Launcher(Protocol):
         log: Path,
         stdin: bytes = b"",
     ) -> Process:
-        """Start a process on the slot reserved for it, and return a handle to the process.
+        """Start a process on the slot that is reserved for it, and return a handle to it.
 
         ``environment`` is added to the machine's environment, ``log`` receives all output, and
         ``stdin`` holds a few bytes for the standard input. Raises ConfigError if the process cannot

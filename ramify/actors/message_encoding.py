@@ -60,8 +60,10 @@ def _value(code: int, data: memoryview) -> Any:
             import numpy
 
             kind = numpy.dtype(name)
+            # The bytes of an array of objects would be read as memory addresses.
             if kind.hasobject:
                 raise ValueError("its elements are objects")
+            # Copied, because the buffer of a message is read-only.
             return numpy.frombuffer(flat, kind).reshape(shape).copy()
         if code == _TENSOR:
             import torch

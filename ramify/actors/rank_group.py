@@ -91,10 +91,7 @@ class RankGroup:
         ``own`` is rank 0's own object, whose methods run on all ranks together. If no rank makes
         progress for ``timeout_s`` seconds, the group is stuck. The stack traces of its ranks are
         then saved in the folder ``stacks``.
-
-        ``own`` is rank 0's object, whose methods (verbs) run on all ranks together. A group in
-        which no rank makes progress for ``timeout_s`` seconds is stuck; the stack traces of its
-        ranks are then saved in the folder ``stacks``."""
+        """
         self.size = 1 + len(connections)
         self._own = own
         self._pulse = pulse

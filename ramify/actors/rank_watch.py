@@ -290,6 +290,7 @@ class RankWatch:
         working = [rank for rank in stacks if rank not in waits]
         least = min(self._counts)
         behind = [rank for rank, count in enumerate(self._counts) if count == least]
+        # Blame ranks that do not answer, else those that work while others wait, else the slowest.
         named = unresponsive or (working if waits and working else behind)
         path = self._write(stacks, unresponsive)
         description = "; ".join(

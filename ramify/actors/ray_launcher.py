@@ -221,6 +221,7 @@ class RayLauncher:
         until = time.monotonic() + self.start_s
         for pool, nodes in bundles(self._placement_slots).items():
             requested = [_resources(needs) for needs, _ in nodes]
+            # This process is rank 0, so slot 0 must be on its own node.
             first = next((i for i, (_, members) in enumerate(nodes) if 0 in members), None)
             if first is not None:
                 requested[first][f"node:{self._own}"] = _HERE

@@ -1,10 +1,10 @@
 """Decide whether a lost process is restarted or given up.
 
     restarts = ProcessRestartLimiter(3, log, "worker")
-    restarts.failed(1, "worker 1 ended")    True: restart it; False: it was lost 4 times in a row
-    restarts.failed(1, "no memory")         the same for a restart that failed
+    restarts.record_loss(1, "worker 1 ended")    True: restart it; False: 4 losses in a row
+    restarts.record_loss(1, "no memory")         the same for a restart that failed
     restarts.back(1, "worker 1 is back")
-    restarts.succeeded(1)                   it did its work: earlier losses no longer count
+    restarts.succeeded(1)                        it did its work: earlier losses no longer count
 
 A loss leaves one log record with the reason: ``restart``, or ``worker_lost`` if the process is
 given up. A restart that fails leaves ``restart_failed``. The caller decides what counts as work.

@@ -131,12 +131,12 @@ class ChannelListener:
 
         On a loopback address, a Unix socket is used if the system supports it, and ``port`` is
         ignored. If no ``key`` is given, a new one is generated.
-
-        On a loopback address, a Unix socket is used if this system has them, and ``port`` is
-        ignored. If no ``key`` is given, a new one is generated."""
+        """
         self.key = key or secrets.token_bytes(32)
         self._folder = ""
         if host == LOOPBACK and hasattr(socket, "AF_UNIX"):
+            # Systems limit the length of a Unix socket's path, so a deep temporary folder is not
+            # used.
             root = tempfile.gettempdir()
             self._folder = tempfile.mkdtemp(
                 prefix="ramify-", dir=root if len(root) < _MAX_PATH // 2 else "/tmp"

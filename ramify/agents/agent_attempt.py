@@ -68,7 +68,7 @@ class RunningAgent(Protocol):
 
 
 StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
-"""Starts the agent of one rollout. Raises RamifyError if it cannot be started."""
+"""Function that starts the agent of one rollout. Raises RamifyError if that fails."""
 
 
 class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):

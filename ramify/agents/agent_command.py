@@ -77,9 +77,7 @@ class CommandTemplate:
 
         Raises ConfigError if the command is empty, has an unknown placeholder, or names a program
         that does not exist.
-
-        Raises ConfigError for an empty command, an unknown placeholder, and a program that does not
-        exist."""
+        """
         self.container: AgentContainer | None = None
         """Where the command runs; None: here."""
         self._shell = command if shell and isinstance(command, str) else ""
@@ -123,8 +121,7 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
     is ``NAME=value``, or the name of a variable of this process.
 
     Raises ConfigError for an empty name, and for a variable that is not set in this process.
-
-    Raises ConfigError for an empty name, and for a variable that this process does not have."""
+    """
     environment = {}
     for each in names:
         name, sign, value = each.partition("=")

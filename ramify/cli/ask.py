@@ -302,9 +302,7 @@ def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> S
 
     The first messages warn about environment variables that look like one of the settings in
     ``kinds`` but are not one.
-
-    The first messages warn about environment variables that look like a setting listed in ``kinds``
-    but are not one."""
+    """
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.capture_warnings()
     for line in unknown_variables(kinds):
@@ -447,9 +445,6 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 
     The sandbox server starts in its own process. A thread loads the certificate authorities, which
     mostly runs without Python's lock.
-
-    The sandbox server starts in its own process. A thread reads the certificate authorities, which
-    mostly releases Python's lock.
     """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_name
     from ramify.sandbox.launch import launch

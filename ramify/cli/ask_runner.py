@@ -84,9 +84,7 @@ def run_again(
 
     ``limits`` and ``models`` replace recorded ones. ``fork`` is a turn, counted from 0, and the
     options of ``RLM.start_fork``: it starts a new run from that turn instead.
-
-    ``limits`` and ``models`` replace recorded ones. ``fork`` (turn from 0, options of
-    ``RLM.start_fork``) starts a new run from that turn instead."""
+    """
     from ramify.cli import resume
     from ramify.engine import rerun
 

@@ -209,9 +209,7 @@ class MatrixCommand:
 
         Raises ConfigError if a model cannot be used, and _NotConfirmed if the evaluation should not
         start.
-
-        Raises ConfigError if a model cannot be used, and _NotConfirmed if the evaluation should not
-        begin."""
+        """
         from ramify.engine.limits import DEFAULT_MAX_COST
         from ramify.evaluate.answer_modes import room_of
         from ramify.evaluate.matrix import estimate

@@ -173,9 +173,6 @@ class TerminalTreeRows:
 
         Running calls take precedence over ended ones. The rows are in the order in which their
         calls began.
-
-        Running calls are preferred to ended ones. The rows are in the order in which their calls
-        began.
         """
         rows = list(self.nodes.values())
         if len(rows) <= max_rows:

@@ -127,7 +127,6 @@ class CliOptionSpec(NamedTuple):
             )
 
     def _value(self, text: str) -> Any:
-        """Convert the option's argument to its type."""
         try:
             return self.kind(text)
         except ValueError:

@@ -350,8 +350,6 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM end the command with an exception, so that the cursor is restored.
 
     A SIGTERM handler that the command has already installed is kept.
-
-    If the command has its own SIGTERM handler, that one stays.
     """
     if (
         threading.current_thread() is not threading.main_thread()

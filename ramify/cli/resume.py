@@ -50,11 +50,6 @@ def rebuild_rlm(
     weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` maps a model's name
     to its API key; other models take theirs from the environment. Raises ConfigError if this
     version cannot read the recorded settings.
-
-    ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
-    weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` are API keys by the
-    name of their model; other models take theirs from the environment. Raises ConfigError if this
-    version cannot read the recorded settings.
     """
     config = started.config
     models = [*config.get("model", [])]

@@ -101,10 +101,6 @@ def fill(
     An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
     a variable or the file may set. Some tables of the file set environment variables that other
     parts of the package read.
-
-    An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
-    a variable or the file may set. The tables of the file set environment variables that other
-    parts of the package read.
     """
     settings = {
         **_from_file(config_path(environ), kinds, environ),

@@ -28,8 +28,6 @@ def exporting(notes: StderrMessageWriter) -> Iterator[None]:
     """Export the spans of all runs in a ``with`` block, if environment variables request it.
 
     If the export fails, a warning is logged and the command continues.
-
-    A problem with the export is a warning; it never ends the command.
     """
     exporter = _exporter_name()
     provider = _provider(exporter, notes) if exporter else None

@@ -393,9 +393,6 @@ def supervise(
 
     ``options`` are passed to each trainer. ``restarts`` is how many consecutive failures without
     progress are followed by a restart.
-
-    ``options`` are passed to each trainer. ``restarts`` is the number of failures in a row, without
-    progress in between, after which the trainer is still restarted.
     """
     if restarts < 1:
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")
@@ -421,6 +418,8 @@ def supervise(
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
+            # Only progress beyond the furthest step resets the count: repeating lost steps does
+            # not.
             if step is not None and step > furthest:
                 losses.succeeded(name)
             furthest = max(furthest, step or 0)

@@ -152,6 +152,7 @@ class AnthropicClient:
             ]
         if request.schema is not None and self._enforces_schema and is_strict(request.schema):
             fields["output_config"] = {"format": {"type": "json_schema", "schema": request.schema}}
+        # Only a conversation that continues is worth the surcharge for writing to the cache.
         if request.affinity or any(message.role == "assistant" for message in request.messages):
             _mark_for_cache(fields)
         fields.update(sampling.extra)

@@ -9,7 +9,7 @@ provider:
                  ├─ account.reserve()                       may wait; raises LimitReached
                  ├─ limiter slot                            held only while a request is in flight
                  ├─ client.complete(request)                one attempt: a Reply or a ModelError
-                 └─ account.settle / forfeit / release
+                 └─ account.settle / charge_full_reservation / release
 
 The tokens and dollars that a server reports are validated here, so that a budget can rely on them.
 A report that is missing, impossible or inconsistent counts as unknown, and the pool then books the
@@ -83,9 +83,6 @@ class KnownPrefix(msgspec.Struct, frozen=True):
 
     A client that receives known ids appends the later messages to them, and never tokenizes the
     earlier text again. A tokenizer may split that text differently from how the model sampled it.
-
-    A client that receives them appends the later messages and never tokenizes the earlier text
-    again, because a tokenizer may split it differently from how the model sampled it.
     """
 
     num_messages: int
@@ -275,16 +272,10 @@ class Client(Protocol):
     Without the attribute, it gets no request with pictures. A client that renders prompts itself
     has ``rendering``, a ``PromptRenderer``. The requests of outside agents are then compared by
     token ids.
-
-    A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
-    ``complete(request, on_piece)``. The pool looks for it. A client that sends the pictures of
-    messages has ``vision``: whether its model reads them, or None if that is unknown. Without the
-    attribute, no request with pictures reaches it. A client that renders prompts itself has
-    ``rendering``, a ``PromptRenderer``; the requests of outside agents are then compared by ids.
     """
 
     name: str
-    """``provider:model``"""
+    """Full name of the model: ``provider:model``."""
     window: int
     """Context window: maximum tokens of the prompt and the reply together."""
     price: Price | None
@@ -319,9 +310,7 @@ class RequestReservation(Protocol):
 
         It does not if another reply has shown that the model may use more than was reserved. In
         that case the reservation has been released, and ``reserve`` must be called again.
-
-        It does not if another reply has shown that the model may use more than was reserved. The
-        reservation is then released, and ``reserve`` must be called again."""
+        """
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
@@ -361,6 +350,7 @@ def reported_usage(
         return Usage()
     if inputs is None or (outputs is None and (both is None or both < inputs)):
         return Usage()
+    # Some servers count reasoning only in the total, and some only in a separate field.
     output = max(outputs or 0, (both or 0) - inputs)
     thinking = thinking or 0
     output += thinking if thinking > output else 0
@@ -374,9 +364,7 @@ def believed(reply: Reply, request: Request, window: int) -> Usage:
 
     A count of zero tokens is not plausible for a prompt, or for a reply with text. Neither is a
     prompt or a reply longer than the model's ``window``.
-
-    A prompt or a reply longer than the model's ``window`` is not plausible, and neither are zero
-    tokens for a prompt or for a reply with text."""
+    """
     usage, message = reply.usage, reply.message
     within = usage.output_tokens <= max(request.sampling.max_tokens, window) and (
         # Counted only if necessary, since it reads the whole prompt.

@@ -95,8 +95,7 @@ def split(
     request is a pair of its JSON body and an item of the caller's choice.
 
     A body that exceeds the limit is sent in an upload by itself; the provider may refuse it.
-
-    A body that is larger than an upload is sent alone; the provider may refuse it."""
+    """
     part, size = list[tuple[bytes, Item]](), 0
     for body, item in bodies:
         if part and (len(part) >= max_rows or size + len(body) > max_bytes):

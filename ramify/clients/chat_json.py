@@ -125,9 +125,7 @@ def decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
 
     Invalid characters are replaced, because the reply has already been billed. A model may sample
     them and a server may pass them on.
-
-    Invalid characters, which a model may sample and a server pass on, are replaced, because the
-    reply has already been billed."""
+    """
     try:
         return decoder.decode(body)
     except RecursionError:
@@ -565,13 +563,12 @@ def from_status(
 
     ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
     were sent; they are removed from the message.
-
-    ``where`` names the model and its address, for the error message. ``secrets`` are the keys that
-    were sent, and are removed from it."""
+    """
     secrets = tuple(filter(None, secrets))
     body = body[:_MOST_ERROR_BYTES]
     message = message_of(body, secrets)
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
+    # 529 is an overloaded Anthropic server. A 503 that says how long to wait is a rate limit, too.
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
         if _NO_MONEY.search(message) and status == 429:
             return _needs_key(f"{text}; the account has no quota left")

@@ -125,10 +125,7 @@ class JsonApi:
         ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
         bodies, and ``new_stream`` for streams. Its ``STREAM_FIELDS`` are the request fields that
         enable a stream with token counts. Its ``KIND`` names a reply in errors.
-
-        ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for
-        whole bodies, ``new_stream``, the request's ``STREAM_FIELDS`` for a stream that counts its
-        tokens, and ``KIND``, which names a reply in errors."""
+        """
         is_named = endpoint.url.removesuffix("/chat/completions") in name
         self.where = name if is_named else f"{name} at {endpoint.url}"
         """Model and address. A name of the form ``provider:model@URL`` already contains both."""
@@ -234,6 +231,7 @@ class JsonApi:
                 f"{self.where}: the stream ended before the reply was whole; if the server cannot "
                 "stream, give Model(…, stream=False)"
             )
+        # Read the rest of the body, so that the connection can be reused.
         if not exchange.is_complete:
             with contextlib.suppress(TimeoutError, ModelError):
                 async with asyncio.timeout(_END_S):

@@ -2,9 +2,9 @@
 
     ask ── account.reserve()        may wait; holds no slot meanwhile
          ─ acquire slots            first the model's limiter, then the run's
-         ─ account.is_enough()      or else again from the start
+         ─ account.is_still_valid() or else again from the start
          ─ client.complete()        the slots are held only for this
-         ─ settle / forfeit / release, exactly once, whatever happened
+         ─ settle / charge_full_reservation / release, exactly once, whatever happened
          ─ wait and retry, if the error is transient
 
 If a client raises an error that is not one of this package's, it failed to read an untrusted reply.
@@ -107,11 +107,6 @@ class RateLimitedClientPool:
         the time until the whole reply has arrived. If a server asks to wait longer than
         ``max_wait_s``, the request fails. ``keys`` and ``base_urls`` map a provider's name to a
         value that replaces its environment variables.
-
-        ``timeout_s`` is the longest time in which nothing arrives: of a reply that is not streamed,
-        the time until it is whole. If a server asks to wait longer than ``max_wait_s``, the request
-        fails. ``keys`` and ``base_urls`` map a provider's name to a value that replaces its
-        environment variables.
         """
         for name, value in (
             ("max_in_flight", max_in_flight),
@@ -234,6 +229,7 @@ class RateLimitedClientPool:
         on_piece: OnPiece | None,
     ) -> Reply:
         entered = await self._reserve(client, account, gate)
+        # While this request waited for a slot, another reply may have raised the amount to reserve.
         while not self._is_enough(account, gate):
             entered = await self._reserve(client, account, gate)
         arrival = _Arrival(self.deadlines, self.timeout_s, on_piece)
@@ -316,6 +312,8 @@ class RateLimitedClientPool:
         return takes_pieces
 
     async def _enter(self, client: Client, gate: AdaptiveConcurrencyLimiter) -> int:
+        # The model's own slot first: a rate-limited model must not hold slots that others could
+        # use.
         if not gate.try_acquire():
             began_s, was_slowed = _now_s(), gate.is_slowed
             try:
@@ -597,6 +595,7 @@ class AdaptiveConcurrencyLimiter:
         once per round, and starts no request for ``pause_s`` seconds."""
         if round == self.round:
             self.round += 1
+            # Halve the load that was really in flight, which may be far below the limit.
             self._allowed = max(1.0, min(self._allowed, self.in_flight) / 2)
         opens_at = asyncio.get_running_loop().time() + pause_s
         if self._opens_at is None or opens_at > self._opens_at:

@@ -157,9 +157,7 @@ def answer_code(final: FinalAnswer | None) -> tuple[str, ...]:
 
     The result is a tuple with one piece of code. It is empty if the answer is a name, a literal or
     plain words.
-
-    The code is a tuple with one cell. The tuple is empty if the answer is a name, a literal or
-    plain words."""
+    """
     if final is None or final.variable or final.as_is:
         return ()
     argument = _argument(final.text)
@@ -302,10 +300,7 @@ def _end_of_strings(text: str, start: int) -> int:
     ``start`` is the index just after the parenthesis. String literals inside the call are skipped
     if they contain lines that look like a fence or a tag. Returns ``start`` if there are none, or
     if the call is not valid Python.
-
-    ``start`` is the index just after the parenthesis. Lines inside the call's string literals are
-    skipped if they look like a fence or a tag. Returns ``start`` if there are none, or if the call
-    is not valid Python."""
+    """
     newline = text.find("\n", start)
     end = call_end(text, start) if newline >= 0 else None
     if end is None or end < newline:
@@ -331,6 +326,7 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
     closed = False
     while mark := ends.search(text, position):
         position = mark.end()
+        # A closing line inside a string is code. The scanner is slow, so most code goes without it.
         if is_code and (scanner is not None or _may_span(text, checked, mark.start())):
             scanner = scanner or StringScanner(text, start)
             if scanner.is_inside(mark.start()):

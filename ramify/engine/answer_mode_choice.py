@@ -66,7 +66,7 @@ class ModeChoice(msgspec.Struct, frozen=True):
     """The mode that was chosen for a question, and the reason for the choice."""
 
     mode: str
-    """``free``, ``plan`` or ``direct``."""
+    """``free`` (a Python session), ``plan``, or ``direct`` (one plain call)."""
     reason: str
     strategy: Strategy | None = None
     """Strategy that answers the question in the mode ``plan``."""

@@ -99,6 +99,8 @@ class Notebook:
         if self._session is None:
             self.start_opening_session()
             assert self._opening is not None
+            # A cancelled wait must not cancel the opening: ``close`` waits for it and ends the
+            # session.
             self._session, self._opening = await asyncio.shield(self._opening), None
             self.run.ending.register_session(self._session)
         return self._session
@@ -122,6 +124,7 @@ class Notebook:
         except SessionDied as death:
             reason = str(death)
             ran = CellResult(Cell(code, death.stdout, stdout_chars=len(death.stdout)))
+        # The cell's code may have caught this error, but it must end the run.
         if answers.fatal is not None:
             raise answers.fatal
         was_rolled_back = ran.interrupted == "killed"
@@ -210,6 +213,7 @@ class Notebook:
         died. Returns None on success. Otherwise, clears the history and returns the reason."""
         if not len(self._cell_history):
             return None
+        # Remains the reason if the rerun is cancelled.
         problem: str | None = "it was cut off"
         try:
             problem = await self._cell_history.rerun(await self.session(), self.run.cell_s)
@@ -325,9 +329,6 @@ class CellHistory:
 
         Returns None on success. If a cell fails or differs, the state of the session is unreliable,
         and the reason is returned.
-
-        Returns None on success. If a cell failed or differed, the state of the session is
-        unreliable, and the reason is returned.
         """
         for number, cell in enumerate(self._cells, 1):
             host = _RecordedHost(cell.answers)

@@ -64,7 +64,7 @@ class ExternallyDrivenCall(msgspec.Struct):
     first: tuple[Message, ...] = ()
     """New messages of the first request of this call."""
     stop: Stop = Stop.FINAL
-    """The limit that ended the call; ``FINAL`` if none did."""
+    """The limit that ended the call; ``FINAL`` if no limit did."""
 
     def length_after(self, num_turns: int) -> int:
         """Return the length of the conversation, in messages, after the first ``num_turns``
@@ -130,6 +130,7 @@ class AgentConversations:
         is_known = sent.call is not None and not any(
             message.role == "assistant" for message in messages[sent.start :]
         )
+        # Rendering a prompt costs time, so it is avoided if messages alone give the same result.
         if rendering is None or not has_reply or not calls:
             place = sent
         elif is_known and rendering.is_append_only:
@@ -167,6 +168,7 @@ def _sent_before(
             continue
         place = RequestPlace(each, num_turns, start, None, None)
         is_free = bool(num_turns) and each.is_free_after(num_turns)
+        # The longest prefix wins; then a call that can continue; then one that is sent a repeat.
         now = (start, int(is_free), int(_is_repeated(place, messages)))
         if now > rank:
             best, rank = place, now
@@ -235,6 +237,7 @@ def _by_ids(
     for each in calls:
         num_common = _num_common_ids(each.call.history.ids, ids)
         for index, turn in enumerate(each.turns):
+            # The longest prefix wins; of equal ones, a turn after which the call can continue.
             now = (turn.num_ids, int(each.is_free_after(index + 1)))
             if turn.num_ids <= num_common and now > rank and _is_on_path(each, turn):
                 best, rank = (each, index), now

@@ -213,6 +213,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         _abandon(used)
         _settle(answer, None, error)
 
+    # A blocked loop never completes its own future, so the caller waits for a second one.
     context = contextvars.copy_context()
     context.run(on_blocked.set, release)
     future = context.run(asyncio.run_coroutine_threadsafe, work, used)
@@ -315,9 +316,6 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
     """Run a user's function in a separate thread that is never joined, and return its result.
 
     If the function never returns, it blocks only its caller, not the event loop's thread pool or
-    the end of the process. If the wait is cancelled, the result is discarded.
-
-    A function that never returns then blocks only its caller, not the event loop's thread pool or
     the end of the process. If the wait is cancelled, the result is discarded.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()

@@ -173,6 +173,7 @@ class RunModelClient:
             each.asked = new
             each.first = each.first or new
         try:
+            # Wait for all replies before raising, so that no call is still waiting for one.
             results = await asyncio.gather(
                 *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
             )
@@ -218,6 +219,7 @@ class RunModelClient:
     ) -> ExternallyDrivenCall:
         """Create a new call that continues ``origin`` from the end of its first ``num_turns``
         turns."""
+        # If none of a fork's own turns is shared, continue from the call that it was forked from.
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
         num_messages = origin.length_after(num_turns)

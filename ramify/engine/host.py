@@ -519,6 +519,7 @@ class CellHost:
             for index, outcome in enumerate(outcomes)
             if outcome.error is not None
         }
+        # A divergence from the recording ends the run: it is not an error that a cell may catch.
         fatal = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
         if fatal is not None:
             raise fatal
