@@ -62,9 +62,9 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the engine's weights by version ``version``, and clear everything cached under
-        the old ones. A reply in progress continues under the new weights. Its ``versions`` records
-        which version sampled which tokens."""
+        """Replace the engine's weights with version ``version``, and clear everything cached
+        under the old ones. A reply in progress continues under the new weights. Its ``versions``
+        records which version sampled which tokens."""
         ...
 
     async def fingerprint(self) -> str | None:

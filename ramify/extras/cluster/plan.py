@@ -208,8 +208,8 @@ def lines(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield a table of the fastest meshes of trainer ranks, and the settings that select the best
-    one."""
+    """Yield a table of the fastest device meshes for the trainer ranks, and the settings that
+    select the best one."""
     if len(plan.meshes) < 2:
         return
     first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)

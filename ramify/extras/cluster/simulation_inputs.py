@@ -129,7 +129,8 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def prepare(self, draw: random.Random) -> float:
-        """Draw the seconds between the end of a step's rollouts and the start of learning."""
+        """Draw a preparation time: the seconds between the end of a step's rollouts and the
+        start of learning."""
         return draw.choice(self.prepare_s)
 
 

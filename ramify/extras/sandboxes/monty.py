@@ -503,7 +503,7 @@ class MontySession:
 def _settle() -> None:
     """Wait briefly before Python exits, to avoid a crash in Monty. A thread of its runtime that
     releases a Python object during the exit aborts the process (pydantic-monty 1.4.0: one exit in
-    seven on a busy machine). Nothing tells when the last thread has finished."""
+    seven on a busy machine). There is no way to know when the last thread has finished."""
     time.sleep(SETTLE_S)
 
 

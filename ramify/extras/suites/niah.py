@@ -105,8 +105,8 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a regular expression that matches every value in the format of the right ones, such as
-    numbers with as many digits. Returns None if the right values are words."""
+    """Return a regular expression that matches every value in the format of the right ones, such
+    as numbers with the same number of digits. Returns None if the right values are words."""
     for form in (rf"(?<!\d)\d{{{len(golds[0])}}}(?!\d)", _UUID, r"\b[A-Z]{5}\b"):
         if all(re.fullmatch(form, gold) for gold in golds):
             return form

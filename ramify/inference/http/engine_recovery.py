@@ -166,7 +166,7 @@ class AvailableEngineUrls:
         self._gone(url)
 
     async def wait_for(self, url: str) -> None:
-        """Wait until an engine is in the list. Raises ConfigError after too long a wait."""
+        """Wait until an engine is in the list. Raises ConfigError if that takes too long."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while url not in self._listed:

@@ -343,8 +343,8 @@ class EngineFleet:
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
-        """Wait until a lost server answers again or is given up. Raises ServerFailed after too long
-        a wait."""
+        """Wait until a lost server answers again or is given up. Raises ServerFailed if that
+        takes too long."""
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )

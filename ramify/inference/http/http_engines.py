@@ -80,7 +80,7 @@ class HttpEngines:
 
     @property
     def membership(self) -> EngineMembership:
-        """Keeps track of lost engines and of those that come back."""
+        """The record of lost engines and of those that come back."""
         return self.fleet.membership
 
     # --- from start to end

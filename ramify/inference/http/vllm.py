@@ -253,7 +253,7 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 
 def _routed(answer: dict[str, Any]) -> Any:
-    """Return the experts reported for a reply's tokens. vLLM 0.21 reports the prompt's in a
-    separate field, and these are put first."""
+    """Return the experts reported for a reply's tokens. vLLM 0.21 reports the experts of the
+    prompt's tokens in a separate field. They are put first."""
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

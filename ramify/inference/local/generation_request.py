@@ -192,8 +192,8 @@ class Generation:
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Create a generation without sampled tokens. Equal ``seed`` texts give equal random
-        numbers. A reply ends with any text in ``stop``, which is searched in the ids decoded by
-        ``decode``."""
+        numbers. A reply ends at any text in ``stop``. ``decode`` turns ids into text, so that
+        such a text can be found."""
         self.ids = list(prompt_ids)
         """Prompt ids, followed by sampled ids."""
         self.num_prompt = len(self.ids)

@@ -251,7 +251,7 @@ def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Return ``x @ weight + bias``, written to ``out`` if PyTorch computes it."""
+    """Return ``x @ weight + bias``. If PyTorch computes it, the result is written to ``out``."""
     if _is_fast(len(x), weight):
         return onednn_products.product(x, weight.t(), bias)
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)

@@ -43,7 +43,7 @@ _CAPS = SandboxCapabilities(
 
 class ProgramInterpreterSession:
     """A session that can only evaluate programs of the task ``programs``. Implements the part of
-    ``sandbox.base.Session`` that they need."""
+    ``sandbox.base.Session`` that programs need."""
 
     caps = _CAPS
 
