@@ -296,7 +296,7 @@ def render_context(value: Any) -> str:
             f"=== {index} ===\n{render_context(item)}" for index, item in enumerate(value)
         )
     if isinstance(value, Table):
-        rows = (value.columns, *value.row_tuples())
+        rows = (value.columns, *value.rows())
         return "\n".join("\t".join(map(str, row)) for row in rows)
     return str(value.tolist() if isinstance(value, NumberArray) else value)
 

@@ -261,7 +261,7 @@ def _facts_of_values(
     )
     if not is_frame:
         shape += f" {_TABLE.format('context')}"
-    rows = "\n".join(_short(row) for row in value.row_tuples(0, _NUM_ROWS))
+    rows = "\n".join(_short(row) for row in value.rows(0, _NUM_ROWS))
     shape += f" The first rows:\n{rows}" if rows else ""
     return ContextFacts("frame" if is_frame else "table", chars, shape, type=name)
 

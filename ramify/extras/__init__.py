@@ -24,7 +24,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "evidence": "ramify.extras.studies.paper_evidence_task:evidence",
         "mrcr": "ramify.extras.suites.mrcr:mrcr",
         "multihop": "ramify.extras.suites.multihop:multihop",
-        "needle": "ramify.extras.suites.niah:needle_task",
+        "needle": "ramify.extras.suites.niah:needle",
         "niah": "ramify.extras.suites.niah:niah",
         "oolong": "ramify.extras.suites.oolong:oolong",
         "oolong_pairs": "ramify.extras.suites.oolong_pairs:oolong_pairs",

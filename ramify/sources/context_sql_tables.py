@@ -44,8 +44,7 @@ class ContextSqlTables:
                 "columns": table.types,
                 "rows": len(table),
                 "samples": [
-                    tuple(map(shown_value, map(plain, row)))
-                    for row in table.row_tuples(0, NUM_SAMPLES)
+                    tuple(map(shown_value, map(plain, row))) for row in table.rows(0, NUM_SAMPLES)
                 ],
             }
             for name, table in tables.items()

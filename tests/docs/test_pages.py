@@ -176,7 +176,7 @@ def test_python_blocks_of_page_run(page, reader):
             ("CREDITS", "deep"),
         ):
             assert name in namespace[table]
-            namespace[table].forget()
+            namespace[table].reset()
     else:
         assert namespace["result"].response == "web-3"
 

@@ -372,7 +372,7 @@ def _shuffle(entries: array[int], rng: random.Random) -> None:
 # --- access codes ---------------------------------------------------------------------------------
 
 
-def needle_task(
+def needle(
     *, chars: int = 100_000, distractors: int = 6, depth: float | None = None, seed: int = 0
 ) -> SimpleTask:
     """Return a task in which one sentence of a long, generated text answers the question.

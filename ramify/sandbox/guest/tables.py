@@ -95,18 +95,18 @@ class Column(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, self._length, _PIECE):
-            yield from self.decode_rows(start, min(start + _PIECE, self._length))
+            yield from self.values(start, min(start + _PIECE, self._length))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             if step == 1:
-                return self.decode_rows(start, max(start, stop))
+                return self.values(start, max(start, stop))
             return [self[each] for each in range(start, stop, step)]
         position = index + self._length if index < 0 else index
         if not 0 <= position < self._length:
             raise IndexError(f"row {index} of {self._length:,}")
-        return self.decode_rows(position, position + 1)[0]
+        return self.values(position, position + 1)[0]
 
     def __repr__(self) -> str:
         head = ", ".join(_short(value) for value in self[:_SHOWN_ROWS])
@@ -114,9 +114,9 @@ class Column(Sequence[Any]):
         return f"Column of {self._length:,} values, {self.type}: [{head}{more}]"
 
     def tolist(self) -> list[Any]:
-        return self.decode_rows(0, self._length)
+        return self.values(0, self._length)
 
-    def decode_rows(self, start: int, stop: int) -> list[Any]:
+    def values(self, start: int, stop: int) -> list[Any]:
         """Decode a range of rows and return its values."""
         if start == stop:
             return []
@@ -157,18 +157,14 @@ class Column(Sequence[Any]):
             case "fixed":
                 return self._lists([info * each for each in range(start, stop + 1)])
             case "struct":
-                rows = zip(
-                    *(child.decode_rows(start, stop) for child in self.children), strict=True
-                )
+                rows = zip(*(child.values(start, stop) for child in self.children), strict=True)
                 return [dict(zip(info, row, strict=True)) for row in rows]
             case "coded":
                 codes, values = self.children
                 if self._values is None:
                     self._values = values.tolist()
                 known = self._values
-                return [
-                    None if code is None else known[code] for code in codes.decode_rows(start, stop)
-                ]
+                return [None if code is None else known[code] for code in codes.values(start, stop)]
             case _:
                 return [None] * (stop - start)
 
@@ -201,7 +197,7 @@ class Column(Sequence[Any]):
 
     def _lists(self, offsets: list[int]) -> list[list[Any]]:
         base, child = offsets[0], self.children[0]
-        items = child.decode_rows(base, offsets[-1])
+        items = child.values(base, offsets[-1])
         found = [items[at - base : end - base] for at, end in itertools.pairwise(offsets)]
         if self.kind == "map":
             return [[tuple(pair.values()) for pair in pairs] for pairs in found]
@@ -327,19 +323,17 @@ class Table:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         names = self.columns
-        for row in self.row_tuples():
+        for row in self.rows():
             yield dict(zip(names, row, strict=True))
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
-    def row_tuples(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Any, ...]]:
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Any, ...]]:
         """Iterate over the rows as tuples."""
         start, stop, _ = slice(start, stop).indices(self._length)
         for at in range(start, stop, _PIECE):
-            parts = [
-                each.decode_rows(at, min(at + _PIECE, stop)) for each in self._columns.values()
-            ]
+            parts = [each.values(at, min(at + _PIECE, stop)) for each in self._columns.values()]
             yield from (zip(*parts, strict=True) if parts else [()] * (min(at + _PIECE, stop) - at))
 
     def __repr__(self) -> str:
@@ -347,7 +341,7 @@ class Table:
         lines = [f"Table of {self._length:,} rows: {columns}"]
         lines += [
             f"  ({', '.join(map(_short, row))})"
-            for row in self.row_tuples(0, min(_SHOWN_ROWS, len(self)))
+            for row in self.rows(0, min(_SHOWN_ROWS, len(self)))
         ]
         return "\n".join(lines + ["  …"] * (self._length > _SHOWN_ROWS))
 

@@ -41,7 +41,7 @@ class LocalTrainedModel:
         self._backend: SingleBackend | None = None
 
     @staticmethod
-    def check_single_rank(compute: ComputeSpec, device: str) -> None:
+    def check(compute: ComputeSpec, device: str) -> None:
         """Raise ConfigError if several ranks were configured or started, since all except one would
         wait forever."""
         started = RankInfo.of_environment()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.suites.niah import needle_task
+from ramify.extras.suites.niah import needle
 from ramify.tasks.validation import validate
 
 
 @pytest.mark.parametrize("chars", [1000, 50_000, 10_000_000])
 def test_exactly_one_sentence_answers_the_question(chars: int) -> None:
-    task = needle_task(chars=chars, distractors=5)
+    task = needle(chars=chars, distractors=5)
     for item in itertools.islice(task.splits["test"], 5 if chars < 10**6 else 1):
         assert len(item.context) == pytest.approx(chars, rel=0.15 if chars == 1000 else 0.01)
         name = item.question.removeprefix("What is the access code of ").rstrip("?")
@@ -25,7 +25,7 @@ def test_exactly_one_sentence_answers_the_question(chars: int) -> None:
 
 
 def test_needle_task_is_valid_and_covers_all_depths() -> None:
-    task = needle_task(chars=2000)
+    task = needle(chars=2000)
     validate(task, num=20)
     kinds = {item.kind for item in itertools.islice(task.splits["train"], 200)}
     assert kinds == {f"depth {low}-{low + 10} %" for low in range(0, 100, 10)}
@@ -35,9 +35,7 @@ def test_needle_task_is_valid_and_covers_all_depths() -> None:
     ("depth", "kind"), [(0.0, "depth 0-10 %"), (0.55, "depth 50-60 %"), (1.0, "depth 90-100 %")]
 )
 def test_depth_sets_the_position_of_the_needle(depth: float, kind: str) -> None:
-    items = itertools.islice(
-        needle_task(chars=20_000, depth=depth, distractors=0).splits["test"], 20
-    )
+    items = itertools.islice(needle(chars=20_000, depth=depth, distractors=0).splits["test"], 20)
     assert {item.kind for item in items} == {kind}
 
 
@@ -47,4 +45,4 @@ def test_depth_sets_the_position_of_the_needle(depth: float, kind: str) -> None:
 )
 def test_invalid_needle_options_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needle: chars="):
-        needle_task(**options)
+        needle(**options)

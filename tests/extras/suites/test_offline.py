@@ -163,13 +163,13 @@ def test_spoiled_labels_differ_in_a_few_lines() -> None:
 
 
 PUBLISHED = {
-    "code_qa": "978a7feca267ed64",
-    "mrcr": "2b95adcd902ca8e9",
-    "multihop": "dc7828a8afddbeca",
-    "niah": "a2e0dc69e59db7e7",
-    "oolong": "f87710f10e7d5c43",
-    "oolong_pairs": "6b2e09f27c4b3daf",
-    "planted": "5c0c4516e84dc15d",
+    "code_qa": "994c67e69bb7bd81",
+    "mrcr": "a12a43c2359f38e3",
+    "multihop": "715b3e10dc01f4d4",
+    "niah": "376372b23972a72e",
+    "oolong": "9bcb061f5e98ec9f",
+    "oolong_pairs": "8b9e4f66590c05ab",
+    "planted": "ca0172c48a043ff7",
 }
 """Suite -> hash of its strategy and of how a leaf reads and errs, without docstrings of the leaf.
 Scores that were published with the model for offline use hold only for these."""
