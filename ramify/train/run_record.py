@@ -68,9 +68,9 @@ class KeptPolicy(msgspec.Struct, frozen=True):
     checkpoint: str
     step: int
     last_step: int
-    """Number of steps of the whole run."""
+    """Number of training steps of the whole run."""
     is_best: bool
-    """True if this checkpoint is the best on the validation stream."""
+    """True if this checkpoint scored best on the validation split."""
     scores: dict[str, RewardConfidenceInterval]
     """Score of each split, by the split's name. The validation score decided which checkpoint is
     best."""
@@ -251,6 +251,7 @@ class TrainingRunRecorder:
             values[f"signal_share/{name.removesuffix('/s')}"] = (
                 values[name] / seconds if seconds else 0.0
             )
+        # Stages without rollouts count the tokens of their training rows instead.
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get(
             "row_tokens", 0.0
         )
@@ -350,7 +351,8 @@ class TrainingRunRecorder:
             _log.warning("score_errors", text, shown=True, failed=failed, rollouts=num)
 
     def save(self, parts: Mapping[str, Write]) -> None:
-        """Write a checkpoint with the run's state and the given parts."""
+        """Write a checkpoint with the run's state and ``parts``, such as weights. Each part is a
+        function that writes it."""
         self._tick()
         self.checkpoints.save(self.state, parts)
         self._saved_at = time.monotonic()
@@ -381,7 +383,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
     @property
     def has_each_group_once(self) -> bool:
-        """True if every group occurs exactly once."""
+        """True if no group was lost or repeated."""
         return not self.duplicated and not self.missing
 
 

@@ -106,6 +106,7 @@ def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) ->
             mean = fmean(values)
             side += [value - mean for value in values]
     squares = math.fsum(a * a for a in left) * math.fsum(b * b for b in right)
+    # Rounding can leave a tiny sum of squares although a number never varies.
     if squares <= 1e-18:
         return None
     return math.fsum(a * b for a, b in zip(left, right, strict=True)) / math.sqrt(squares)
@@ -167,6 +168,7 @@ def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, floa
     credit: Floats = np.concatenate(values) if values else np.zeros(0, np.float32)
     mean = float(credit.sum(dtype=np.float64)) / num_sampled
     square = float(np.square(credit, dtype=np.float64).sum()) / num_sampled
+    # Tokens outside the rows have advantage 0, which may be the minimum or maximum.
     rest = [0.0] if num < num_sampled else []
     ends = [*rest, *([float(credit.min()), float(credit.max())] if num else [])]
     return {
@@ -268,6 +270,7 @@ def sample_rows(
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
     for tree, call in sorted(known, key=lambda each: _key(step, *each)):
+        # At least one call is probed, even if it exceeds the budget.
         if chosen and budget < _size(call):
             break
         budget -= _size(call)

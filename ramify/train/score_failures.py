@@ -26,15 +26,15 @@ numbers."""
 
 
 class ScoreFailures(msgspec.Struct, frozen=True):
-    """The rollouts of a training step that could not be scored."""
+    """Counts of the rollouts of a training step that could not be scored, with their errors."""
 
     num: int
-    """Rollouts whose score failed."""
+    """Number of rollouts that could not be scored."""
     num_scored: int
     """Rollouts with both an answer and a reward. Rollouts without an answer may get a reward too,
     but do not show that the scoring works."""
     num_rollouts: int
-    """All rollouts of the step."""
+    """Number of all rollouts of the step."""
     errors: str
     """The errors and how often each occurred. Empty if no score failed."""
 

@@ -225,6 +225,7 @@ class EngineConsistencyChecks:
         did. Rounding can hide one small step but not many, so the weight change is measured since
         the log-probabilities last changed."""
         before = self._scored.get(engine.name)
+        # Different scores show that the new weights are used; too few positions prove nothing.
         if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:
             self._scored[engine.name] = now
             return

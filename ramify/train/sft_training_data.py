@@ -113,7 +113,7 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
 
 _log = ComponentLogger("train")
 _EXPERT = "expert:function"
-"""Model of the demonstrations of a function."""
+"""Model name of demonstrations that a function wrote."""
 
 
 class DemonstrationSet(NamedTuple):

@@ -352,6 +352,7 @@ class RlStage:
                 next_item=next_item,
                 pending=pending,
                 read=None if reader is None else reader.group,
+                # A group is useful if any of the trained policies can learn from it.
                 has_no_signal=lambda group: all(
                     stage.has_no_signal(group, reader) for stage in (self, *self.others.values())
                 ),

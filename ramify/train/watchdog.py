@@ -146,6 +146,7 @@ class RunWatchdog:
             return task.result()
         finally:
             self._waits.discard(wait)
+            # Retrieve the error, or asyncio logs that it was never retrieved.
             if not wait.ended.cancel():
                 wait.ended.exception()
             if not task.done():
@@ -195,6 +196,7 @@ class RunWatchdog:
         while wait in self._waits and time.monotonic() < until:
             time.sleep(0.02)
         if wait in self._waits:  # the event loop itself is stuck
+            # Python has no public way to raise in another thread. C code is not interrupted.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(wait.loop_thread), ctypes.py_object(StallError)
             )
@@ -264,6 +266,7 @@ class SerialThread:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 (raised where the result is awaited)
                 future.set_exception(error)
+            # Do not keep the result alive while waiting for more work.
             del work, future
 
 

@@ -37,7 +37,7 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     """Return the start and end of the contents of each complete box, ordered by end."""
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []
-    """Start of the contents of each open brace; -1 for a brace that does not open a box."""
+    """Start of the contents of each open brace, or -1 for a brace that does not open a box."""
     for mark in _BRACE.finditer(text):
         if mark["open"] is not None:
             open_braces.append(mark.end() if mark["box"] else -1)

@@ -47,7 +47,7 @@ class Event(
 
 
 class RunStarted(Event, frozen=True, tag="RunStarted"):
-    """A run began. This is the first event of each journal.
+    """A run began. This is the first event of every journal.
 
     Example:
         event.id, event.question, event.started_at    # seconds since 1970
@@ -56,7 +56,7 @@ class RunStarted(Event, frozen=True, tag="RunStarted"):
     id: str
     question: str
     started_at: float
-    """Unix time."""
+    """Unix time in seconds."""
     schema_version: int = msgspec.field(default_factory=SCHEMA_VERSION.__int__)
     """Version of the journal's format. It is always written, so that later versions can tell
     formats apart."""

@@ -179,6 +179,7 @@ def _webp(data: bytes) -> PictureSize:
     match data[12:16]:
         case b"VP8X":
             width, height = (1 + int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
+        # VP8L packs width - 1 and height - 1 into 14 bits each.
         case b"VP8L" if data[20] == 0x2F:
             bits = int.from_bytes(data[21:25], "little")
             width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)

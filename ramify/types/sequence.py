@@ -174,6 +174,7 @@ def check_segments(segments: list[Segment], num_tokens: int) -> None:
     end = 0
     ancestors: list[int] = []
     for index, segment in enumerate(segments):
+        # In preorder, a parent is the previous segment or one of its ancestors.
         while ancestors and ancestors[-1] != segment.parent:
             ancestors.pop()
         if (

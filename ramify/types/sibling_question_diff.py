@@ -57,6 +57,7 @@ class SiblingQuestions:
         self._sorted = None
         if not self._parts:
             self._first = self._prefix = text
+            # The end of a truncated question is unknown.
             self._suffix = text if len(question) == len(text) else ""
             self._parts.append("")
             return False
@@ -66,6 +67,7 @@ class SiblingQuestions:
             suffix = ""
         elif not text.endswith(suffix):
             suffix = suffix[len(suffix) - _num_shared(suffix[::-1], text[::-1]) :]
+        # The shared beginning and end must not overlap in the shorter question.
         if (room := min(len(text), len(self._first)) - len(prefix)) < len(suffix):
             suffix = suffix[len(suffix) - room :]
         has_grown = (prefix, suffix) != (self._prefix, self._suffix)

@@ -69,7 +69,7 @@ _TRUNCATED = {
 
 class AgentCallReason(enum.StrEnum):
     """The reason why a request of an external agent began a new call instead of continuing an
-    earlier one (``docs/agents.md``)."""
+    earlier one. See ``docs/agents.md``."""
 
     NEW = "new"
     """The request contains no reply of an earlier call. It is a first request, comes from a
@@ -87,7 +87,7 @@ class AgentCallReason(enum.StrEnum):
     WHITESPACE = "whitespace"
     """The client changed only the whitespace of a message."""
     ARGUMENTS = "arguments"
-    """The client wrote the JSON of a tool call's arguments differently."""
+    """The client reformatted the JSON of a tool call's arguments."""
     MERGED = "merged"
     """The client joined several messages into one, or split one into several."""
     TRUNCATED = "truncated"
@@ -170,9 +170,9 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     stdout: str = ""
     """Printed output, truncated to the maximum length that the model is shown."""
     value: str | None = None
-    """Echo of the last expression."""
+    """Value of the last expression, as the session echoed it."""
     error: str | None = None
-    """Traceback with the cell's line numbers; None if the cell succeeded."""
+    """Traceback with the cell's line numbers. None if the cell succeeded."""
     seconds: float = 0.0
     """Working time of the session in seconds, excluding time spent waiting for models."""
     stdout_chars: int = 0
@@ -231,7 +231,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     plain request."""
 
     id: str
-    """Dotted path in order of creation: ``0``, ``0.0``, ``0.3.1``."""
+    """Dotted path in order of creation, such as ``0``, ``0.0`` or ``0.3.1``."""
     kind: CallKind
     model: str
     """Name as ``provider:model``."""
@@ -308,7 +308,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     """Cost of all calls of the run in dollars. None if no model had a price."""
     seconds: float = 0.0
     started_at: float = 0.0
-    """Unix time."""
+    """Unix time in seconds."""
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     warnings: list[str] = msgspec.field(default_factory=list)
     """Warnings about the run as a whole, for example about a weak sandbox."""

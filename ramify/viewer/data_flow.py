@@ -271,6 +271,7 @@ class CellValueTracer:
             return self._add_to(target.value, flow)
         name = target.value.id
         old = self.env.get(name, NOTHING)
+        # Items keep separate origins only while all of them have constant keys.
         is_known = key is not None and (old.items is not None or not old)
         items = {**(old.items or {}), key: flow} if is_known else None
         whole = union([old, flow, self._flow(target.slice), *self._control])

@@ -16,8 +16,8 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for "
     "'script'; trusted-types 'none'"
 )
-"""Content-Security-Policy: no resources from other hosts, only one inline script, and no string may
-become HTML or code."""
+"""The Content-Security-Policy. It allows no resources from other hosts and only one inline script,
+and no string may become HTML or code."""
 _HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",

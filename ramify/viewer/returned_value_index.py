@@ -259,6 +259,7 @@ def find_values(
         sources = returned.calls_with(value) & calls
         if not sources or NUMBER.fullmatch(value):
             continue
+        # The text may show a value as it is, as Python prints it, or as JSON.
         for form in dict.fromkeys((value, repr(value)[1:-1], answer_text([value])[2:-2])):
             spans += _occurrences(text, form, sources, taken)
     for match in NUMBER.finditer(text):

@@ -127,6 +127,7 @@ class RunAgain:
             try:
                 return await rlm.estimate_fork(located.run.id, wanted.turn, **_options(rlm, wanted))
             except MissingKey as missing:
+                # Each round finds one model without a key, and continues with a placeholder.
                 if missing.name in lacking:
                     raise
                 lacking[missing.name] = missing.variable

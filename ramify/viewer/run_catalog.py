@@ -46,7 +46,7 @@ from ramify.viewer.run_lookup import (
 
 
 class RunListRow(msgspec.Struct, omit_defaults=True):
-    """One row in the viewer's list of runs."""
+    """One run in the viewer's list of runs."""
 
     key: str
     """Address of the run's page."""
@@ -54,7 +54,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     question: str = ""
     model: str = ""
     started_at: float = 0.0
-    """Unix time."""
+    """Unix time in seconds."""
     seconds: float = 0.0
     depth: int = 0
     num_calls: int = 0
@@ -342,6 +342,7 @@ class RunCatalog:
             paths = walk(place.path, lambda name: name == METRICS, folders=folders)
             found = [path.parent for path in paths]
             times = {folder: _changed_at(folder) for folder in folders}
+            # A later change within the same time stamp would not be noticed: do not cache yet.
             if all(begun - at > SETTLED_NS for at in times.values()):
                 self._trainings[place.number] = times, found
         return found
@@ -428,6 +429,7 @@ class RunCatalog:
         is_written = any(_may_be_alive(row) for row in rows) and writer(path) is not None
         for index, row in enumerate(rows):
             if isinstance(row, RunListRow):
+                # Rows that were returned before must not change.
                 now = copy.copy(row)
                 if reviews is not None or row.labels or row.note or row.corrected:
                     now.take_review(reviews[row.id] if reviews is not None else HumanRunReview())

@@ -1,14 +1,14 @@
-"""The overview of a run that its page loads first: facts about the run as a whole (the head), and a
-table of all calls, sent column by column.
+"""Build the overview of a run that its page loads first: facts about the run as a whole (the head),
+and a table of all calls.
 
-Ten thousand calls must reach the page within a fraction of a second. So each column is one list, or
-one value if all are the same; texts are shortened; and the texts of most calls are sent only when
-the page has been drawn.
+Ten thousand calls must reach the page within a fraction of a second. The table is therefore sent by
+column: each column is one list, or one value if all values are the same. Texts are shortened, and
+the texts of most calls are sent only after the page has been drawn.
 
     {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …},
      "head": {…}, "texts": 3}
 
-The content of a single call is sent by transcript.py.
+transcript.py sends the content of a single call.
 """
 
 from __future__ import annotations
@@ -56,23 +56,25 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "tools": lambda node: node.tools or None,
     "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
-"""Column -> its value for a call; ``parent``, ``reward``, ``advantage`` and ``gap`` are separate.
+"""Functions that return the value of a call in each column. The columns ``parent``, ``reward``,
+``advantage`` and ``gap`` are computed separately.
 
 ``turn`` and ``cell`` are the place in the parent that made the call. ``state`` is ``asking``,
 ``running``, ``open`` or ``done``. ``outlier`` says how a call differs from its siblings, and
-``telling`` is the part of its question that tells it apart from theirs. ``spans`` exists only for
+``telling`` is the part of its question that distinguishes it from theirs. ``spans`` exists only for
 calls with a session. ``tools`` has [time, whether it failed] for each tool answer. ``scores`` has
-[turn, name, value] for each score other than a reward."""
+[turn, name, value] for each score that is not a reward.
+"""
 TEXTS = ("question", "answer", "telling")
-"""Columns that make up most of a picture's bytes but are visible only in a few rows."""
+"""Columns that make up most of the overview's bytes but are visible only in a few rows."""
 _MAX_ERRORS = 200
 MAX_CITATIONS = 100
-"""Citations that the head of a run's page shows."""
+"""Maximum number of citations in the head of a run's page."""
 
 
 def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """Return the overview of a run: the facts about the run as a whole, and its calls as columns.
-    Only the first ``num_texts`` calls have their question and answer; None means all."""
+    """Return the overview of a run: facts about the run as a whole, and its calls as columns. Only
+    the first ``num_texts`` calls include their question and answer. None: all of them do."""
     nodes = run.tree.order
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
     columns = _columns(run, nodes, num_texts)
@@ -86,7 +88,7 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
     """Return the questions and answers of all calls from index ``first`` on, as columns. The
-    overview was sent without them."""
+    overview was sent without these."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
@@ -104,7 +106,7 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 def _columns(
     run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
-    """Return the columns of the table of calls ``nodes``. Only the first ``num_texts`` calls have
+    """Return the table of the calls ``nodes`` by column. Only the first ``num_texts`` calls include
     their question and answer. The column ``parent`` holds the index of an earlier call, or -1."""
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
@@ -134,11 +136,13 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Average a value that a training run recorded for each turn, and return the mean for each call
-    by its id. Each turn has the same weight.
+    """Average a value that training recorded for each turn, and return the mean of each call by its
+    id. Each turn has the same weight.
 
-    ``recorded`` maps a turn to a number, or to a list with one number per token: ``{"0.1/2":
-    0.25}`` is turn 2 of call 0.1. ``size`` converts each number first; it can be ``abs``."""
+    ``recorded`` maps a turn to a number, or to a list with one number per token. For example,
+    ``{"0.1/2": 0.25}`` has the value of turn 2 of call 0.1. ``size`` converts each number first,
+    for example to its absolute value.
+    """
     by_call: dict[str, list[float]] = {}
     for place, values in recorded.items() if isinstance(recorded, dict) else ():
         numbers = [
@@ -152,8 +156,8 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _same(column: list[Any]) -> Any:
-    """Return the single value of a column whose values are all the same, and any other column
-    unchanged."""
+    """Return the single value of a column whose values are all the same. Any other column is
+    returned unchanged."""
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
@@ -164,7 +168,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
 
 
 def head(run: WatchedRun) -> dict[str, Any]:
-    """Return the facts about a run as a whole, which the page shows at its top."""
+    """Return the facts about a run as a whole that its page shows at the top."""
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
@@ -223,8 +227,8 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:
-    """If this run continues another run, return which turn of that run, and the other run's address
-    if it is in the same store. Otherwise return None."""
+    """Return which turn of another run this run continues, with the other run's address if it is in
+    the same store. Returns None if this run continues no other."""
     forked = run.tree.run.metadata.get("forked")
     if not isinstance(forked, dict):
         return None
@@ -260,7 +264,8 @@ def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
 
 
 def call_state(node: CallNode) -> str:
-    """Return the state of a call for the page: ``asking``, ``running``, ``open`` or ``done``."""
+    """Return the state of a call as the page names it: ``asking``, ``running``, ``open`` or
+    ``done``."""
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"

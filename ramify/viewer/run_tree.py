@@ -1,17 +1,16 @@
-"""The call tree of a run for the viewer. It also holds the positions of each call's lines in the
-journal, so that a call can be read in full when a user opens it.
+"""Hold the call tree of a run for the viewer, and read single calls in full when a user opens them.
 
-The tree is built from events without their texts (see ``store/short_events.py``); a call is read
-in full.
+The tree is built from events without their texts (see ``store/short_events.py``). It stores the
+positions of each call's lines in the journal, from which the call can be read in full.
 
     journal lines ──> events (of the calls that it continues, then its own) ──> CallDetail
 
 The last few calls are cached and updated while the run is in progress. A ``CallDetail`` also holds
-what a transcript needs but a ``Call`` lacks: the times of each request and reply, the pending
+data for transcripts that a ``Call`` lacks: the times of each request and reply, the pending
 request, retries, notes, and the answers of tools.
 
-The tree itself is built by types/call_tree.py; watched_run.py reads the files, and run_overview.py
-makes the data that a page receives.
+types/call_tree.py builds the tree, watched_run.py reads the files, and run_overview.py makes the
+data for a page.
 """
 
 from __future__ import annotations
@@ -45,27 +44,27 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 
 class RunTree:
-    """The call tree of a run so far. It is valid after every event, even if the run was
-    interrupted."""
+    """A run's call tree so far, with the positions of its events in the journal. It is valid after
+    every event, even if the run was interrupted."""
 
     def __init__(self) -> None:
         self.calls = CallTree()
         self.nodes, self.order = self.calls.nodes, self.calls.order
         self.version = 0
-        """Number of journal lines so far; each event has one line."""
+        """Number of journal lines so far. Each event has one line."""
         self._starts = array("q")
-        """Line of the journal -> its offset."""
+        """Byte offset of each journal line."""
         self._before = array("q")
-        """Line of the journal -> the previous line about the same call; -1 for none."""
+        """For each journal line, the previous line about the same call, or -1."""
 
     @property
     def run(self) -> Trajectory:
-        """The data of the run as a whole, such as rewards and cost, without its calls."""
+        """Data of the run as a whole, such as rewards and cost, without its calls."""
         return self.calls.run_data
 
     def apply(self, event: AnyEventOutline, offset: int) -> CallNode | None:
-        """Update the tree with ``event``, whose line in the journal begins at byte ``offset``.
-        Returns the node of the call that the event belongs to.
+        """Update the tree with ``event``, whose journal line begins at byte ``offset``. Returns the
+        node of the call that the event belongs to.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -82,8 +81,8 @@ class RunTree:
         return node
 
     def take_marked(self) -> set[int]:
-        """Return the indices of calls that changed because of an event of another call, and clear
-        the list of such calls."""
+        """Return the indices of calls that changed because of another call's event, and forget
+        them."""
         marked = {node.index for node in self.calls.marked}
         for node in self.calls.marked:
             node.version = self.version
@@ -91,14 +90,14 @@ class RunTree:
         return marked
 
     def record_unreadable_line(self, offset: int) -> None:
-        """Count a line of the journal that could not be read or applied to the tree."""
+        """Count a journal line that could not be read or applied to the tree."""
         self.version += 1
         self._starts.append(offset)
         self._before.append(-1)
 
     def lines_of(self, node: CallNode, after: int = -1) -> list[tuple[int, int]]:
-        """Return the journal lines about ``node`` that come after line ``after``. Each is given as
-        its number, from 0, and its byte offset."""
+        """Return the journal lines about ``node`` after line ``after``. Each has its number, from
+        0, and its byte offset."""
         lines = []
         line = node.last_line
         while line > after:
@@ -116,7 +115,7 @@ MAX_CACHED = 8
 
 
 class UnansweredModelRequest(msgspec.Struct, frozen=True):
-    """A request of a call to a model for which no reply has arrived yet."""
+    """A call's request to a model that has not been answered yet."""
 
     turn: int
     reused: int
@@ -125,18 +124,17 @@ class UnansweredModelRequest(msgspec.Struct, frozen=True):
 
 
 class CallNote(msgspec.Struct, frozen=True):
-    """A note on something that happened in a call, such as a failed request."""
+    """A note on an event in a call, such as a failed request."""
 
     at_s: float
     turn: int
     kind: str
-    """``attempt`` for a failed request, otherwise ``note``."""
+    """``attempt`` for a failed request, and otherwise ``note``."""
     text: str
 
 
 class CallDetail(msgspec.Struct):
-    """One call in full, with what the page needs in addition: times, notes and the pending
-    request."""
+    """One call in full, with further data for its page: times, notes and the pending request."""
 
     call: Call
     notes: list[CallNote] = msgspec.field(default_factory=list)
@@ -147,8 +145,7 @@ class CallDetail(msgspec.Struct):
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
-        """Record those parts of ``event`` that a ``Call`` does not hold, such as times and
-        notes."""
+        """Record the parts of ``event`` that a ``Call`` does not hold, such as times and notes."""
         match event:
             case RequestStarted():
                 self.pending = UnansweredModelRequest(
@@ -173,14 +170,14 @@ class CallDetail(msgspec.Struct):
 
 
 class CallDetailReader:
-    """Reads calls in full from one journal. The last few calls are cached."""
+    """Read calls in full from one journal. The last few calls are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
-        """Return the call of ``node`` in full. Raises StoreError if its lines cannot be read."""
+        """Read the call of ``node`` in full. Raises StoreError if its lines cannot be read."""
         reading = self._cached.pop(node.id, None)
         try:
             reading = reading or _Reading(self._run, tree, node)
@@ -195,7 +192,7 @@ class CallDetailReader:
 
 
 class _Reading:
-    """The state of one call that is being read, from the journal lines read so far."""
+    """The state of reading one call, after the journal lines read so far."""
 
     def __init__(self, run: StoredRun, tree: RunTree, node: CallNode) -> None:
         self._run = run
@@ -211,6 +208,7 @@ class _Reading:
                     "precede it"
                 )
             ancestry.append(origin)
+        # A forked call continues its origins, so their events come first.
         for ancestor in reversed(ancestry[1:]):
             for event in journal_events(run, tree.lines_of(ancestor)):
                 self._fold.apply(event)
@@ -234,8 +232,8 @@ class _Reading:
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
-        """Add a note to the turn if the token ids of a reply are rejected by ``TrajectoryFold``,
-        which builds the call from its events."""
+        """Add a note to the turn if ``TrajectoryFold`` found the token ids of its reply
+        inconsistent."""
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
             detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))
@@ -243,8 +241,8 @@ class _Reading:
 
 
 def journal_events(run: StoredRun, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
-    """Yield the events in the given lines of a journal. Each line is given as its number, from 0,
-    and its byte offset."""
+    """Yield the events in the given journal lines. Each line has its number, from 0, and its byte
+    offset."""
     texts = run.lines_at(offset for _, offset in lines)
     for (number, _), text in zip(lines, texts, strict=True):
         yield decode_line(text, run, number + 1)

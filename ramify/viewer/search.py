@@ -1,7 +1,7 @@
-"""Full-text search in the texts of one run.
+"""Search the texts of one run for a query.
 
-A journal is read line by line, and only lines that contain the bytes of the query are decoded. So a
-run of many megabytes is searched without holding it in memory.
+A journal is read line by line, and only lines that contain the bytes of the query are decoded. This
+way, a run of many megabytes is searched without holding it in memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MAX_HITS = 200
 _MARGIN = 60
 """Characters of context on each side of a match."""
 TextPlace = tuple[str, int, str, str]
-"""(call, turn, part, text); turn -1 for the call itself."""
+"""A text with its place: (call, turn, part, text). The turn is -1 for the call itself."""
 
 
 def search(run: WatchedRun, query: str) -> dict[str, Any]:
-    """Search the texts of a run for ``query``, ignoring case. Returns the places that contain it,
-    in the order of the calls, but at most ``MAX_HITS``; ``more`` is true if there are others."""
+    """Search the texts of a run for ``query``, ignoring case. Returns at most ``MAX_HITS`` matches,
+    in the order of the calls. The field ``more`` is true if there are others."""
     hits: list[dict[str, Any]] = []
     needle = query.lower()
     more = False
@@ -58,6 +58,7 @@ def _texts(run: WatchedRun, needle: str) -> Iterator[TextPlace]:
     if run.line is not None:
         yield from _of_trajectory(run.tree.run)
         return
+    # JSON may escape other queries, so they cannot be searched for in the raw line.
     raw = (
         needle.encode()
         if needle.isascii() and needle.isprintable() and not set(needle) & set('"\\')

@@ -1,7 +1,8 @@
-"""The pictures in the prompts of a run, for the run's page: a list of them, and the bytes of each.
+"""Provide the pictures in the prompts of a run to the run's page: a list of them, and the bytes of
+each.
 
-A picture's bytes are a blob of the store that has the run. The page gets only pictures that the
-named call has shown to a model, and only blobs that are pictures, so it cannot read any other blob.
+A picture's bytes are a blob of the store that has the run. The page receives only pictures that the
+named call has shown to a model, and only blobs that are pictures. It cannot read any other blob.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ramify.viewer.watched_run import WatchedRun
 
 
 def describe_pictures(message: Message) -> list[dict[str, Any]]:
-    """Describe the pictures of a message in the form that the page reads, without their bytes."""
+    """Describe the pictures of a message for the page, without their bytes."""
     return [
         {
             "digest": picture.digest,

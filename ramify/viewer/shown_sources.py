@@ -1,8 +1,8 @@
-"""The sources of a run, that is, the files and pages that its context was read from, as its page
-shows them: a table, some lines of a text, and the citations of the answer.
+"""Provide a run's sources to its page: the files and pages that the run's context was read from.
+The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
-The record of the run (``sources.base.RecordedSources``) has the table. The texts are read from the
-context that the store keeps, if it is small enough to be decoded for a page.
+The table comes from the run's record (``sources.base.RecordedSources``). The texts are read from
+the stored context, if it is small enough to be decoded for a page.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CHARS = 250_000_000
-"""Largest stored context, in characters, whose texts the page shows. Texts that stay in their files
-do not count."""
+"""Maximum size, in characters, of a stored context whose texts are shown. Texts that stay in their
+files do not count."""
 NUM_LINES = 200
-"""Number of lines of a text that are sent at once."""
+"""Number of lines of a text to send at once."""
 MAX_LINE_CHARS = 2_000
 _BEFORE = 8
-"""Number of lines that are shown before the requested line."""
+"""Number of lines to show before the requested line."""
 
 
 def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of the answer, and its citations if the run was asked for citations."""
+    """Return the text of the answer and its citations. The list is empty if the run was not asked
+    to cite."""
     if trajectory.metadata.get("cite") and trajectory.answer is not None:
         try:
             cited = msgspec.convert(trajectory.answer, CitedAnswer[Any])
@@ -45,8 +46,8 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Return the table of a run's sources. In it, ``key`` is the name of the source's text in the
-    context."""
+    """Return the table of a run's sources. Its field ``key`` is the name of the source's text in
+    the context. Raises StoreError if the record of the sources cannot be read."""
     try:
         read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
     except msgspec.ValidationError as error:
@@ -77,7 +78,7 @@ def sources(run: WatchedRun) -> dict[str, Any]:
 
 def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     """Return ``NUM_LINES`` lines of the text named ``key`` in the run's context, starting shortly
-    before ``line``."""
+    before ``line``. Raises StoreError if there is no such text."""
     context = run.tree.run.context
     if context is None:
         raise StoreError("the run has no context")

@@ -1,12 +1,13 @@
-"""Show the code of a call beside the code of a sibling, so that a reader sees what a call that went
-wrong did in another way.
+"""Show the code of a call beside the code of a typical sibling. A reader then sees what a call that
+went wrong did differently.
 
     0.6  total = sum(… if row[0] == 'east')        11 of 11 siblings:  total = sum(…)
 
-Siblings are the calls of its kind that the same cell made, without those that failed or differ. The
-call is compared with the code that most of them share; if all wrote different code, with the most
-similar one. Cells are matched in order. The calls that differ are found by
-types/sibling_outliers.py; the page marks the words that differ (static/sibling_code.js).
+Siblings are the calls of the same kind that the same cell made, without those that failed or
+differ. The call is compared with the code that most siblings share. If all siblings wrote different
+code, it is compared with the most similar one. Cells are matched in order. The module
+types/sibling_outliers.py finds the calls that differ. The page marks the words that differ
+(static/sibling_code.js).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ramify.types.trajectory import Stop
 from ramify.viewer.watched_run import WatchedRun
 
 _MAX_SIBLINGS = 16
-"""Siblings whose code is read."""
+"""Maximum number of siblings whose code is read."""
 _MAX_CHARS = 20_000
-"""Characters of the code of one cell that are compared."""
+"""Number of characters of each cell's code that are compared."""
 _Code = tuple[str, ...]
 """Code of each cell of a call, in order."""
 
@@ -32,9 +33,9 @@ def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
     """Compare the code of the call ``id`` with that of a typical sibling. Raises StoreError if
     there is no such call.
 
-    In the result, ``cells`` pairs [code of the call or None, code of the sibling or None]; it is
-    empty without a sibling to compare with. ``shared_by`` of the ``num_siblings`` siblings have
-    exactly the sibling's code.
+    In the result, ``cells`` has pairs [code of the call or None, code of the sibling or None]. It
+    is empty without a sibling to compare with. ``shared_by`` is the number of siblings, out of
+    ``num_siblings``, that have exactly this code.
     """
     own = _code_of(run, id)
     codes = _codes_of_siblings(run, run.tree.nodes[id])
@@ -89,8 +90,8 @@ def _similarity(own: _Code, other: _Code) -> float:
 
 
 def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
-    """Put the cells of two calls side by side in rows. Cells with the same code share a row; None
-    marks a missing cell."""
+    """Arrange the cells of two calls in rows. Cells with the same code share a row. None marks a
+    missing cell."""
     rows: list[list[str | None]] = []
     matcher = SequenceMatcher(None, own, other, autojunk=False)
     for _, start, end, other_start, other_end in matcher.get_opcodes():

@@ -1,5 +1,6 @@
-"""Data for two pages: that of a training run shows every metric over the steps and the saved
-rollouts; that of an evaluation shows scores with intervals and all attempts.
+"""Collect the data for the pages of a training run and of an evaluation. The former shows every
+metric over the steps and the saved rollouts. The latter shows scores with intervals and all
+attempts.
 
 metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
                           "clock": {…}, "verdict": […], "alarms": […], …}
@@ -8,8 +9,8 @@ metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …},
 checkpoints/             "config": {"rl.optim.lr": "0.001", …}, from the latest one
 rollouts/step-N.jsonl    the rollouts of one step, best first, and metrics for each depth
 
-The scores are those of evaluate/evaluation_report.py. They need resampling, so they are cached
-until the record grows.
+evaluate/evaluation_report.py computes the scores. This needs resampling, so scores are cached until
+the record grows.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ from ramify.viewer.run_overview import means_by_call
 from ramify.viewer.training_verdict import alarms, num_averaged_steps, stage_facts
 
 FINAL = ("first", "last", "best")
-"""Stages of the evaluations before and after training, which are shown apart from the curves."""
+"""Stages of the evaluations before and after training. They are shown separately from the
+curves."""
 MAX_ITEM_STEPS = 50
-"""Maximum number of saved steps, the latest ones, in which an item is looked for."""
+"""Maximum number of saved steps, counted from the latest, that are searched for an item."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """The metrics of a training run so far, which ``refresh`` updates from the run's file."""
+    """The metrics of a training run so far. Call ``refresh`` to update them from the run's file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,9 +67,9 @@ class TrainingCurves:
         self._inode = 0
         self._options: dict[str, str] = {}
         self._config_path: Path | None = None
-        """Checkpoint that ``_options`` were read from."""
+        """Checkpoint from which ``_options`` were read."""
         self._unreadable = ""
-        """Reason why the file cannot be read now, or empty."""
+        """Why the file cannot be read now. Empty if it can."""
         self._clear()
 
     def _clear(self) -> None:
@@ -77,29 +79,29 @@ class TrainingCurves:
         self._first_version = self.version = secrets.randbits(50)
         """``version`` grows by one with each line."""
         self._looked_at = self.version
-        """Version when ``_others`` was last looked at."""
+        """Version at which ``_others`` was last updated."""
         self._others: dict[str, tuple[int, Any]] = {}
-        """All data but the curves, each with the version at which it changed."""
+        """All data except the curves, each with the version at which it changed."""
         self.names: dict[str, tuple[list[int], list[float]]] = {}
         self._written: dict[str, list[int]] = {}
-        """Metric -> version at which each of its points was written."""
+        """Versions at which the points of each metric were written, by the metric's name."""
         self.stages: list[tuple[str, int]] = []
-        """(stage, its first step)."""
+        """Stages, each with its first step."""
         self.final: list[dict[str, Any]] = []
-        """Evaluations before and after training: {stage, step, values}."""
+        """Evaluations before and after training, as {stage, step, values}."""
         self.at_s = 0.0
         self.step = 0
         self.problems: list[str] = []
         self.diagnoses: list[tuple[int, Diagnosis]] = []
-        """Faults that the doctor found, with their steps."""
+        """Faults that the automatic diagnosis found, with their steps."""
         self.clock: dict[str, list[float]] = {"steps": [], "seconds": [], "tokens": []}
-        """Steps, and at the end of each: seconds of training, and tokens so far."""
+        """Steps, with the training time in seconds and the tokens so far at the end of each."""
         self._ticked: list[int] = []
         """Version at which each point of ``clock`` was written."""
 
     def size_changed(self) -> bool:
-        """Return True if the file of metrics has changed since it was read. This costs only one
-        system call."""
+        """Return True if the file of metrics has changed since it was last read. This costs only
+        one system call."""
         try:
             stat = self.path.stat()
         except OSError:
@@ -107,16 +109,16 @@ class TrainingCurves:
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
     def num_unread(self) -> int:
-        """Return the number of bytes in the file of metrics that were not read yet."""
+        """Return the number of unread bytes in the file of metrics."""
         try:
             return self.path.stat().st_size - self.offset
         except OSError:
             return 0
 
     def refresh(self) -> bool:
-        """Read the lines that were added to the file of metrics, and return True if anything
-        changed. A file that was truncated or replaced, for example by a resumed run, is read from
-        the start."""
+        """Read the lines that were added to the file of metrics. Returns True if anything changed.
+        A file that was truncated or replaced, for example by a resumed run, is read again from the
+        start."""
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
@@ -186,14 +188,14 @@ class TrainingCurves:
         clock["tokens"].append(before + (num or values.get("row_tokens", 0.0)))
 
     def data(self) -> dict[str, Any]:
-        """Return everything that the page of the training run shows."""
+        """Return all data that the page of the training run shows."""
         self._look()
         others = {name: value for name, (_, value) in self._others.items()}
         return {"version": self.version, "names": self.names, "clock": self.clock, **others}
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Return what has changed since version ``since`` of the data. If that version is unknown,
-        return everything."""
+        """Return the changes to the data since version ``since``. If that version is unknown,
+        return all data."""
         if not self._first_version <= since <= self.version:
             return self.data()
         self._look()
@@ -212,8 +214,8 @@ class TrainingCurves:
         }
 
     def _look(self) -> None:
-        """Record which data apart from the curves has changed. A file beside the metrics can change
-        without a new line of metrics; the change then belongs to the next version."""
+        """Record which data other than the curves has changed. Files beside the metrics can change
+        without a new line of metrics. The change then belongs to the next version."""
         at = max(self.version, self._looked_at + 1)
         for name, value in self._beside_curves().items():
             if name not in self._others or self._others[name][1] != value:
@@ -240,8 +242,8 @@ class TrainingCurves:
         }
 
     def _config(self) -> dict[str, str]:
-        """Return the options stored in the latest checkpoint, as JSON by dotted name. Empty if no
-        checkpoint can be read."""
+        """Return the options stored in the latest checkpoint, as JSON texts by dotted name. Empty
+        if no checkpoint can be read."""
         path = max((self.folder / "checkpoints").glob("step-*/state.json"), default=None)
         if path != self._config_path:
             self._options, self._config_path = {}, path
@@ -253,8 +255,7 @@ class TrainingCurves:
 
 
 class _StoredConfig(msgspec.Struct):
-    """The configuration that the state of a checkpoint contains. Secrets were removed before it was
-    stored."""
+    """The configuration in a checkpoint's state. Secrets were removed before it was stored."""
 
     config: dict[str, Any] = {}
 
@@ -268,7 +269,7 @@ def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the files that contain saved rollouts, by training step."""
+    """Return the files of saved rollouts, by training step."""
     files = {}
     for path in (folder / "rollouts").glob("step-*.jsonl"):
         if match := _STEP.fullmatch(path.name):
@@ -277,8 +278,8 @@ def rollout_files(folder: Path) -> dict[int, Path]:
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """Return the saved rollouts of a training step, best first. ``key`` is the address of the file
-    that contains them. Raises StoreError if no rollouts of that step were saved."""
+    """Return the saved rollouts of a training step, best first. ``key`` is the address of their
+    file. Raises StoreError if no rollouts of that step were saved."""
     path = rollout_files(folder).get(step)
     if path is None:
         raise StoreError(
@@ -290,6 +291,7 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     for number, tree in _rollouts(path, problems):
         trajectories.append(tree)
         rows.append(_sample(tree, f"{key}:{number}"))
+    # Rollouts without a reward, such as failed ones, come first.
     rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
     return {
         "step": step,
@@ -301,8 +303,8 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 
 def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
-    """Yield the saved rollouts in a file, each with its line number. If ``item`` is given, only
-    rollouts of that item are yielded. Unreadable lines are reported in ``problems``."""
+    """Yield the saved rollouts in a file, each with its line number. If ``item`` is given, only its
+    rollouts are yielded. Unreadable lines are reported in ``problems``."""
     mark = msgspec.json.encode(item) if item else b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -324,9 +326,8 @@ def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple
 def rollouts_of_item(
     folder: Path, item: str, key_of: Callable[[Path], str | None]
 ) -> dict[str, Any]:
-    """Return the saved rollouts of the task item ``item`` by training step, for the last
-    ``MAX_ITEM_STEPS`` saved steps. ``key_of`` returns the address of a file. Raises StoreError if
-    there are none."""
+    """Return the saved rollouts of one task item by training step, for the last ``MAX_ITEM_STEPS``
+    saved steps. ``key_of`` returns the address of a file. Raises StoreError if there are none."""
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
     for step, path in sorted(rollout_files(folder).items())[-MAX_ITEM_STEPS:]:
@@ -342,8 +343,8 @@ def rollouts_of_item(
 
 
 def _advantage(tree: Trajectory) -> float | None:
-    """Return the mean advantage over the turns of the root call, or None if the training run
-    recorded no advantages."""
+    """Return the mean advantage over the turns of the root call. Returns None if training recorded
+    no advantages."""
     means = means_by_call(tree.metadata.get("advantages"))
     return means.get(tree.root.id) if tree.calls else None
 
@@ -367,23 +368,23 @@ def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
 
 
 MAX_ATTEMPTS = 20_000
-"""Maximum number of attempts that a page receives."""
+"""Maximum number of attempts sent to a page."""
 MAX_PROBLEMS = 10
 
 
 class EvaluationLibrary:
-    """The evaluation records in a ``RunCatalog``, with a cached report for each. Safe for use by
-    several threads."""
+    """Provide the evaluation records of a ``RunCatalog`` with a cached report for each. Safe for
+    use by several threads."""
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
         self._known: dict[Path, tuple[tuple[int, int], EvaluationReport | None]] = {}
         self._questions: dict[Path, tuple[str, str]] = {}
-        """Journal -> its question and expected answer, which never change."""
+        """Question and expected answer of each run, by its journal. They never change."""
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """Return the data for the page of the evaluation ``key``. If ``other`` is given, the data
+        """Return the data for the page of the evaluation ``key``. If ``other`` is given, it
         includes a comparison with that evaluation. Raises StoreError for a record that does not
         exist or cannot be read."""
         path = self._library.evaluation(key)
@@ -415,8 +416,8 @@ class EvaluationLibrary:
         }
 
     def _report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
-        """Return the report of an evaluation, from the cache if possible, or None before the first
-        attempt."""
+        """Return the report of an evaluation, from the cache if possible. Returns None before the
+        first attempt."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         with self._lock:
@@ -429,7 +430,7 @@ class EvaluationLibrary:
     def _compared(
         self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the difference from the evaluation ``other``, and which items got better or
+        """Return the difference from the evaluation ``other``, and which items improved or got
         worse."""
         path = self._library.evaluation(other)
         try:
@@ -471,7 +472,7 @@ class EvaluationLibrary:
         }
 
     def _asked(self, run: Path) -> tuple[str, str]:
-        """Return the question and the expected answer of the run whose journal is ``run``. Both are
+        """Return the question and the expected answer of the run with the journal ``run``. Both are
         empty if the journal cannot be read."""
         if run not in self._questions:
             journal = FileStoredRun(run)
@@ -486,8 +487,8 @@ class EvaluationLibrary:
 
 
 def _passes(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
-    """Return pass@k for each k up to the planned number of attempts, computed over the items that
-    have at least k scores."""
+    """Return pass@k for each k up to the planned number of attempts. Only items with at least k
+    scores count."""
     items: dict[str, list[bool]] = {}
     for outcome in evaluation.outcomes:
         if outcome.reward is not None:

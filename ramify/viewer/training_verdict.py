@@ -1,13 +1,14 @@
-"""Summarise a training run for its page, with one sentence for each fact that matters, and the
-alarms of the automatic diagnosis.
+"""Summarise a training run for its page: one sentence for each fact that matters, and the alarms of
+the automatic diagnosis.
 
     curves of the run's last stage  ──> reward 0.09 → 0.11 in 3 steps · 58 % of rollouts cut · …
     diagnoses of the doctor         ──> alarm: wrong sign since step 2
 
 A fact compares the last steps of the stage with its first ones, since single steps are noisy.
-Alarms are what the diagnosis recorded (``train/run_doctor.py``). An alarm lasts until its metric
-(``alarm_NAME``) is 0 again; one of an evaluation has no such metric and lasts. This module chooses
-which facts are shown, and their words and tones; ``train/findings.py`` defines what is a fault.
+Alarms are the faults that the diagnosis recorded (``train/run_doctor.py``). An alarm lasts until
+its metric (``alarm_NAME``) is 0 again. An alarm of an evaluation has no such metric, so it never
+ends. This module chooses which facts are shown, and their words and tones. ``train/findings.py``
+defines which findings are faults.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from ramify.train.findings import metric_names_for
 from ramify.train.metrics import Diagnosis
 
 Curves = Mapping[str, tuple[list[int], list[float]]]
-"""Metric -> its steps and values."""
+"""Steps and values of each metric, by its name."""
 COMPARED = 5
-"""Maximum number of first and of last steps whose means are compared."""
+"""Maximum number of first and last steps whose means are compared."""
 MAX_MARKS = 50
-"""Maximum number of steps at which one alarm is marked: the latest."""
+"""Maximum number of steps at which one alarm is marked. The latest are kept."""
 _NOISE = 2.0
-"""Standard errors within which two mean rewards count as equal."""
+"""Number of standard errors within which two mean rewards count as equal."""
 _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
-"""Shares from which on a fact is a warning."""
+"""Shares at which a fact becomes a warning."""
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
-    """One sentence about a training run, as its page shows it."""
+    """One sentence about a training run for its page, such as the change of the mean reward."""
 
     name: str
     text: str
@@ -45,23 +46,23 @@ class TrainingFact(msgspec.Struct, kw_only=True):
 
 
 class TrainingAlarm(msgspec.Struct, kw_only=True):
-    """A fault that the automatic diagnosis of a training run found. If the fault went away and came
-    back, all its occurrences are one alarm."""
+    """A fault that the automatic diagnosis of a training run found. All occurrences of the same
+    fault are one alarm."""
 
     name: str
     text: str
-    """The doctor's sentence of the last time: the cause, and the option to change."""
+    """The diagnosis from the latest occurrence: the cause, and the option to change."""
     action: str
     steps: list[int]
-    """Steps at which it began."""
+    """Steps at which the fault began."""
     ceased: int | None = None
-    """Step at which it had ceased; None while it lasts."""
+    """Step at which the fault had ended. None while it lasts."""
     metrics: list[str] = []
-    """Metrics whose curves show it."""
+    """Metrics whose curves show the fault."""
 
     @property
     def words(self) -> str:
-        """The name and the steps of the alarm, such as ``wrong sign since step 2``."""
+        """Name and steps of the alarm, such as ``wrong sign since step 2``."""
         name, step = self.name.replace("_", " "), self.steps[-1]
         if self.ceased is None:
             return f"{name} since step {step:,}"
@@ -69,8 +70,8 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """Return the alarms of a training run: first those that still last, then the others, each
-    ordered by their first step. ``diagnoses`` must be in the order of their steps."""
+    """Return the alarms of a training run. Those that still last come first, and each part is
+    ordered by first step. ``diagnoses`` must be in the order of their steps."""
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
         policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""
@@ -146,8 +147,8 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
 
 
 def num_averaged_steps(num_steps: int) -> int:
-    """Return how many steps at the start and how many at the end of a stage are averaged when the
-    two are compared."""
+    """Return how many steps at each end of a stage are averaged when its start and end are
+    compared."""
     return max(1, min(COMPARED, num_steps // 3))
 
 
@@ -203,7 +204,8 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Return the mean of a metric over the last steps, or None if the metric was not measured."""
+    """Return the mean of a metric over the last steps. Returns None if the metric was not
+    measured."""
     values = own.get(name)
     return fmean(values[-num_averaged_steps(len(values)) :]) if values else None
 

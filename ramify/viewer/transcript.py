@@ -1,8 +1,8 @@
-"""Show one call on a page: its prompts, replies, code and output, turn by turn, and the tokens of a
-turn with their log-probabilities, advantages and scores.
+"""Provide one call for its page: its prompts, replies, code and output, turn by turn. Also provide
+the tokens of a turn with their log-probabilities, advantages and scores.
 
-A text longer than ``MAX_TEXT`` is cut and comes with its full length, unless the full text is
-requested: the prompt of a sub-call may be half a megabyte.
+A text longer than ``MAX_TEXT`` is cut and sent with its full length, unless the full text is
+requested. The prompt of a sub-call may be half a megabyte.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ramify.viewer.shown_pictures import describe_pictures
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000
-"""Maximum characters of one text."""
+"""Maximum characters of one text, unless the full text is requested."""
 
 
 def transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
-    """Return the transcript of the call ``id`` for its page, from turn ``first_turn`` on. Raises
-    StoreError if there is no such call."""
+    """Return the transcript of the call ``id`` from turn ``first_turn`` on. Raises StoreError if
+    there is no such call."""
     detail = run.call_detail(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     tools: dict[int, list[ToolAnswered]] = {}
@@ -81,8 +81,8 @@ def transcript(
 
 
 class _TextCutter:
-    """Shortens texts for the page. A short text is returned as it is, and a longer one as
-    ``{"text": …, "chars": N}``, where ``N`` is the full length."""
+    """Shorten texts for the page. A short text is returned unchanged, and a longer one as
+    ``{"text": …, "chars": N}`` with its full length N."""
 
     def __init__(self, max_text: int | None) -> None:
         self._max = max_text
@@ -150,8 +150,8 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Convert one call of a user's tool to the form that the page shows. The tool's result is
-    decoded from the encoding that the session uses."""
+    """Convert one call of a user's tool to the form that the page shows. The result is decoded from
+    the session's encoding."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
@@ -180,7 +180,7 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
     """Return the request of one turn with all its messages, as the body of an OpenAI chat request.
     Raises StoreError if there is no such turn.
 
-    In the result, ``key_variable`` is the environment variable of the API key, since no journal
+    The field ``key_variable`` names the environment variable of the API key, because no journal
     contains the key itself.
     """
     call = run.call_detail(id).call
@@ -203,8 +203,8 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
 
 
 def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
-    """Return the messages that were sent in the request of ``turn``. If the call continues a turn
-    of another call, they begin with that turn's messages."""
+    """Return the messages that the request of ``turn`` sent. If the call continues a turn of
+    another call, that turn's messages come first."""
     messages: list[Message] = []
     if call.fork is not None:
         origin = run.call_detail(call.fork.call).call
@@ -238,12 +238,12 @@ def _sent(message: Message) -> dict[str, Any]:
 
 
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Return the prompt ids and the sampled ids of one turn, with the recorded data about each
+    """Return the prompt ids and sampled ids of one turn, with the data that was recorded for each
     token.
 
-    ``advantages`` exists if a training run recorded them (see train/stages.py), ``gaps`` if its
-    trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` maps the name of each
-    signal to its score of each sampled token.
+    ``advantages`` is set if a training run recorded them (see train/stages.py), and ``gaps`` if its
+    trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` has the scores of all
+    sampled tokens by the name of the signal.
     """
     call = run.call_detail(id).call
     if not 0 <= turn < len(call.turns):
@@ -270,8 +270,8 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """Return the scores of the sampled tokens of a turn, by the name of the score. A score is left
-    out if its number of values is not ``num``, the number of tokens."""
+    """Return the scores of a turn's sampled tokens, by the name of the score. A score is left out
+    unless it has one value for each of the ``num`` tokens."""
     marks = [mark for mark in run.tree.nodes[id].marks or () if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
@@ -279,8 +279,8 @@ def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[flo
 
 
 def _versions(reply: Reply) -> list[int] | None:
-    """Return the version of the policy that sampled each token, with -1 for an unknown version.
-    Returns None if no versions were recorded."""
+    """Return the policy version that sampled each token, or -1 for an unknown version. Returns None
+    if no versions were recorded."""
     if not reply.versions:
         return None
     versions = [-1] * len(reply.token_ids or ())
@@ -313,8 +313,8 @@ def _tokenizer(path: Path) -> Any:
 
 
 def find_tokenizer_file(run: WatchedRun, models: Iterable[str]) -> Path | None:
-    """Return the tokenizer file of the policy that a run used, from its training folder or its
-    local model, or None if there is none."""
+    """Return the tokenizer file of the policy that a run used. It is in the run's training folder
+    or in its local model's folder. Returns None if there is none."""
     candidates = []
     if (path := run.source.path) is not None:
         training = path.parent.parent

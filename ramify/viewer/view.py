@@ -1,8 +1,6 @@
-"""``ramify.view``, which opens the viewer's page from Python, for the runs of this process and for
-notebooks.
+"""Open the viewer's page from Python, for the runs of this process and for notebooks.
 
-The command ``ramify view``, which can also start runs from a page, is in
-ramify/cli/view_command.py.
+The command ``ramify view`` is in ramify/cli/view_command.py. It can also start runs from a page.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from ramify.viewer.view_server import ViewServer
 def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
     """Serve the viewer's page on this machine, in a thread, until it is closed or the process ends.
 
-    ``places`` are stores, and paths as in ``ramify view``; the default is the store of
-    ``ramify runs``. Port 0 picks a free port. Raises ConfigError for a path that does not exist.
+    ``places`` are stores, or paths as in ``ramify view``. The default is the store of ``ramify
+    runs``. Port 0 picks a free port. Raises ConfigError for a path that does not exist.
 
     >>> store = ramify.MemoryStore()
     >>> rlm = ramify.RLM("openai:gpt-5-mini", store=store)
@@ -36,8 +34,8 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
 
 
 class OpenPage:
-    """A page of the viewer that is being served. Used as a context manager, it stops at the end of
-    the ``with`` block.
+    """A page of the viewer that is being served. Use it as a context manager to stop serving at the
+    end of the ``with`` block.
 
     >>> with ramify.view(ramify.MemoryStore()) as page:
     ...     address = page.url
@@ -49,7 +47,7 @@ class OpenPage:
 
     @property
     def url(self) -> str:
-        """The address of the page, including the access token."""
+        """Address of the page, including the access token."""
         return self._server.url
 
     def close(self) -> None:

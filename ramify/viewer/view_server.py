@@ -28,17 +28,18 @@ events.
                                  download of its page as one file that works offline
     GET /api/maps                all maps; /api/map?key= has the rows of one
     GET /api/alive               a sign of life
-    GET /api/again?key=          what of a turn (&id=&turn=) can be edited, and what that may cost
+    GET /api/again?key=          the parts of a turn (&id=&turn=) to edit, and what that may cost
     POST /api/again/cost         the cost of an edit, or why it is refused
     POST /api/again              start a new run from a turn; returns its address
     GET /api/agreements          how often two people say the same about the same runs
     POST /api/review             save labels, a note and corrected scores of a run
     POST /api/verdict            save what a person says about the answers of some runs
 
-Only the last three change anything, and not if every process of this machine may ask (see
-run_again.py and store/reviews.py). While a page follows a run in progress, a file beside its
-journal asks the run for arriving replies (see store/live_text.py). Static files are served from
-memory. Access is controlled in ramify/http_server/; scripts are bundled by page_script.py.
+Only POST /api/again, /api/review and /api/verdict change anything. They are refused if every
+process of this machine may send requests (see run_again.py and store/reviews.py). While a page
+follows a run in progress, a file beside its journal asks the run for arriving replies (see
+store/live_text.py). Static files are served from memory. ramify/http_server/ controls access, and
+page_script.py bundles scripts.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
 class ViewServer:
-    """The HTTP server of the viewer. Use it with ``async with``, which starts and stops it."""
+    """The HTTP server of the viewer. Enter it with ``async with`` to start it, and leave to stop
+    it."""
 
     def __init__(
         self,
@@ -102,13 +104,13 @@ class ViewServer:
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """Create a server that shows the runs in ``library``. A browser must present ``token``; by
-        default the server makes one for this start, if its ``address`` needs one. ``first`` is the
-        run that will be opened first; the server begins to read it at its start. ``rebuild`` builds
+        """Create a server that shows the runs in ``library``. A browser must present ``token``. By
+        default, the server creates one if its ``address`` needs it. ``first`` is the run that a
+        browser will open first, which the server begins to read when it starts. ``rebuild`` builds
         the RLM of a stored run, so that pages can run it again."""
         self.address = address = address or ListenAddress()
         self.token = token or (new_key() if address.needs_key else "")
-        """The token of the page; empty if the address needs none."""
+        """Access token of the page. Empty if the address needs none."""
         self._http = HttpServer(
             address,
             BearerKeys.from_key(self.token) if self.token else None,
@@ -129,12 +131,12 @@ class ViewServer:
 
     @property
     def url(self) -> str:
-        """The URL of the page, including the token, so that a browser can open it directly."""
+        """URL of the page, including the token, so that a browser can open it directly."""
         return f"{self._http.url}/" + (f"?token={quote(self.token)}" if self.token else "")
 
     @property
     def port(self) -> int:
-        """The TCP port that the server listens on, known once it listens."""
+        """TCP port that the server listens on. It is known once the server listens."""
         return self._http.port
 
     async def __aenter__(self) -> ViewServer:
@@ -444,7 +446,7 @@ class ViewServer:
 
 
 def _download(name: str, kind: str) -> dict[str, str]:
-    """Return the headers of a response that a browser saves as a file instead of showing it."""
+    """Return the headers that make a browser save a response as a file instead of showing it."""
     return {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}",
         "Content-Type": kind,
@@ -452,8 +454,8 @@ def _download(name: str, kind: str) -> dict[str, str]:
 
 
 def _check_shown(located: LocatedRun) -> None:
-    """Raise StoreError if a file contains no runs, since the folders given to the viewer may hold
-    other files."""
+    """Raise StoreError if a file contains no runs. The folders given to the viewer may hold other
+    files."""
     if located.run.path is None:
         return
     try:
@@ -491,7 +493,7 @@ def _number(request: web.Request, name: str) -> int:
 B = TypeVar("B", bound=msgspec.Struct)
 _MAX_DIGITS = 18
 MAX_BODY = 8 << 20
-"""Maximum bytes of a request's body: an edited prompt."""
+"""Maximum bytes of a request's body, which may contain an edited prompt."""
 
 
 class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -505,19 +507,19 @@ class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class LabelRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a request to save what a person says about several runs."""
+    """The body of a request to save one person's verdict and note on several runs."""
 
     keys: tuple[str, ...]
     verdict: Verdict | Literal["none", ""] = ""
-    """``none`` removes the person's verdict; empty leaves it."""
+    """The person's verdict. ``none`` removes it, and an empty text leaves it unchanged."""
     note: str | None = None
-    """Replaces the note; None leaves it."""
+    """Note that replaces the present one. None leaves it unchanged."""
     person: str = ""
-    """Who says it; by default the user that runs the server."""
+    """Name of the person. The default is the user that runs the server."""
 
 
 MAX_LABELLED = 1_000
-"""Maximum number of runs that one request labels."""
+"""Maximum number of runs in one labelling request."""
 _KEEP_ALIVE_S = 15.0
 """Seconds between keep-alive comments on an idle stream."""
 
@@ -530,8 +532,8 @@ class StaticAssets:
         self._files: dict[str, tuple[bytes, str, str]] = {}
 
     def answer(self, request: web.Request, name: str) -> web.Response:
-        """Return a response with the script or style ``name``. Raises HTTPNotFound if the page has
-        no such file."""
+        """Return a response with the script or style ``name``. Raises HTTPNotFound if there is no
+        such file."""
         body, kind, tag = self._file(name)
         headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
         if any(etag.value == tag for etag in request.if_none_match or ()):
@@ -603,9 +605,9 @@ def encoded(value: Any) -> bytes:
 async def stream(
     request: web.Request, messages: AsyncGenerator[dict[str, Any], None]
 ) -> web.StreamResponse:
-    """Send ``messages`` to the client as server-sent events, until there are no more.
+    """Send ``messages`` to the client as server-sent events until there are no more.
 
-    The last event is named ``end``; it tells the page not to reconnect.
+    The last event is named ``end``. It tells the page not to reconnect.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -622,6 +624,7 @@ async def stream(
 async def _with_keep_alive(
     messages: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[bytes, None]:
+    # Sent at once, so that the browser knows that the stream is open.
     yield b": open\n\n"
     upcoming = asyncio.ensure_future(anext(messages))
     try:
@@ -637,5 +640,6 @@ async def _with_keep_alive(
             upcoming = asyncio.ensure_future(anext(messages))
     finally:
         upcoming.cancel()
+        # A generator cannot be closed while it is still running.
         await asyncio.wait([upcoming])
         await messages.aclose()

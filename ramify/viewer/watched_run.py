@@ -1,12 +1,12 @@
-"""One run that a page shows, with its call tree so far. The tree is updated by reading what was
-added to the run's journal.
+"""Hold one run that a page shows, with its call tree so far. The tree is updated from the lines
+that were added to the run's journal.
 
     journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
 
-An incomplete last line is read when it is complete. A line that is damaged, or inconsistent with
-the earlier ones, is skipped, and the page says so. A journal that was truncated or replaced is read
-from the start. A run in a file of trajectories is read once and does not grow.
+An incomplete last line is read once it is complete. A line that is damaged, or inconsistent with
+earlier lines, is skipped, and the page says so. A journal that was truncated or replaced is read
+again from the start. A run in a file of trajectories is read once and does not grow.
 """
 
 from __future__ import annotations
@@ -33,32 +33,36 @@ from ramify.viewer.run_tree import (
 
 
 class WatchedRun:
-    """One run and its state so far. The file is read only when ``refresh`` is called; nothing runs
-    in the background."""
+    """One run and its state so far. The file is read only when ``refresh`` is called, and nothing
+    runs in the background."""
 
     def __init__(self, located: LocatedRun) -> None:
         self.key = located.key
         self.source = located.run
         self.line = located.line
         self.problem = ""
-        """Reason why reading stopped, or empty. Reading is tried again when the file changes."""
+        """Why reading stopped. Empty if it did not. Reading is tried again when the file
+        changes."""
         self.damage = ""
-        """First skipped line and the number of further ones, or empty."""
+        """Describes the first skipped line and counts further ones. Empty if no line was
+        skipped."""
         self.torn = ""
-        """Message about an incomplete last line that a killed writer left, or empty."""
+        """Describes an incomplete last line that a killed writer left. Empty if there is none."""
         self.is_alive = False
-        """Whether a process is writing the journal now."""
+        """True if a process is writing the journal now."""
         self.tree = RunTree()
         self.offset = 0
         """Number of bytes read."""
         self.generation = 0
-        """Number of restarts from the beginning, because the file was truncated or replaced."""
+        """How often the file was read again from the start, because it was truncated or
+        replaced."""
         self._num_damaged = 0
         self._first_damage = ""
         self._suspect_offset = -1
-        """Offset of a damaged line to read once more, because its writer may still be active."""
+        """Offset of a damaged line to read once more, because its writer may not have finished
+        it."""
         self._read_state: tuple[int, int] | None = None
-        """Inode and size of the file when it was last read; None to read it again."""
+        """Inode and size of the file when it was last read. None: read it again."""
         self._inode = 0
         self._stamp: tuple[int, int] | None = None
         self._details = CallDetailReader(self.source)
@@ -71,39 +75,39 @@ class WatchedRun:
 
     @property
     def review(self) -> HumanRunReview:
-        """The labels, note and corrected scores from a person's review. Raises StoreError if they
-        cannot be read."""
+        """Labels, note and corrected scores from people's reviews. Raises StoreError if they cannot
+        be read."""
         return self.source.store_reviews().get(self.review_key, HumanRunReview())
 
     @property
     def review_key(self) -> str:
-        """The name under which reviews of this run are stored in the file of reviews."""
+        """Name under which the reviews of this run are stored in the file of reviews."""
         return self.source.id if self.line is None else self.tree.run.id
 
     @property
     def journal_path(self) -> Path | None:
-        """The path of the journal. None if the run is a line in a file of trajectories, or if its
-        store has no files."""
+        """Path of the journal. None if the run is a line in a file of trajectories, or if its store
+        has no files."""
         return self.source.path if self.line is None else None
 
     def size_changed(self) -> bool:
-        """Return True if the run has changed since it was read. This costs only one system call for
-        a file."""
+        """Return True if the run has changed since it was last read. For a file, this costs only
+        one system call."""
         try:
             return self.line is None and self.source.state() != self._read_state
         except StoreError:
             return False
 
     def num_unread(self) -> int:
-        """Return the number of bytes of the journal that were not read yet."""
+        """Return the number of unread bytes in the journal."""
         try:
             return self.source.state()[1] - self.offset
         except StoreError:
             return 0
 
     def is_replaced(self) -> bool:
-        """Return True if the run's file of trajectories has been replaced since it was read. Always
-        False for a journal, because ``refresh`` then reads the journal again."""
+        """Return True if the run's file of trajectories was replaced after it was read. Always
+        False for a journal, because ``refresh`` reads a replaced journal again."""
         if self.line is None:
             return False
         try:
@@ -114,7 +118,7 @@ class WatchedRun:
 
     @property
     def _file(self) -> Path:
-        """The path of the file of trajectories that contains the run."""
+        """Path of the file of trajectories that contains the run."""
         assert self.source.path is not None
         return self.source.path
 
@@ -130,7 +134,7 @@ class WatchedRun:
 
     def question_and_answer(self, node: CallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
-        lines. Raises StoreError if they cannot be read."""
+        journal lines. Raises StoreError if they cannot be read."""
         if self.line is not None:
             call = self.tree.run.calls[node.index]
             return call.question, call.answer
@@ -143,7 +147,8 @@ class WatchedRun:
         return question, answer
 
     def refresh(self) -> set[int]:
-        """Read what was added to the journal, and return the indices of the calls that changed."""
+        """Read the lines that were added to the journal. Returns the indices of the calls that
+        changed."""
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
         # Checked before reading, so that the last lines of a writer that ends now are not missed.
@@ -208,8 +213,8 @@ class WatchedRun:
             changed.update(self.tree.take_marked())
 
     def _should_retry(self, offset: int) -> bool:
-        """Return True if a damaged line should be read again, because it is new and its writer is
-        still alive."""
+        """Return True if a damaged line should be read again. This is so if it is new and its
+        writer is still alive."""
         is_new = self.is_alive and self._suspect_offset != offset
         if is_new:
             self._suspect_offset, self._read_state = offset, None

@@ -49,7 +49,7 @@ class SignalScore(msgspec.Struct, eq=False):
     it had nothing to say about the trajectory."""
 
     turns: dict[TurnId, float] = msgspec.field(default_factory=dict)
-    """A number for each turn."""
+    """The signal's number for each turn."""
     tokens: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
     """A number for each of the N sampled tokens of the turn's reply, [N]."""
     logprobs: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
@@ -65,7 +65,7 @@ class SignalScore(msgspec.Struct, eq=False):
     notes: dict[TurnId, str] = msgspec.field(default_factory=dict)
     """A short text per turn, such as a hint, which the viewer shows next to the turn."""
     abstained: str = ""
-    """Why the signal abstained, in a few words; metrics count the reasons."""
+    """Why the signal abstained, in a few words. Metrics count the reasons."""
     outcome: float | None = None
     """A reward for the whole trajectory. None if the signal gives none."""
     counts: dict[str, float] = msgspec.field(default_factory=dict)
@@ -86,9 +86,10 @@ class JudgeTurnView(msgspec.Struct, frozen=True):
     reply: str
     """The reply, including reasoning that is stored separately."""
     observed: str
-    """The result of the turn: what the next turn's prompt adds. Empty for the last turn."""
+    """The observation after the turn, which is the text that the next turn's prompt adds. Empty for
+    the last turn."""
     error: str = ""
-    """Traceback of the turn's first cell that raised."""
+    """Traceback of the turn's first code cell that raised an error."""
 
 
 class ModelCaller(Protocol):
@@ -138,7 +139,7 @@ class JudgeVerdict(msgspec.Struct, frozen=True):
     hints: tuple[str, ...] = ()
     """All accepted hints, if there are several. ``hint`` is the one that the judge prefers."""
     invalid: int = 0
-    """Number of votes outside the format; they are ignored."""
+    """Number of votes outside the format, which are ignored."""
     reason: str = ""
     """Why the judge abstains, in a few words."""
     place: TurnId | None = None

@@ -133,6 +133,7 @@ class HybridStepAlgorithm:
     ) -> StepAdvantages:
         hybrid = self._hybrid
         judged = [self._with_outcomes(group) for group in groups]
+        # Metrics and the reason for no signal come from the wrapped algorithm alone.
         base: StepAdvantages = hybrid.outcome.assign_advantages(
             judged, weights, every_token=every_token
         )

@@ -42,7 +42,7 @@ class HintSource(Protocol):
 
 
 HINTS = Registry("source of hints", "ramify.hints", {})
-"""Name -> the class that implements ``HintSource``."""
+"""Maps a name to the class that implements ``HintSource``."""
 
 
 def build_hint_source(spec: Any) -> HintSource | None:

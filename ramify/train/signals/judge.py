@@ -238,7 +238,7 @@ JUDGES = Registry(
         "step_judge": "ramify.train.signals.judge:StepJudge",
     },
 )
-"""Name -> the class that implements ``Judge``."""
+"""Maps a name to the class that implements ``Judge``."""
 
 
 def judge_of(spec: Any) -> Judge:

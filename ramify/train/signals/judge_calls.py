@@ -138,6 +138,7 @@ class RequestBudgetReservation:
         for index, reservation in enumerate(self._reservations):
             try:
                 await reservation.reserve()
+            # All or nothing: a refused or cancelled request must not hold part of a budget.
             except BaseException:
                 for earlier in self._reservations[:index]:
                     earlier.release()
@@ -147,6 +148,7 @@ class RequestBudgetReservation:
         enough = [each.is_still_valid() for each in self._reservations]
         if all(enough):
             return True
+        # One ledger is exhausted, so the other ledgers get their reservations back.
         for reservation, is_reserved in zip(self._reservations, enough, strict=True):
             if is_reserved:
                 reservation.release()

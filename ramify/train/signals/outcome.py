@@ -129,7 +129,7 @@ class OutcomeSignal(
     """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item).
     Empty: the task's own reward is used."""
     rubric: Rubric | None = None
-    """A rubric by which a judge model grades, instead of a verifier."""
+    """Rubric with which a judge model grades the answer, instead of a verifier."""
     model: str = ""
     """The judge model for a rubric, as ``provider:model``."""
     sampling: Sampling = Sampling(2048, temperature=0.0)

@@ -45,7 +45,7 @@ Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 REFERENCE = "reference"
 """Subfolder of a run that holds its initial policy."""
 CHUNK = 64
-"""Maximum rows per pass, so that a large group does not delay others."""
+"""Maximum number of sequences per pass, so that a large group does not delay others."""
 
 
 class PolicyScorer:
@@ -96,6 +96,7 @@ class PolicyScorer:
         await asyncio.sleep(0)  # let requests of the same moment share one pass
         while self._waiting:
             chunk, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
+            # Sequences of one pass must have results of the same shape.
             by_top: dict[
                 tuple[int, int], list[tuple[TokenScoringRequest, asyncio.Future[TokenScores]]]
             ] = {}

@@ -249,6 +249,7 @@ class SignalRunner:
         return totals
 
     async def _read(self, name: str, signal: Signal, group: Group) -> None:
+        # Overlapping groups count once: time runs from the first start to the last end.
         num, since = self._running.get(name, (0, time.perf_counter()))
         self._running[name] = (num + 1, since if num else time.perf_counter())
         try:

@@ -70,11 +70,12 @@ class TeacherSignal(
     weights), ``live`` (the current policy), ``random`` (untrained weights, a control),
     ``client:NAME`` (an engine that returns prompt log-probabilities), or a checkpoint folder."""
     template: str = TEMPLATE
-    """Text appended to the last message before the reply; must contain ``{hint}``."""
+    """Text appended to the last message before the reply. It must contain ``{hint}``."""
     student: Literal["sampler", "recomputed"] = "sampler"
-    """Where ℓ_o comes from. ``sampler``: the sampler's log-probabilities. ``recomputed``: another
-    pass over the row without the hint, by the code that scores the teacher. That is exact even if
-    sampler and trainer round differently (bf16), and costs half of a forward pass."""
+    """Source of the policy's log-probabilities ℓ_o. ``sampler``: those reported by the sampler.
+    ``recomputed``: another pass over the sequence without the hint, by the code that scores the
+    teacher. This is exact even if sampler and trainer round differently (bf16), and costs half of a
+    forward pass."""
     top: int | None = None
     """Candidates per position, for losses over more than the sampled token. -1: the whole
     vocabulary. None: no candidates."""
@@ -304,6 +305,7 @@ class TeacherSignal(
             (self.top or 0) if self.support == "teacher" else 0, self.overlap if compares else 0
         )
         top = ALL if self.top == ALL and self.support == "teacher" else top
+        # Results have this order: with hints, without hints, root calls.
         requested = [*hinted, *(plain if self.evidence else ()), *(root.row for root in roots)]
         scores = await scorer.score(requested, top=top)
         for root, values in zip(roots, scores[len(requested) - len(roots) :], strict=True):

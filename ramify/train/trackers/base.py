@@ -129,6 +129,7 @@ class RunTrackers:
         stored_ids = _ids(folder) if resumed_at is not None else {}
         about = TrackerRunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
         sender = threading.Thread(target=self._send, daemon=True, name="ramify trackers")
+        # Cleared only if the block ends without an error.
         self._failed = True
         try:
             for tracker_name, kind in self._classes.items():
