@@ -333,9 +333,9 @@ class EngineConsistencyChecks:
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Return the individual engines behind ``client``, for checks that each engine must pass. A
-    client that is itself one engine is returned alone. The list is empty if all engines are
-    currently lost."""
+    """Return the individual engines behind ``client``, for checks that each engine must pass. If
+    ``client`` is itself an engine, only that engine is returned. The list is empty if all engines
+    are currently lost."""
     engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
     return [client] if engines is None else engines
 

@@ -55,7 +55,7 @@ from ramify.types.trajectory import Call, Group
 
 class RolloutsFailed(TrainError):
     """Raised if so many rollouts failed that further steps would not help. Either all rollouts of a
-    step failed, or most of those with an answer did so in steps without a training signal."""
+    step failed, or most of those with an answer failed in steps without a training signal."""
 
 
 class Minibatch(msgspec.Struct, eq=False):

@@ -78,7 +78,7 @@ class CallTree:
 
     def apply(self, event: Event) -> CallNode | None:
         """Update the tree with ``event``. Returns the node of the call that the event belongs to,
-        or None if there is no such call.
+        or None if it belongs to no call.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """

@@ -189,8 +189,8 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
-    """A run continues with higher limits, and with it the calls that a limit had ended. The last
-    turn of such a call no longer counts, except for its cost, and the cell before it runs again.
+    """A run continues with higher limits, and so do its calls that a limit had ended. The last turn
+    of such a call no longer counts, except for its cost, and the cell before it runs again.
 
     Example:
         RunResumed(limits={"max_turns": 60}, forgets={"0": 30})

@@ -38,8 +38,8 @@ class ForkSegment(NamedTuple):
     at the end of a path."""
 
     def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """Yield the last call of each path through this segment, with the share of that path. The
-        shares add up to ``share``, the share of this segment."""
+        """Yield the last call of each path through this segment, with the path's share of the
+        rollout. The shares add up to ``share``, which is the share of this segment."""
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:

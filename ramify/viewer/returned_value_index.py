@@ -217,8 +217,8 @@ def is_telling(text: str) -> bool:
 
 
 def leaves(answer: Any) -> Iterator[str]:
-    """Yield all texts inside a value. A text is yielded itself, and lists and dicts are searched,
-    even if they are encoded as JSON in a text."""
+    """Yield all texts inside a value: the value itself if it is a text, and the texts in lists and
+    dicts. Lists and dicts that are encoded as JSON in a text are searched too."""
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
         value = stack.pop()

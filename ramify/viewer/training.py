@@ -1,6 +1,6 @@
-"""Collect the data for the pages of a training run and of an evaluation. The former shows every
-metric over the steps and the saved rollouts. The latter shows scores with intervals and all
-attempts.
+"""Collect the data for the pages of a training run and of an evaluation. The page of a training run
+shows every metric over the steps and the saved rollouts. The page of an evaluation shows scores
+with intervals and all attempts.
 
 metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
                           "clock": {…}, "verdict": […], "alarms": […], …}

@@ -35,7 +35,7 @@ _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
-    """One sentence about a training run for its page, such as the change of the mean reward."""
+    """One sentence about a training run for its page, such as how the mean reward changed."""
 
     name: str
     text: str
@@ -97,8 +97,8 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
 def stage_facts(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
-    """Summarise the last stage of a training run as a list of facts, such as the change of the mean
-    reward. Empty before the first step."""
+    """Summarise the last stage of a training run as a list of facts, such as how the mean reward
+    changed. Empty before the first step."""
     if not stages:
         return []
     stage, start = stages[-1]

@@ -92,8 +92,7 @@ from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
 class ViewServer:
-    """The HTTP server of the viewer. Enter it with ``async with`` to start it, and leave to stop
-    it."""
+    """The HTTP server of the viewer. Use it with ``async with``, which starts and stops it."""
 
     def __init__(
         self,

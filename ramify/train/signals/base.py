@@ -109,9 +109,9 @@ class ModelCaller(Protocol):
 
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
-    """Everything that a judge sees of a turn or trajectory that it judges. The item contains
-    information that the policy did not have. A judge that uses this information is privileged and
-    must say so."""
+    """Everything that a judge sees when it judges a turn or a trajectory. It includes the task
+    item, which has information that the policy did not have. A judge that uses this information is
+    privileged and must say so."""
 
     trajectory: Trajectory
     steps: tuple[JudgeTurnView, ...]

@@ -51,7 +51,8 @@ class Hybrid(
     tag_field="name",
     tag="hybrid",
 ):
-    """An outcome algorithm plus weighted signal terms; implements ``Algorithm``."""
+    """An algorithm that adds weighted signal terms to the advantages of an outcome algorithm.
+    Implements ``Algorithm``."""
 
     outcome: Any = DrGRPO()
     """The wrapped algorithm."""

@@ -151,7 +151,7 @@ class StepJudge(
     tag_field="name",
     tag="step_judge",
 ):
-    """Model judge that votes on one turn; implements ``Judge``.
+    """A judge model that votes on one turn. Implements ``Judge``.
 
     Example:
         train.ProcessRewardSignal(judge=train.StepJudge(model="openai:gpt-5-mini", votes=3))
@@ -178,7 +178,7 @@ class HintWritingJudge(
     tag_field="name",
     tag="hint_judge",
 ):
-    """Model judge that suggests a hint for the finished trajectory or for one turn; implements
+    """A judge model that suggests a hint for a finished trajectory or for one turn. Implements
     ``Judge``.
 
     Example:
@@ -284,7 +284,8 @@ class ProcessRewardSignal(
     tag_field="name",
     tag="process",
 ):
-    """A judge's score from -1 to 1 for each turn; implements ``Signal``."""
+    """A process reward: each turn gets a score from -1 to 1 by a judge's votes. Implements
+    ``Signal``."""
 
     judge: Any
     """A name from ``judge.JUDGES``, ``module:Class``, or an instance. Its option ``votes``

@@ -66,7 +66,8 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """Tool-use score for each turn that used a tool; implements ``Signal``.
+    """A signal that scores each turn that used a tool, by whether an error followed. Implements
+    ``Signal``.
 
     Example:
         train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
@@ -119,7 +120,8 @@ class OutcomeSignal(
     tag_field="name",
     tag="outcome",
 ):
-    """Verifier or judge that sets ``SignalScore.outcome``; implements ``Signal``.
+    """A signal that scores a rollout's outcome with a verifier or a judge. It sets
+    ``SignalScore.outcome`` and implements ``Signal``.
 
     Example:
         train.RlSpec(signals={"outcome": train.OutcomeSignal(verifier="math")})
@@ -211,7 +213,8 @@ class FormatSignal(
     tag_field="name",
     tag="format",
 ):
-    """Format check that gives a number per turn; implements ``Signal``."""
+    """A signal that checks the format of each reply and gives one number per turn. Implements
+    ``Signal``."""
 
     pattern: str
     """Regular expression that a reply must contain. A dot also matches newlines."""

@@ -261,8 +261,8 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
 
 
 class RunTeachers:
-    """Manage the teachers of one run. Their weights are loaded when a step first needs them, and
-    then kept up to date."""
+    """Manage the teachers of one run, which are models that score the policy's tokens. Their
+    weights are loaded when a step first needs them, and then kept up to date."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
-    """A tracker that logs to Trackio and accepts the options of ``trackio.init``. Trackio
+    """A tracker that logs to Trackio. It accepts the options of ``trackio.init``. Trackio
     identifies a run by its name, so a unique suffix is added to the name."""
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
