@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import importlib
 import logging as _logging
+import sys as _sys
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
     from typing import Any
 
 # Applications decide where records go; without one, they go nowhere.
@@ -53,10 +55,17 @@ def lazy_namespace(
             new = _module("ramify.deprecated_public_names").new_name(package, name)
             if new is not None:
                 return get(new)
-        if home is None:
+        if home is None and name[:1] == "_":
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=_module(package)
             )
+        if home is None:
+            advice = _module("ramify.public_name_advice").public_name_advice(package, name)
+            if _is_from_import(_sys._getframe(1)):
+                # Python would replace the message of an AttributeError by its own.
+                raise ImportError(f"cannot import name '{name}' from '{package}'{advice}")
+            # Without ``obj``, Python adds no second suggestion to this one.
+            raise AttributeError(f"module '{package}' has no attribute '{name}'{advice}", name=name)
         try:
             value = _module(f"{home}.{name}") if home == package else getattr(_module(home), name)
         except ModuleNotFoundError as error:
@@ -71,6 +80,12 @@ def lazy_namespace(
 
     names = sorted(homes)
     return get, lambda: sorted({*vars(_module(package)), *names}), names
+
+
+def _is_from_import(frame: FrameType) -> bool:
+    """Return True if the current instruction of ``frame`` is ``from … import NAME``."""
+    opcode = frame.f_code.co_code[frame.f_lasti]
+    return bool(_module("opcode").opname[opcode] == "IMPORT_FROM")
 
 
 def _homes(stub: str) -> dict[str, str]:

@@ -44,6 +44,8 @@ FLOORS = [
         "time_account",
         "deprecated_public_names",
         "module_compiler",
+        "public_name_advice",
+        "training_run_files",
         "user_folders",
         "nearest_name",
     },

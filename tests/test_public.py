@@ -136,6 +136,31 @@ def test_unknown_name_is_an_attribute_error(package: str) -> None:
         importlib.import_module(package).Frobnicator  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from ramify.train import grpo", "cannot import name 'grpo' from 'ramify.train': did you mean 'GRPO'?"),
+        ("import ramify; ramify.train.RLSpec", "module 'ramify.train' has no attribute 'RLSpec': did you mean 'RlSpec'?"),
+        ("from ramify.tasks import numerics", "cannot import name 'numerics' from 'ramify.tasks': did you mean 'numeric'?"),
+        ("from ramify.train import GRPOSpec", "cannot import name 'GRPOSpec' from 'ramify.train': did you mean 'GRPO'?"),
+        ("from ramify import Item", "cannot import name 'Item' from 'ramify': it is in ramify.tasks: from ramify.tasks import Item"),
+        ("from ramify.train import Qqq", "cannot import name 'Qqq' from 'ramify.train'"),
+        ("from ramify.train import _grpo", "cannot import name '_grpo' from 'ramify.train'"),
+    ],
+)  # fmt: skip
+def test_unknown_public_name_suggests_the_right_one(statement: str, message: str) -> None:
+    with pytest.raises((ImportError, AttributeError)) as caught:
+        exec(statement, {})
+    text = str(caught.value)
+    assert text == message or text.startswith(f"{message} (")  # Python's own adds the file
+
+
+def test_unknown_public_name_is_tested_for_without_an_error() -> None:
+    train = importlib.import_module("ramify.train")
+    assert not hasattr(train, "grpo")
+    assert getattr(train, "grpo", None) is None
+
+
 def loaded_by(statement: str) -> set[str]:
     """Modules that ``statement`` loads in a new interpreter."""
     script = f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(sorted(set(sys.modules) - before)))"

@@ -39,6 +39,7 @@ from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageErro
 from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
+from ramify.cli.train_fields import print_fields
 from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
@@ -144,7 +145,7 @@ def line(measured: StepMetrics) -> str:
         if (name in IN_LINES and (value or name != "failed_rollouts"))
         or ("/" in name and (is_evaluation or name.endswith("/reward")))
     }
-    return f"{measured.at_s:8.1f} s  {measured.stage} {measured.step}  " + "  ".join(
+    return f"{measured.at_s:8.1f} s  step {measured.step} ({measured.stage})  " + "  ".join(
         f"{name} {value:.4g}" for name, value in shown.items()
     )
 
@@ -167,7 +168,11 @@ def train(
     restarts: int | None = None,
     placement: str | None = None,
     preset: str | None = None,
+    fields: bool | None = None,
 ) -> int:
+    if fields:
+        print_fields(words, resume)
+        return ExitCode.ANSWERED
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1 or (not recipes and resume is None):
@@ -328,7 +333,8 @@ COMMAND = CliCommandSpec(
     about="""\
 Train a policy from RECIPE, a Python file whose run() returns a ramify.train.config.Run.
 
-FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective=gspo.""",
+FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective=gspo. All fields:
+ramify train --fields, or docs/fields.md.""",
     run=train,
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
@@ -377,6 +383,13 @@ FIELD=VALUE overrides a field of the run, as in rl.optim.lr=1e-4 or rl.objective
         ),
         CliOptionSpec("quiet", bool, "print only errors to stderr", has_no=False),
         OPTION,
+        CliOptionSpec(
+            "fields",
+            bool,
+            "list all fields with their type, default and meaning, or those of the given SECTIONs "
+            "(rl.optim); with RECIPE its values",
+            has_no=False,
+        ),
     ),
 )
 

@@ -18,6 +18,7 @@ from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageErro
 from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError, StoreError
+from ramify.training_run_files import is_shown, training_run_hint
 
 if TYPE_CHECKING:
     from ramify.viewer.run_catalog import RunCatalog
@@ -81,15 +82,21 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Return the viewer's key for the only run in a file. Returns an empty text if the file
-    holds several runs or none."""
+    """Return the viewer's key of the only run in a file. Empty if the file holds several runs, or
+    none yet. Raises ConfigError for a file of something else, and for the policy or a checkpoint of
+    a training run."""
     from ramify.viewer.run_lookup import kind_of
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():
+        if not is_shown(Path(path)):
+            raise ConfigError(f"{path} has no runs; {training_run_hint(Path(path))}")
         return ""
+    kind = kind_of(file)
+    if " " in kind and file.stat().st_size:
+        raise ConfigError(kind.replace(str(file), path))
     prefix = library.key_of(file) or ""
-    if kind_of(file) == "journal":
+    if kind == "journal":
         return prefix
     rows = [row.key for row in library.runs() if row.key.startswith(prefix)]
     return rows[0] if len(rows) == 1 else ""

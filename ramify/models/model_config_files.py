@@ -20,6 +20,7 @@ import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
 from ramify.trained_policy_settings import run_policy_folder
+from ramify.training_run_files import with_hint
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Configuration fields that may contain the context window."""
@@ -39,7 +40,8 @@ def local_model_folder(path_or_name: str | Path) -> Path:
     if folder.exists():
         policy = run_policy_folder(folder)
         hint = "" if policy is None else f"; the policy of this run is {policy}"
-        raise ConfigError(f"{folder} is not a model: it has no config.json{hint}")
+        problem = f"{folder} is not a model: it has no config.json{hint}"
+        raise ConfigError(problem if hint else with_hint(problem, folder))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -32,9 +32,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
@@ -44,6 +46,7 @@ from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.dataset_messages import messages_of
+from ramify.training_run_files import training_run_hint
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 
@@ -52,6 +55,7 @@ SPLITS = ("train", "validation", "test")
 further splits for data that it holds out."""
 ENDLESS = 1 << 40
 """Length of a generated split without a fixed size."""
+_OTHERS = "file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID"
 TASKS = Registry(
     "task",
     "ramify.tasks",
@@ -60,7 +64,7 @@ TASKS = Registry(
         "ledger": "ramify.tasks.ledger.task:ledger",
         "mixture": "ramify.tasks.mixture:mixture",
     },
-    others="file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID",
+    others=_OTHERS,
 )
 """Task name -> a task, or the function that makes it."""
 _VERIFIERS = "verifiers:"
@@ -365,6 +369,10 @@ def task_of(name: str, /, **options: Any) -> Task:
     'ledger'
     """
     named = name
+    if hint := training_run_hint(Path(name)) if os.path.exists(name) else "":
+        raise ConfigError(f"'{name}' is not a task; {hint}")
+    if os.path.isdir(name):
+        raise ConfigError(f"'{name}' is a folder, not a task: give a name, {_OTHERS}")
     if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     elif name.startswith(_VERIFIERS):

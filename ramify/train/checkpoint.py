@@ -338,10 +338,12 @@ def resolve_checkpoint(path: Path) -> Path:
         checkpoints.recover()
     latest = checkpoints.latest()
     if latest is None:
-        raise ConfigError(
+        problem = (
             f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a "
             "checkpoint"
         )
+        runs = [each for each in path.parents if any(each.glob(f"{FOLDER}/step-*"))]
+        raise ConfigError(f"{problem}, such as {runs[0]}" if runs else problem)
     return latest
 
 

@@ -82,7 +82,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
     (``sft.trajectories``); None: no saves."""
     keep_last: int = 2
+    """Number of the newest checkpoints that are kept."""
     keep_best: int = 1
+    """Number of checkpoints with the best validation scores that are kept, too."""
 
     def __post_init__(self) -> None:
         check_none_or_positive("schedule", "never", checkpoint_every=self.checkpoint_every)
@@ -106,6 +108,7 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     rank: int = 16
+    """Rank of the adapters: the size of their inner dimension."""
     alpha: float | None = None
     """Adapters are scaled by ``alpha / rank``. None: by the policy
     (``policy_dependent_defaults.py``)."""
@@ -204,7 +207,9 @@ class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """
 
     steps: int = 150
+    """Optimizer steps; each has new random strings."""
     batch_tokens: int = 2048
+    """Tokens per step."""
     optim: OptimizerSpec = OptimizerSpec()
 
     def __post_init__(self) -> None:
@@ -234,7 +239,9 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     folder of such files (a run's ``rollouts``), or a store's folder, whose evaluated runs have
     rewards. Set ``algorithm.min_reward`` to learn from the good ones only."""
     epochs: int = 1
+    """How often each example is learned from."""
     batch_tokens: int = 2048
+    """Largest number of tokens per step. A longer example is a step alone."""
     optim: OptimizerSpec = OptimizerSpec()
     algorithm: SFT = SFT()
 
@@ -280,6 +287,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     steps: int = 45
+    """Training steps. Each one samples rollouts, scores them, and learns from them."""
     sample: RolloutBatchSpec = RolloutBatchSpec()
     rollout: RolloutOptions = RolloutOptions()
     objective: str = ""
@@ -362,6 +370,7 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     attempts: int = 1
     """Attempts per item."""
     temperature: float = 1.0
+    """Temperature at which the policy is sampled in evaluations."""
     max_failed: float = 0.1
     """Largest share of attempts that may fail for reasons other than the policy (no session, a lost
     engine, a scoring error). Failed attempts do not count towards the score. Above this share the
@@ -396,7 +405,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """The complete configuration of one training run."""
 
     name: str = "run"
+    """Name of the run; its folder is ``runs/NAME`` unless ``--out`` gives another."""
     seed: int = 0
+    """Seed of everything random: new weights, demonstrations, the order of rows, sampling."""
     deterministic: bool = False
     """Compute in fixed shapes, in the engine and in the trainer: the same run gives the same bits
     at any concurrency, and a sampled token has the same log-probability in both. It costs time; see
@@ -417,6 +428,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     frozen: FrozenModelBudget = FrozenModelBudget()
     """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
+    """How the model is prompted: a name that ``ramify plugins scaffold`` lists, ``file.py:name`` or
+    ``module:name``."""
     limits: Limits = Limits()
     sandbox: AnySandboxSpec = JailSpec()
     """Where the sessions of rollouts and evaluations run: the spec of a provider."""

@@ -122,14 +122,43 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
                 f"{where} is the class {value.__name__}: give an instance, {value.__name__}()"
             )
         try:
-            msgspec.convert(value, kinds.get(field, Any))
+            converted = msgspec.convert(value, kinds.get(field, Any))
         except msgspec.ValidationError as error:
-            reason = explain_conversion_error(error, kinds[field])
+            reason = explain_conversion_error(error, kinds[field]) + _example(kinds[field], value)
             raise ConfigError(f"{where}={value!r:.80}: {reason}") from error
         except TypeError:
-            pass  # a type that msgspec does not know, as a plug-in's callable
+            converted = value  # a type that msgspec does not know, as a plug-in's callable
+        for place, kind in _mappings(value, converted, where):
+            raise ConfigError(f"{place} is a mapping: give {kind.__name__}(…) with its fields")
         for inner_name, inner in _structs(value, where):
             check_types(inner, inner_name)
+
+
+def _example(kind: Any, value: Any) -> str:
+    """Return advice to give a struct, if ``kind`` is one struct class and ``value`` is not a
+    mapping, whose fields the error names. Otherwise the text is empty."""
+    structs = [
+        each
+        for each in (kind, *typing.get_args(kind))
+        if isinstance(each, type) and issubclass(each, msgspec.Struct)
+    ]
+    if len(structs) != 1 or isinstance(value, Mapping):
+        return ""
+    return f": give {structs[0].__name__}({structs[0].__struct_fields__[0]}=…)"
+
+
+def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type]]:
+    """Yield each place where ``value`` has a mapping in place of a struct, with the class of the
+    struct. ``converted`` is ``value`` after its conversion to the type of its field."""
+    if isinstance(value, Mapping):
+        if isinstance(converted, msgspec.Struct):
+            yield name, type(converted)
+        elif isinstance(converted, Mapping):
+            for key, inner in value.items():
+                yield from _mappings(inner, converted.get(key), f"{name}.{key}")
+    elif isinstance(value, list | tuple) and isinstance(converted, list | tuple):
+        for index, (inner, new) in enumerate(zip(value, converted, strict=False)):
+            yield from _mappings(inner, new, f"{name}[{index}]")
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:

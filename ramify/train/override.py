@@ -25,8 +25,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ramify.errors import ConfigError, did_you_mean
+from ramify.errors import ConfigError
 from ramify.plugins import explain_conversion_error
+from ramify.train.config_fields import suggestion
 
 RENAMED_FIELDS = {
     "cadence": "schedule",
@@ -181,16 +182,23 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
             except ConfigError as error:
                 raise ConfigError(f"override {each}: {error}") from error
     parsed = [each for each in parsed if not callable((choices or {}).get(each.name))]
-    return _set(config, parsed, 0, choices or {}) if parsed else config
+    return _set(config, parsed, 0, _Context(config, choices or {})) if parsed else config
 
 
-def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, choices: Choices) -> Any:
+class _Context(NamedTuple):
+    """The whole configuration that is overridden, and the values that names in it stand for."""
+
+    config: Any
+    choices: Choices
+
+
+def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context) -> Any:
     """Return a copy of ``value`` with all overrides applied. The path element at index ``depth`` of
     each override names a field of ``value``."""
     groups: dict[str, list[ConfigOverride]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
-    fresh = {head: _set_field(value, head, group, depth, choices) for head, group in groups.items()}
+    fresh = {head: _set_field(value, head, group, depth, context) for head, group in groups.items()}
     if isinstance(value, Mapping):
         return {**value, **fresh}
     try:
@@ -201,7 +209,7 @@ def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, choices:
 
 
 def _set_field(
-    value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, choices: Choices
+    value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
     """Return the new value of the field ``head``, after all its overrides were applied in order. An
     override of the whole field replaces earlier ones; later overrides of its parts change the
@@ -218,9 +226,14 @@ def _set_field(
             )
         raise ConfigError(f"override {first}: {parent} is {value!r}, which has no field '{head}'")
     elif head not in value.__struct_fields__:
-        suggestion = did_you_mean(head, value.__struct_fields__)
-        now_called = new_name(first.name) or new_name(head)
-        advice = f"it is called {now_called} now" if now_called else suggestion
+        now_called = new_name(first.name) or new_name(".".join(first.path[: depth + 1]))
+        if depth == len(first.path) - 1:
+            now_called = now_called or new_name(head)
+        advice = (
+            f"it is called {now_called} now"
+            if now_called
+            else suggestion(type(context.config), context.config, first.name)
+        )
         raise ConfigError(f"override {first}: no field '{head}': {advice}")
     else:
         current = getattr(value, head)
@@ -231,10 +244,10 @@ def _set_field(
         elif isinstance(value, Mapping):
             current, parts = _parsed(each.text), []
         else:
-            current, parts = _value(value, head, each, choices), []
+            current, parts = _value(value, head, each, context.choices), []
     if parts and current is None:
         current = _section(value, head, parts, depth)
-    return _set(current, parts, depth + 1, choices) if parts else current
+    return _set(current, parts, depth + 1, context) if parts else current
 
 
 def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:

@@ -88,7 +88,7 @@ def usual_rate(run: Run, stage: str) -> float:
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
     """Log the defaults that were filled in for the policy, unless the run is resumed and they were
     logged at its beginning. Also warn about learning rates that are high for a checkpoint."""
-    kind = "a checkpoint" if is_pretrained(run.policy) else "from scratch"
+    kind = "a pretrained checkpoint" if is_pretrained(run.policy) else "trained from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
         f"{name}.{field}={_short(value)}"
@@ -99,8 +99,11 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
         ]
     ]
     if found and not resumed:
-        text = f"defaults of a policy that is {kind}: {', '.join(found)}"
-        _log.info("policy_defaults", text.replace("is from", "is trained from"), shown=True)
+        text = (
+            f"set because the recipe does not, as usual for a policy that is {kind}: "
+            f"{', '.join(found)}"
+        )
+        _log.info("policy_defaults", text, shown=True)
     if not is_pretrained(run.policy):
         return
     for name in _RATES:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import traceback
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError
-from ramify.nearest_name import nearest_name
+from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import read_state, resolve_checkpoint
 from ramify.train.config import CHOICES, Run, plain
+from ramify.train.config_fields import fields, suggestion
 from ramify.train.config_redaction import check_types, redacted_keys
 from ramify.train.override import new_name, override
+from ramify.training_run_files import with_hint
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -34,60 +36,111 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
             f"{path} is not a recipe: the file does not exist; start with recipes/tiny.py"
         )
     if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"{path} is not a recipe: give a Python file with `def run() -> Run`")
+        problem = f"{path} is not a recipe: give a Python file with `def run() -> Run`"
+        raise ConfigError(with_hint(problem, path))
     try:
         make = getattr(load_file(path), "run", None)
         run = make() if callable(make) else None
     except RamifyError:
         raise
     except Exception as error:
-        unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
-        now_called = new_name(unknown[1]) if unknown else None
-        advice = "RAMIFY_DEBUG=1 shows where"
-        if unknown and now_called:
-            advice = f"{unknown[1]} is called {now_called} now"
-        elif unknown and (close := nearest_name(unknown[1], _fields_of(Run))):
-            advice = f"did you mean '{close}'?"
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename) == path.resolve()
-        ]
-        where = f" in line {lines[-1]}" if lines else ""
-        if isinstance(error, SyntaxError) and error.filename == str(path.absolute()):
-            where, reason = f" in line {error.lineno}", f"SyntaxError: {error.msg}"
-        else:
-            reason = _wrong_type(error) or repr(error)
-        raise ConfigError(
-            f"the recipe {path} cannot be executed{where}: {reason}; {advice}"
-        ) from error
+        raise ConfigError(_cannot_be_executed(path, error)) from error
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.Run)")
     return override(run, overrides, CHOICES)
 
 
-def _fields_of(kind: Any) -> set[str]:
-    """Return the names of all fields of a configuration class and of the classes in its fields."""
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return set().union(*map(_fields_of, typing.get_args(kind)))
-    inner = typing.get_type_hints(kind).values()
-    return {*kind.__struct_fields__}.union(*map(_fields_of, inner))
+def _cannot_be_executed(path: Path, error: Exception) -> str:
+    """Return the message about an error that a recipe raised: the line of the recipe, what was
+    wrong, and what to write instead if that is known."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == path.resolve()
+    ]
+    where = f" in line {lines[-1]}" if lines else ""
+    reason, advice = repr(error), "; RAMIFY_DEBUG=1 shows where"
+    if isinstance(error, SyntaxError) and error.filename == str(path.absolute()):
+        where, reason = f" in line {error.lineno}", f"SyntaxError: {error.msg}"
+    elif wrong := _wrong_type(error) or _wrong_argument(error):
+        reason, advice = wrong, ""
+    elif isinstance(error, ImportError | AttributeError) and "ramify" in str(error):
+        reason, advice = f"{type(error).__name__}: {error}", ""  # with the right name
+    return f"the recipe {path} cannot be executed{where}: {reason}{advice}"
+
+
+def _wrong_argument(error: Exception) -> str:
+    """Return a message about a field that a configuration class does not have, or that was given
+    without its name, if that is what caused ``error``, and an empty string otherwise."""
+    unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
+    if not isinstance(error, TypeError) or error.__traceback__ is None:
+        return ""
+    kind = _called_class(error.__traceback__)
+    if str(error).startswith("Extra positional arguments") and kind is not None:
+        names = kind.__struct_fields__
+        example = f"{kind.__name__}({names[0]}=…)"
+        return (
+            f"{kind.__name__} takes its fields by name, as in {example}: {', '.join(sorted(names))}"
+        )
+    if unknown is None:
+        return ""
+    if now_called := new_name(unknown[1]):
+        return f"{unknown[1]} is called {now_called} now"
+    owner = "" if kind is None else kind.__name__
+    sections = (
+        [""] if kind is Run else [f"{each.name}." for each in fields(Run) if each.section is kind]
+    )
+    if kind is not None and not sections:
+        advice = did_you_mean(unknown[1], kind.__struct_fields__)
+    else:
+        section = sections[0] if sections and kind is not None else ""
+        advice = suggestion(Run, None, section + unknown[1], with_class=True)
+    return f"{owner or 'a configuration'} has no field '{unknown[1]}': {advice}"
+
+
+def _called_class(trace: TracebackType) -> Any:
+    """Return the configuration class that the last call of a traceback would have created, or None
+    if that does not follow from the source."""
+    *_, (frame, line) = traceback.walk_tb(trace)
+    *_, summary = traceback.extract_tb(trace)
+    try:
+        tree = ast.parse(Path(summary.filename).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    place = (line, summary.colno, summary.end_lineno, summary.end_colno)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) != place:
+            continue
+        found: Any = None
+        for part in ast.unparse(node.func).split("."):
+            names = {**frame.f_globals, **frame.f_locals}
+            found = names.get(part) if found is None else getattr(found, part, None)
+            if found is None:
+                return None
+        is_struct = isinstance(found, type) and issubclass(found, msgspec.Struct)
+        return found if is_struct else None
+    return None
 
 
 def _wrong_type(error: Exception) -> str:
     """Return a message about the field that has the wrong type, if that is what caused ``error``,
     and an empty string otherwise. ``error`` was raised by the constructor of a configuration class,
     which uses its fields before ``check_types`` can check them."""
-    if not isinstance(error, TypeError) or error.__traceback__ is None:
+    if not isinstance(error, TypeError | AttributeError) or error.__traceback__ is None:
         return ""
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-    owner = frame.f_locals.get("self")
-    if not isinstance(owner, msgspec.Struct):
-        return ""
-    try:
-        check_types(owner, type(owner).__name__)
-    except ConfigError as wrong:
-        return str(wrong)
+    owners = [
+        frame.f_locals.get("self")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "__post_init__"
+    ]
+    for owner in owners:
+        if isinstance(owner, msgspec.Struct):
+            try:
+                check_types(owner, type(owner).__name__)
+            except ConfigError as wrong:
+                return str(wrong)
     return ""
 
 

@@ -133,10 +133,25 @@ class Trainer:
         else:
             self.record.begin_fresh()
         self.record.open_metrics()
+        self._report_steps(is_resumed=resume is not None)
         while self.state.stage < len(self._stages):
             await self._run_stage(self._stages[self.state.stage])
         await self._report()
         return self.state
+
+    def _report_steps(self, *, is_resumed: bool) -> None:
+        """Log which steps belong to which stage. Steps are counted from 1 through all stages, in
+        the log, the metrics, the checkpoints and the progress bar."""
+        last, parts = 0, []
+        for stage in self._stages:
+            first, last = last + 1, last + stage.num_steps
+            parts.append(
+                f"{first:,} to {last:,} {stage.name}" if last > first else f"{first:,} {stage.name}"
+            )
+        text = f"{last:,} steps: {', '.join(parts)}"
+        done = self.state.step
+        text += f"; {done:,} are done" if is_resumed else ""
+        _log.info("steps", text, shown=True, steps=last, step=done)
 
     async def _run_stage(self, stage: TrainingStage) -> None:
         # A run that resumes within a stage has its backend, first evaluation and checkpoint.
@@ -164,12 +179,12 @@ class Trainer:
 
     async def _run_steps(self, stage: TrainingStage) -> None:
         with report_progress(
-            stage.name, stage.num_steps, "steps", first=self.state.stage_step
+            stage.name, sum(each.num_steps for each in self._stages), "steps", first=self.state.step
         ) as progress:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
                     await self._step(stage, work)
-                    progress.at(self.state.stage_step)
+                    progress.at(self.state.step)
                     if self.state.stopped or self._rollback:
                         break
 

@@ -47,7 +47,7 @@ def test_interrupted_run_names_the_resume_command(shell: Shell) -> None:
     )
     assert running.stderr is not None
     for text in iter(running.stderr.readline, b""):
-        if b"validation/reward" in text and b" rl " in text:
+        if b"validation/reward" in text and b"(rl)" in text:
             break
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=200)
@@ -155,12 +155,12 @@ def test_step_line_has_rewards_and_no_engine_counts() -> None:
         "lr": 1e-3,
     }
     assert line(StepMetrics(5, "rl", 61.25, values)) == (
-        "    61.2 s  rl 5  reward 0.5124  depth1.rlm/reward 0.25  groups_with_signal 3"
+        "    61.2 s  step 5 (rl)  reward 0.5124  depth1.rlm/reward 0.25  groups_with_signal 3"
     )
 
 
 def test_evaluation_is_one_line() -> None:
     values = {"validation/reward": 0.75, "validation/count": 0.5, "evaluate_s": 2.0}
     assert line(StepMetrics(5, "rl", 61.25, values)) == (
-        "    61.2 s  rl 5  validation/reward 0.75  validation/count 0.5"
+        "    61.2 s  step 5 (rl)  validation/reward 0.75  validation/count 0.5"
     )

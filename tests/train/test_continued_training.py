@@ -45,6 +45,10 @@ def test_four_steps_plus_four_resumed_steps_equal_eight_steps(tmp_path: Path) ->
     informed: list[str] = []
     train(run_of(8), broken, resume=broken, inform=informed.append)
     assert informed[0] == f"the run continues from step {half.step}: rl.steps 4 → 8"
+    sft, end = half.step - 4, half.step + 4
+    assert informed[1] == (
+        f"{end} steps: 1 to {sft} sft, {sft + 1} to {end} rl; {half.step} are done"
+    )
     assert same(whole, broken)
     # The same from a checkpoint, in another folder: the first run stays unchanged.
     before = sorted(path.name for path in whole.rglob("*"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -10,8 +12,11 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
+from ramify.train.config import Run
+from ramify.train.config_fields import OTHER_NAMES, fields
 from ramify.train.losses import Cispo, PpoClip
 from ramify.train.override import override
+from ramify.train.recipe import load_recipe
 
 CHOICES = {"algorithm": ALGORITHMS}
 
@@ -134,6 +139,41 @@ def test_classes_are_chosen_by_name() -> None:
 def test_invalid_override_is_rejected_with_its_field(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overridden(assignment)
+
+
+def run_of(recipe: str = "recipes/tiny.py") -> Run:
+    return load_recipe(Path(__file__).parents[2] / recipe)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "suggested"),
+    [
+        ("rl.learning_rate=1", "rl.optim.lr"),
+        ("rl.lr=1", "rl.optim.lr"),
+        ("optimizer.lr=1", "rl.optim.lr"),
+        ("device=cpu", "policy.device"),
+        ("group=8", "rl.rollout.group"),
+        ("rl.temperature=1", "rl.rollout.temperature"),
+        ("batch_size=8", "rl.sample.items"),
+        ("rl.loss.beta=0.1", "kl_beta"),
+        ("max_turns=3", "limits.max_turns"),
+        ("evaluate.every=3", "schedule.evaluate_every"),
+        ("rl.optm.lr=1", "optim"),
+        ("rl.rollout.grup=1", "group"),
+        ("rl.rollouts.group=1", "rollout"),
+        ("model=x", "policy.path"),
+        ("sandbox.timeout=3", "cell_s"),
+    ],
+)
+def test_wrong_field_suggests_one_of_the_whole_tree(assignment: str, suggested: str) -> None:
+    with pytest.raises(ConfigError, match=rf": did you mean '{re.escape(suggested)}'[? ]"):
+        override(run_of(), [assignment])
+
+
+def test_names_of_other_trainers_stand_for_fields_that_exist() -> None:
+    names = {f".{each.name}" for each in fields(Run)}
+    known = [ours for ours in OTHER_NAMES if any(each.endswith(f".{ours}") for each in names)]
+    assert known == list(OTHER_NAMES)
 
 
 def test_fields_of_a_section_that_was_not_set_create_it() -> None:

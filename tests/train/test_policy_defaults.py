@@ -128,7 +128,8 @@ def test_applied_defaults_are_logged(checkpoints: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "ramify.train"):
         report_policy_defaults(given, with_policy_defaults(given))
     assert [record.getMessage() for record in caplog.records] == [
-        "defaults of a policy that is a checkpoint: limits.max_reply_tokens=1024, "
+        "set because the recipe does not, as usual for a policy that is a pretrained checkpoint: "
+        "limits.max_reply_tokens=1024, "
         "sft.optim.lr=1e-05, sft.optim.betas=[0.9,0.999], "
         "sft.optim.warmup_steps=a tenth of the steps, at most 10, "
         "rl.optim.lr=1e-06, rl.optim.betas=[0.9,0.999], rl.optim.warmup_steps=4"

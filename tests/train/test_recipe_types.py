@@ -43,6 +43,8 @@ BAD_NAME: Any = "adam"
         ({"evaluate": EvaluateSpec(final=BAD_NAME)}, "evaluate.final='adam': Expected `array`"),
         ({"task": "my.py:task"}, "task='my.py:task': Expected `object`, got `str`"),
         ({"seed": None}, "seed=None: Expected `int`, got `null`"),
+        ({"rl": {"steps": 3}}, r"^rl is a mapping: give RlSpec\(…\) with its fields$"),
+        ({"task": "my.py:task"}, r"got `str`: give TaskSpec\(name=…\)$"),
     ],
 )
 def test_value_of_wrong_type_is_named_before_the_run(
@@ -85,3 +87,33 @@ def test_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
 def test_numbers_out_of_range_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "train.RlSpec(learning_rate=1)",
+            "RlSpec has no field 'learning_rate': did you mean 'rl.optim.lr', which is OptimizerSpec\\(lr=…\\)",
+        ),
+        ("train.OptimizerSpec(learning_rate=1)", r"did you mean 'lr'\? known: betas, eps"),
+        ("train.Run(nam='x')", "Run has no field 'nam': did you mean 'name'"),
+        ("train.GRPO(credi='root')", "GRPO has no field 'credi': did you mean 'credit'"),
+        (
+            "train.PolicySpec('tiny')",
+            r"PolicySpec takes its fields by name, as in PolicySpec\(path=…\): cache_bytes, device",
+        ),
+        ("train.Run(policy='tiny')", r"Run.policy='tiny': .*: give PolicySpec\(path=…\)$"),
+        (
+            "train.Run(policy=train.PolicySpec(path='x'), threads='1')",
+            r"Run.threads='1': Expected `int | null`",
+        ),
+        ("train.grpo()", r"AttributeError: .*: did you mean 'GRPO'\?$"),
+        ("dict(**train.RlSpec)", r"TypeError\(.*; RAMIFY_DEBUG=1 shows where"),
+    ],
+)
+def test_wrong_call_in_a_recipe_says_what_to_write(code: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(f"from ramify import train\n\ndef run():\n    return [{code}][0]\n")
+    with pytest.raises(ConfigError, match=rf"cannot be executed in line 4: .*{message}"):
+        load_recipe(path)

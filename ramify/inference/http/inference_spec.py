@@ -70,6 +70,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How weights are sent: a name in ``inference.weight_sync.WEIGHT_SYNCS``, module:name or
     file.py:name. Empty: shared memory, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
+    """Options of the weight sync, such as ``{"by": "nccl"}`` for ``delta``; see docs/engines.md."""
     key_variable: str = KEY_VARIABLE
     """Environment variable with the servers' API key. If it is not set, started servers get a key
     generated for the run, and ``urls`` get none."""

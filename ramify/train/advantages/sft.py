@@ -48,7 +48,9 @@ class SFT(
     llm_calls: bool = False
     """Train on the replies of ``llm_query`` calls."""
     reduction: Reduction = "token"
+    """How much each token weighs; see ``token_loss_weights.py``."""
     share: Share = "token"
+    """How a rollout's weight is divided among its calls."""
 
     @property
     def has_group_baseline(self) -> bool:

@@ -56,6 +56,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     betas: tuple[float, float] | None = None
     """None: by the policy; outside of a run 0.9 and 0.98."""
     eps: float = 1e-8
+    """Term of Adam's denominator that keeps it from zero."""
     weight_decay: float = 0.0
     """Weight decay of matrices; norms, biases and embeddings do not decay."""
     momentum: float = 0.95
@@ -70,6 +71,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num_steps: int | None = None
     """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
+    """Learning rate at the end of a linear or cosine schedule, as a share of ``lr``."""
 
     def __post_init__(self) -> None:
         if not self.peak_lr >= 0 or not math.isfinite(self.peak_lr):

@@ -31,6 +31,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     a return."""
 
     weight: float = 0.5
+    """Weight of this loss beside the policy's."""
     clip: float | None = 0.2
     """Maximum change of V within a step; None: not clipped."""
 

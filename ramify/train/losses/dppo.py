@@ -23,7 +23,9 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     recomputed old log-probabilities. The default."""
 
     delta: float = 0.2
+    """Bound on the change of a token's probability."""
     pull: float = 1e-3
+    """Weight of the squared difference between new and old log-probabilities."""
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         rho = importance_ratio(tokens.now, tokens.sampler)

@@ -60,7 +60,9 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gpus: float = 0
     """Per process, like ``cpus`` and ``memory_gb``."""
     cpus: float = 1
+    """CPU cores that each process reserves."""
     memory_gb: float = 0
+    """Main memory that each process reserves, in units of 10^9 bytes."""
 
     def __post_init__(self) -> None:
         check_none_or_positive("placement role", "as many as the run needs", count=self.count)

@@ -156,8 +156,11 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """If the engine reports its cache pressure: the lower limit of rollouts at once while it evicts
     sequences. None: always ``concurrency``."""
     temperature: float = 1.0
+    """Temperature at which rollouts are sampled."""
     top_p: float | None = None
+    """Sample only from the likeliest tokens with this total probability; None: from all."""
     top_k: int | None = None
+    """Sample only from this many of the likeliest tokens; None: from all."""
     grace_s: float = GRACE_S
     """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
     counts as stalled. The same limit applies to a task's ``prepare`` and ``score``, and to the

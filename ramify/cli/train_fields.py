@@ -1,0 +1,115 @@
+"""The list of a training run's fields: ``ramify train --fields [RECIPE] [SECTION…]``.
+
+    rl.optim.lr = 0.0005      default null
+      number or null          Peak learning rate. …
+
+On a terminal each field has two lines. In a pipe it is one line, with tabs between its name, value,
+default, type, class and meaning. ``ramify/train/config_fields.py`` finds the fields and their
+meanings.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli.parser import UsageError
+from ramify.printable import clean_line
+
+if TYPE_CHECKING:
+    from ramify.train.config_fields import ConfigField
+
+_MOST_SHOWN = 60
+"""Characters of a value on a terminal."""
+COLUMNS = ("name", "value", "default", "type", "class", "meaning")
+
+
+def print_fields(words: Sequence[str], resume: str | None) -> None:
+    """Print fields to stdout. ``words`` are the sections and fields to print (none: all), and
+    optionally a recipe and overrides, whose values are printed. ``resume`` is a run or a
+    checkpoint in place of a recipe. Raises UsageError for an unknown section."""
+    from ramify.train.config import CHOICES, Run
+    from ramify.train.config_fields import fields, suggestion
+    from ramify.train.override import override
+    from ramify.train.recipe import load_recipe, load_stored_run
+
+    overrides = [word for word in words if "=" in word]
+    recipes = [word for word in words if word.endswith(".py")]
+    names = [word for word in words if word not in overrides and word not in recipes]
+    if len(recipes) > 1 or (overrides and not recipes and resume is None):
+        raise UsageError("--fields takes one recipe, or --resume DIR, beside FIELD=VALUE")
+    run = (
+        load_recipe(recipes[0])
+        if recipes
+        else load_stored_run(resume)
+        if resume is not None
+        else None
+    )
+    run = override(run, overrides, CHOICES) if run is not None else None
+    every = list(fields(Run, run))
+    known = {each.name for each in every}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no field '{name}': {suggestion(Run, run, name)}")
+    chosen = [
+        each
+        for each in every
+        if not names or any(f"{each.name}.".startswith(f"{name}.") for name in names)
+    ]
+    if not sys.stdout.isatty():
+        print("\t".join(COLUMNS))
+    for each in chosen:
+        for line in _on_terminal(each) if sys.stdout.isatty() else [_row(each)]:
+            print(line)
+
+
+def _row(field: ConfigField) -> str:
+    return "\t".join(map(clean_line, cells(field)))
+
+
+def _on_terminal(field: ConfigField) -> Iterator[str]:
+    name, value, default, kind, owner, meaning = cells(field)
+    width = shutil.get_terminal_size().columns
+    if field.section is not None:
+        yield ""
+        yield f"{name}  {owner}" + ("" if value == default or not value else f"  {value}")
+    else:
+        shown = value if len(value) <= _MOST_SHOWN else f"{value[: _MOST_SHOWN - 1]}…"
+        changed = "" if value == default else f"   default {default}" if default else ""
+        yield f"{name} = {shown or '…'}   ({kind}){changed}"
+    yield from textwrap.wrap(
+        meaning, max(width, 40), initial_indent="    ", subsequent_indent="    "
+    )
+
+
+def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
+    """Return what is shown of a field, in the order of ``COLUMNS``. The value of a section that is
+    set is ``set``, since its fields follow. A default that does not exist is empty: the field must
+    be given."""
+    from ramify.train.config_fields import public_path
+
+    owner = field.owner if field.section is None else field.section
+    return (
+        field.name,
+        _shown(field, field.value),
+        _shown(field, field.default),
+        field.type_words,
+        public_path(owner),
+        field.about.replace("``", "`"),
+    )
+
+
+def _shown(field: ConfigField, value: Any) -> str:
+    if value is msgspec.NODEFAULT:
+        return ""
+    if isinstance(value, msgspec.Struct):
+        return type(value).__name__
+    try:
+        return msgspec.json.encode(value).decode()
+    except TypeError:
+        return repr(value)

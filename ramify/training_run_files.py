@@ -1,0 +1,82 @@
+"""Recognizes what a training run leaves in its folder, for commands that are given it and need
+something else.
+
+    runs/tiny                               the folder of a training run
+    runs/tiny/checkpoints/step-000004       a checkpoint of a training run
+    runs/tiny/rollouts                      the saved rollouts of a training run
+    runs/tiny/rollouts/step-000004.jsonl    saved rollouts of a training run
+    runs/tiny/policy                        the trained policy of a training run
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FIRST = 4096
+"""Bytes at the beginning of a file from which rollouts are recognized."""
+_IS_ROLLOUT = (b'"question":', b'"schema_version":')
+
+
+def training_run_hint(path: Path) -> str:
+    """Return what ``path`` is and which command reads it, if a training run left it: ``it is a
+    checkpoint of a training run: continue it with …``. Otherwise the text is empty."""
+    path = path.expanduser()
+    if _is_run(path):
+        policy = path / "policy"
+        model = f", and its policy answers as --model local:{policy}" if _is_policy(policy) else ""
+        return (
+            f"it is the folder of a training run: ramify view {path} shows it, ramify train "
+            f"--resume {path} continues it{model}"
+        )
+    if (path / "state.json").is_file() and path.parent.name == "checkpoints":
+        return (
+            f"it is a checkpoint of a training run: ramify train --resume {path} continues from "
+            f"it, and its policy answers as --model local:{path / 'policy'}"
+        )
+    if path.name == "checkpoints" and _is_run(path.parent):
+        return (
+            f"it holds the checkpoints of a training run: ramify train --resume {path.parent} "
+            f"continues from the last one, and --resume {path}/step-… from another"
+        )
+    if path.is_dir() and _is_run(path.parent) and path.name == "rollouts":
+        return (
+            f"it holds the saved rollouts of a training run: ramify view {path.parent} shows them, "
+            f"and the field sft.trajectories={path} of a run learns from them"
+        )
+    if _has_rollouts(path):
+        return (
+            f"it is a file of rollouts: ramify view {path} shows them, and the field "
+            f"sft.trajectories={path} of a run learns from them"
+        )
+    if _is_policy(path) and (_is_run(path.parent) or (path.parent / "state.json").is_file()):
+        return f"it is the policy of a training run, and answers as --model local:{path}"
+    return ""
+
+
+def is_shown(folder: Path) -> bool:
+    """Return False for a folder of a training run in which there is nothing to view: its policy, or
+    its checkpoints."""
+    hint = training_run_hint(folder)
+    return not hint or _is_run(folder.expanduser()) or folder.name == "rollouts"
+
+
+def with_hint(message: str, path: Path) -> str:
+    """Return ``message`` with ``training_run_hint`` as its end, if there is one."""
+    hint = training_run_hint(path)
+    return f"{message}; {hint}" if hint else message
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or any(folder.glob("checkpoints/step-*"))
+
+
+def _is_policy(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _has_rollouts(path: Path) -> bool:
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(_FIRST)
+    return start.startswith(b'{"id":') and all(mark in start for mark in _IS_ROLLOUT)
