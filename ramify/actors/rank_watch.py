@@ -5,7 +5,7 @@ waiting.
                <─ HeartbeatEcho, or RankStack ──────
 
 A rank that exits is noticed by its connection. A rank is stuck if no rank makes progress for
-``timeout_s`` during a verb. Then every rank is asked for its stack: ranks that wait inside
+``timeout_s`` during a method call. Then every rank is asked for its stack: ranks that wait inside
 torch.distributed wait for another one, and the error names the others. If a rank is lost, all
 others are killed, which closes their connections and releases every wait.
 """

@@ -90,8 +90,8 @@ class MatrixCommand:
         """Settings -> the RLM that answers with them."""
 
     def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
-        """Run a new matrix. If ``validates`` is True, first check that correct answers to some
-        items score 1."""
+        """Begin a new matrix and run it to its end. If ``validates`` is True, first check that
+        correct answers to some items score 1."""
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTasks, plan_of
         from ramify.tasks.validation import validate
@@ -115,7 +115,7 @@ class MatrixCommand:
         return self._run(plan, tasks, is_new=True)
 
     def begin_plan(self, plan: MatrixPlan) -> ExitCode:
-        """Run a new matrix whose combinations have already been chosen."""
+        """Begin a new matrix whose combinations have already been chosen, and run it to its end."""
         from ramify.evaluate.matrix import MatrixTasks
 
         return self._run(plan, MatrixTasks(), is_new=True)

@@ -310,6 +310,7 @@ class _Drawer:
     def _run(self, patience_s: float) -> None:
         if patience_s:
             self._draw_now.wait(patience_s)
+        # A quick command ends here, before rich is imported.
         if self._stopped.is_set() and not self._screen.keeps:
             return
         from rich.console import Group, RenderableType
@@ -331,6 +332,7 @@ class _Drawer:
             redirect_stderr=False,
         )
         with view:
+            # While the view is drawn, messages are printed above it.
             with self._lock:
                 self._print = lambda text: terminal.print(
                     sanitized_renderable(Text(text)), soft_wrap=True

@@ -63,7 +63,7 @@ class BatchState(msgspec.Struct, frozen=True):
     problem: str = ""
     """Why the whole batch was refused; empty if it was not refused."""
     files: tuple[str, ...] = ()
-    """Ids of the result files, for the method ``results``."""
+    """Ids of the result files, which the method ``results`` downloads."""
 
 
 class BatchResult(msgspec.Struct, frozen=True):

@@ -222,9 +222,9 @@ CLIENTS = Registry(
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )
-"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url)
--> Client``. Options that are unknown are None. A function with a parameter ``headers`` or
-``environ`` also gets the given headers, or the environment variables read so far. A class may
+"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
+Client``. Options that are unknown are None. A function with a parameter ``headers`` or ``environ``
+also gets the given headers, or the environment variables that were read for the model. A class may
 name a module in ``package`` that takes long to import."""
 _loaded: set[str] = set()
 

@@ -99,8 +99,8 @@ class Notebook:
         if self._session is None:
             self.start_opening_session()
             assert self._opening is not None
-            # A cancelled wait must not cancel the opening: ``close`` waits for it and ends the
-            # session.
+            # A cancelled wait must not cancel the opening: the session may still be used, and
+            # ``close`` ends it.
             self._session, self._opening = await asyncio.shield(self._opening), None
             self.run.ending.register_session(self._session)
         return self._session

@@ -361,9 +361,9 @@ class CellHost:
         }
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
-        """Return the calls, tokens and dollars that a strategy may use if this cell starts it.
-        In a repeated run, a recorded strategy gets the run's full limit, because its replies are
-        repeated. Any other strategy gets nothing."""
+        """Return the calls, tokens and dollars that a strategy (a series of model calls) may use if
+        this cell starts it. In a repeated run, a recorded strategy gets the run's full limit,
+        because its replies are repeated. Any other strategy gets nothing."""
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit
@@ -544,8 +544,8 @@ class CellHost:
 
 
 def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Create the strategy with which ``tool`` answers one call. Raises HostCallError if the tool
-    rejects the arguments."""
+    """Create the strategy, a series of small model calls, with which ``tool`` answers one call.
+    Raises HostCallError if the tool rejects the arguments."""
     try:
         return tool.strategy(*args, **kwargs)
     except ConfigError as error:
@@ -553,9 +553,9 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
-    """Run a strategy that session code asked for, and return its outcome. If the strategy cannot
-    use the arguments that the code passed, the outcome's failure is the error to raise in the
-    cell."""
+    """Run a strategy, a series of small model calls that session code asked for, and return its
+    outcome. If the strategy cannot use the arguments that the code passed, the outcome's failure is
+    the error to raise in the cell."""
     try:
         outcome: CallOutcome = await strategy(calls)
         return outcome
