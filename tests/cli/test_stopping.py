@@ -22,7 +22,7 @@ async def blocked():
 """
 SERVING = """
 async def blocked():
-    on_stop(lambda: None)
+    add_stop_handler(lambda: None)
     {block}
 """
 VIEW = """
@@ -35,7 +35,7 @@ import asyncio, sys, threading
 from ramify.cli.ask_runner import RunInterrupts
 from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.serve import on_stop
+from ramify.cli.serve import add_stop_handler
 
 def ready():
     print("ready", flush=True)

@@ -11,8 +11,8 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from ramify.train.backends.activation_memory import keep_freed_memory
-kept = keep_freed_memory() if sys.argv[1] == "kept" else None
+from ramify.train.backends.activation_memory import keep_malloc_memory
+kept = keep_malloc_memory() if sys.argv[1] == "kept" else None
 def work():
     for _ in range(20):
         blocks = [bytearray(3_000_000) for _ in range(10)]
