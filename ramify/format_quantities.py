@@ -1,7 +1,7 @@
 """Format counts, dollars and durations for people: in terminals, in sentences and on web pages.
 
-    count(45_210)  -> "45.2k"      dollars(0.00049) -> "$0.00049"     seconds(600) -> "10 min"
-    many(2, "turn") -> "2 turns"   dollars(1234.5)  -> "$1,234.50"    seconds(0.42) -> "420 ms"
+    format_count(45_210) -> "45.2k"      dollars(0.00049) -> "$0.00049"   seconds(600) -> "10 min"
+    pluralize(2, "turn") -> "2 turns"    dollars(1234.5) -> "$1,234.50"   seconds(0.42) -> "420 ms"
 
 No number is written with an exponent, and amounts are rounded before their unit is chosen: 59.97
 seconds are ``1 min``, never ``60.0 s``. ``viewer/static/format.js`` formats in the same way on web

@@ -1,6 +1,6 @@
 """The interface between a model and its HTTP APIs, with functions shared by all of the APIs.
 
-    body ── completions.read ────┐                                 ┌─ body
+    body ── chat_…_api.read ─────┐                                 ┌─ body
             responses_api.read ──┼─> ModelApiExchange ─ request ─> ServedModel ─ replies ─> exchange
             messages_api.read ───┘                                 └─ events of a stream
 

@@ -10,9 +10,8 @@ setting gets the same work. An evaluation takes its measured time; in an asynchr
 continue meanwhile. Saving checkpoints is part of the time of publishing. Failures and the network
 are not simulated.
 
-    choices(…, engines=[1, 2], staleness=[0, 1])    every combination of settings
-    splits(8)                                       8 devices as 1 + 7, 2 + 6, …, 7 + 1 for engines
-                                                    and trainer, or all 8 for both
+    setting_combinations(…, slots=[64, 128], staleness=[0, 1])    every combination of settings
+    splits(8)      8 devices as 1 + 7, 2 + 6, …, 7 + 1 for engines and trainer, or all 8 for both
 
 An engine or a trainer rank normally has a device to itself. On shared devices, engines pause while
 the trainer learns; the time to release and reload memory is not included.

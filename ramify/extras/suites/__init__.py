@@ -11,7 +11,7 @@ public files.
     oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
     planted.py            summaries whose planted facts are counted
-    offline_*.py          what the model for offline use knows of a suite (docs/suites.md)
+    *_offline_model.py    how the offline model answers a suite (docs/suites.md)
 
 Each suite has a row in ``ENTRY_POINTS`` of ``ramify/extras/__init__.py``. The rules of each suite,
 its score, and the score of the best constant answer are in ``docs/suites.md``.

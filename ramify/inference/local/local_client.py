@@ -1,7 +1,7 @@
 """A client of the inference engine in this process. It takes messages, and returns replies with
 exact token ids and log-probabilities.
 
-    client = LocalClient(load("folder"))
+    client = LocalClient(load_policy("folder"))
     sampling = Sampling(max_tokens=64, temperature=1.0, seed=7)
     reply = await client.complete(Request(messages, sampling))
     await client.update(policy, version)      # the trainer's weights, shared or copied

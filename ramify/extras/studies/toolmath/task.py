@@ -78,7 +78,7 @@ def item_of(row: Mapping[str, Any]) -> Item:
 def bare_question(text: str) -> str:
     """Remove a dataset's instructions about the format of the answer from a problem.
 
-    >>> bare_question("What is 1+1? Please put your final answer within \\\\boxed{}.")
+    >>> bare_question("What is 1+1? Put your final answer within \\\\boxed{}.")
     'What is 1+1?'
     """
     for instruction in _INSTRUCTIONS:
@@ -204,8 +204,8 @@ def score_auto(answer: Any, item: Item) -> float:
 def parse_integer(value: Any) -> int | None:
     """Return the integer that a value denotes, or None if it denotes no integer.
 
-    >>> whole("$1,024$"), whole("034"), whole("34.0"), whole(r"\\sqrt{34}")
-    (1024, 34, 34, None)
+    >>> [parse_integer(text) for text in ("$1,024$", "034", "34.0", r"\\sqrt{34}")]
+    [1024, 34, 34, None]
     """
     text = as_text(value)
     match = _INTEGER.fullmatch(text) if text is not None else None
