@@ -195,8 +195,8 @@ class CliCommandSpec(NamedTuple):
 
 
 class _CountedSwitch(argparse.BooleanOptionalAction):
-    """A ``--verbose`` switch that can be repeated. The first use prints the command's own
-    messages; repeating it also makes the log more verbose."""
+    """A ``--verbose`` switch that can be repeated. Once, it prints the command's own messages.
+    Repeated, it also makes the log more verbose."""
 
     def __call__(
         self,

@@ -367,7 +367,7 @@ def reported_model_name(reported: Any, model: str) -> str:
 
 def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
     """Convert the messages of a request to the JSON form in which they are sent. Consecutive
-    assistant messages are merged; they occur when a reply is continued."""
+    assistant messages are merged. They occur when a reply is continued."""
     wires: list[dict[str, Any]] = []
     last_role = ""
     for message in request.messages:

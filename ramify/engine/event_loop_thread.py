@@ -1,5 +1,5 @@
-"""Manage the engine's threads: an event loop for the synchronous API, one thread per call of a
-user's function, and a watchdog that ends runs whose event loop is blocked past their deadline.
+"""Manage the engine's threads. One runs the event loop of the synchronous API, and each call of a
+user's function gets another. A watchdog ends runs whose event loop is blocked past their deadline.
 
 The event loop runs in one thread for the whole process, so the synchronous API also works where the
 caller has a running loop (a notebook). Ctrl-C cancels the work that the caller waits for. If that

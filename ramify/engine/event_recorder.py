@@ -77,10 +77,10 @@ class EventRecorder:
         since_s: float = 0.0,
         on_close: Callable[[], object] | None = None,
     ) -> None:
-        """Create the recorder of the run with the given ``id``. To resume a run, pass ``held``,
-        which returns True for an event that the journal already contains, and ``since_s``, the
-        time in seconds on the run's clock at which it resumes. ``on_close`` is called when
-        nothing more will be recorded."""
+        """Create the recorder of the run with the given ``id``. To resume a run, pass ``held`` and
+        ``since_s``. ``held`` returns True for an event that the journal already contains.
+        ``since_s`` is the time in seconds on the run's clock at which the run resumes. ``on_close``
+        is called when nothing more will be recorded."""
         self.id = id
         self._on_close = on_close
         self._journal = journal
