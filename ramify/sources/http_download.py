@@ -30,9 +30,9 @@ from ramify.sources.url_recognition import RemoteHead, is_web, shown_url
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
 TRIES = 3
-"""How often a busy server is asked."""
+"""Maximum number of requests to a server that answers "busy"."""
 MAX_WAIT_S = 5.0
-"""Longest wait before a busy server is asked again; one that wants longer is an error at once."""
+"""Longest wait in seconds before a busy server is asked again. A longer Retry-After is an error."""
 _UNBOUNDED = 1 << 62
 _BUSY = (429, 502, 503, 504)
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -41,7 +41,7 @@ _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allo
 
 
 class PrivateAddress(UnreadableSource):
-    """Raised instead of connecting to a host if all its addresses are private or reserved."""
+    """Raised if every address of a host is private or reserved, before any connection is made."""
 
     def __init__(self, host: str, address: str) -> None:
         place = "" if host == address else f"{host}, which is "
@@ -51,8 +51,9 @@ class PrivateAddress(UnreadableSource):
 
 
 def is_public(address: str) -> bool:
-    """Return True if an IP address is public, that is, reachable on the Internet. An IPv6 address
-    that stands for an IPv4 address is judged as that IPv4 address.
+    """Return True if an IP address is public, that is, reachable on the Internet.
+
+    An IPv6 address that embeds an IPv4 address is judged by the embedded one.
     """
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
@@ -75,8 +76,8 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return the public addresses among those of a host. Raises PrivateAddress if there are
-    none.
+    """Return the public addresses of a host, out of all its ``addresses``. Raises PrivateAddress if
+    there are none.
     """
     chosen = [each for each in addresses if is_public(each)]
     if not chosen:
@@ -93,8 +94,8 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
 
 
 class OpenDownload:
-    """A download whose headers have been received, so that its contents can be read. ``head``
-    describes the file.
+    """A running download whose headers have arrived and whose contents can now be read. ``head``
+    describes the file: its size, type and version.
     """
 
     def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
@@ -103,7 +104,7 @@ class OpenDownload:
 
     async def read(self) -> bytes:
         """Return the next bytes of the file, or b"" at its end. Raises UnreadableSource if the
-        download fails.
+        connection fails.
         """
         try:
             return await self._exchange.receive()
@@ -118,10 +119,11 @@ class OpenDownload:
 async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> OpenDownload:
-    """Request a URL, follow its redirects, and return the response once its headers have arrived.
-    ``version`` is the version of a copy that is already on this machine, or empty. If the server is
-    busy, the request is repeated after a moment. Raises UnreadableSource if the file cannot be
-    downloaded.
+    """Request a URL, follow its redirects, and return the download once its headers have arrived.
+    Retries if the server is busy. Raises UnreadableSource if the file cannot be downloaded.
+
+    ``version`` is the version of an earlier copy on this machine, or empty. The server then sends
+    the file only if it has changed since.
     """
     for attempt in range(1, TRIES):
         try:
@@ -194,8 +196,8 @@ async def _entered(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a host name certainly belongs to a private network. This is used for names
-    that a proxy would resolve.
+    """Return True if a host name can be recognised as private without a DNS lookup. Needed behind a
+    proxy, which resolves names itself.
     """
     if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
         return True
@@ -207,16 +209,16 @@ def _is_inside(host: str) -> bool:
 
 
 def _why(error: ModelError, url: str) -> str:
-    """Return the message of an error without the URL, because the sentence around the message
-    already names it.
+    """Return the message of a download error without the URL, because the caller's sentence already
+    names the URL.
     """
     host = urlsplit(url).hostname or ""
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
 
 def _redirected(url: str, location: str) -> str:
-    """Return the URL to which a redirect leads. ``location`` is the header of the response. Raises
-    UnreadableSource if the redirect is refused.
+    """Resolve the Location header of a redirect and return the new URL. Raises UnreadableSource if
+    the redirect is refused, for example from https to http.
     """
     try:
         to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
@@ -262,7 +264,7 @@ def _head(exchange: HttpExchange, url: str) -> RemoteHead:
 
 
 def _named(disposition: str) -> str:
-    """Return the file name that a Content-Disposition header contains."""
+    """Return the file name in a Content-Disposition header, or an empty text."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
     try:
@@ -286,8 +288,8 @@ def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
 
 
 class _ServerBusy(UnreadableSource):
-    """Raised if a server cannot answer now. ``wait_s`` is the number of seconds that the server
-    asks to wait, if it does.
+    """Raised if a server cannot answer now. ``wait_s`` is the wait in seconds that the server asks
+    for, or None.
     """
 
     def __init__(self, reason: str, remedy: str, wait_s: float | None) -> None:

@@ -43,11 +43,11 @@ from ramify.sources.url_recognition import is_remote, recorded_url, shown_url
 __all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
 
 MAX_BYTES = 1 << 30
-"""Limit on all data that is read into memory and unpacked."""
+"""Default limit in bytes on everything that is read into memory or unpacked."""
 MAPPED_BYTES = 64 << 20
-"""Size of all sources above which texts stay in their files."""
+"""Total size of all sources in bytes above which texts stay in their files."""
 WRITER_S = 1.0
-"""Maximum time to wait for a writer of a named pipe."""
+"""Seconds to wait for another program to start writing to a named pipe."""
 _STDIN = "-"
 _BLOCK_BYTES = 1 << 20
 _MANY = 3
@@ -153,7 +153,7 @@ def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any
 def _read_remote(
     urls: list[str], is_alone: bool, allow_private: bool, loading: SourceCollector
 ) -> bool:
-    """Fetch files by URL and read them. Returns True if they are a single file."""
+    """Download the files at some URLs and read them. Returns True if the URLs are a single file."""
     from ramify.sources.remote_files import fetch_files
 
     files = fetch_files(urls, loading, is_alone=is_alone, allow_private=allow_private)
@@ -164,8 +164,8 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that a name stands for. There are several if the name is a glob pattern that
-    the shell did not expand. Raises SourceError if there is none.
+    """Return the paths that a name on the command line refers to. A glob pattern that the shell did
+    not expand can match several. Raises SourceError if nothing matches.
     """
     if name == _STDIN:
         return [name]
@@ -213,8 +213,9 @@ def _check_exists(path: str) -> None:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """Return a label for each path: the path itself if it is short and plain, otherwise relative to
-    the common folder of all paths."""
+    """Return a label for each path. A short, plain path is its own label. Otherwise the label is
+    the path relative to the common folder of all paths.
+    """
     if len(paths) == 1:
         return [
             "stdin"
@@ -240,8 +241,8 @@ def _read_path(
     loading: SourceCollector,
     shown: str = "",
 ) -> None:
-    """Read one path and add the result to the load. ``shown`` is the name to use in error messages,
-    if that differs from the path.
+    """Read one path and add its contents to the load. Error messages use the name ``shown`` instead
+    of the path, if it is given.
     """
     shown = shown or ("standard input" if path == _STDIN else path)
     try:
@@ -294,7 +295,9 @@ def _read_one(path: str, label: str, loading: SourceCollector) -> None:
 
 
 def _read_pipe(path: str, loading: SourceCollector) -> bytes:
-    """Read a named pipe, such as the shell's <(zcat log.gz), to its end."""
+    """Read a named pipe to its end. The shell creates such a pipe for <(zcat log.gz), for
+    example.
+    """
     # A blocking open would wait for a writer indefinitely.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as stream:
@@ -305,8 +308,8 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """Return the first bytes of a non-blocking pipe. They are empty if the program that writes to
-    it has finished or has not written yet.
+    """Return the first bytes of a non-blocking pipe. Empty bytes mean that the writing program has
+    finished, or has not written yet.
 
     Raises UnreadableSource if no program writes to it within ``WRITER_S``.
     """
@@ -361,8 +364,8 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 
 def _single_database(loading: SourceCollector) -> str | None:
-    """Return the name of the only database if no table comes from anywhere else, otherwise None.
-    Queries then use the dialect of that database, since there is nothing to join it with.
+    """Return the name of the database if all tables come from a single one, otherwise None. Queries
+    can then use the dialect of that database, since there is nothing to join it with.
     """
     databases = [*loading.databases, *loading.servers]
     is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)

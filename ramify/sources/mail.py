@@ -22,7 +22,7 @@ from ramify.sources.document_process import ConvertedDocument
 
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _FROM_LINE = re.compile(rb"^From [^\n]*\n", re.MULTILINE)
-"""The first line of each message in a mailbox."""
+"""Matches the line that begins each message of an mbox file."""
 Attachments = list[tuple[str, bytes]]
 
 
@@ -122,8 +122,8 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Return the value of an e-mail header, with each run of white space replaced by one space. If
-    the parser fails on a damaged header, its raw value is returned.
+    """Return the value of an e-mail header, with each run of white space replaced by one space. A
+    damaged header that cannot be parsed is returned unchanged.
     """
     try:
         value = message.get(name, "")

@@ -24,15 +24,18 @@ from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
 
 TINY_BYTES = 1 << 16
-"""A smaller file is always read into memory."""
+"""Files smaller than this many bytes are always read into memory."""
 MAX_FILES = 20_000
-"""Maximum number of files of a context that stay on disk. A process can map 65,530 areas."""
+"""Maximum number of files of a context that stay on disk. Linux limits the mapped areas of a
+process to 65,530.
+"""
 _HEAD_CHARS = 100_000
 
 
 def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW) -> bool:
     """Add the text of a large file to the load without reading it into memory. Returns False if the
-    file has to be read in the ordinary way. Raises UnreadableSource if its kind cannot be read.
+    file must be read in the ordinary way. Raises UnreadableSource for a type of file that has no
+    reader.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -70,8 +73,8 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the kind and the description of a large text that stays in its file. The number of
-    rows is estimated from the number of lines, because the text is not parsed.
+    """Return the type and the description of a large text that stays in its file. The number of
+    rows is an estimate from the number of lines, because the text is not parsed.
     """
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
@@ -89,8 +92,8 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
 
 
 def _as_table(name: str, kind: str, path: Path, loading: SourceCollector) -> str:
-    """Make a CSV or JSONL file available to ``sql``. Returns a note for the user if that is not
-    possible.
+    """Make a large CSV or JSONL file available to the SQL queries of a session. Returns a note for
+    the user if that is not possible.
     """
     if kind not in ("csv", "jsonl"):
         return ""

@@ -18,7 +18,7 @@ from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.file_kinds import read as read_text
 
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Terminal colours, as in tracebacks."""
+"""Matches the escape codes of terminal colours, which occur in tracebacks."""
 
 
 class IpynbCell(msgspec.Struct):
@@ -28,7 +28,9 @@ class IpynbCell(msgspec.Struct):
 
 
 class IpynbNotebook(msgspec.Struct):
-    """The parts of a Jupyter notebook that are read. Other fields of the file are ignored."""
+    """The fields of a Jupyter notebook file that the conversion uses. All other fields are
+    ignored.
+    """
 
     cells: list[IpynbCell]
     metadata: dict[str, Any] = {}

@@ -32,15 +32,17 @@ from ramify.sources.document_process import ConvertedDocument
 _STYLES = """p[style-name='Title'] => h1:fresh
 p[style-name='Subtitle'] => h2:fresh
 comment-reference => sup"""
-"""Rules for what mammoth does not convert by default. Comments stand at the end of the text."""
+"""Rules for Word styles that mammoth does not convert by default. Comments go to the end of the
+text.
+"""
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition")
-"""Optional libraries of markitdown for formats that it does not convert here."""
+"""Optional libraries that markitdown would import for formats that are not converted here."""
 
 
 @functools.cache
 def _markitdown() -> Any:
-    """Import and return the module ``markitdown.converters`` without the costly imports of its
+    """Import and return the module ``markitdown.converters``, without the slow imports of its
     package.
 
     On import, markitdown loads the libraries of all its formats (such as onnxruntime), which takes
@@ -74,8 +76,8 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers of a docx file, which mammoth does not convert. A text that
-    several sections repeat is returned once.
+    """Return the headers and footers of a docx file, which mammoth does not convert. A text that several
+    sections repeat is returned once.
     """
     from defusedxml import ElementTree
 
@@ -165,8 +167,8 @@ def html_to_markdown(html: str) -> str:
 
 
 def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
-    """Convert an HTML page to Markdown, and return the text and the title. The encoding is the
-    stated one, or UTF-8 if the page is valid UTF-8.
+    """Convert an HTML page to Markdown, and return the text and the title. Without ``encoding``, a
+    page that is valid UTF-8 is read as UTF-8, and for any other page the encoding is detected.
     """
     from bs4 import BeautifulSoup
 
@@ -187,9 +189,7 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
 
 
 def _locked(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
-    """Return the names of the encrypted parts of an EPUB book, without fonts, whose encryption is
-    common and harmless.
-    """
+    """Return the names of the encrypted parts of an EPUB book."""
     if "META-INF/encryption.xml" not in names:
         return set()
     listed = tree.fromstring(book.read("META-INF/encryption.xml"))
@@ -206,7 +206,6 @@ def _document(parts: list[DocumentPart], detail: str) -> ConvertedDocument:
 
 
 def _tag(element: Any) -> str:
-    """Return the name of an XML element without its namespace."""
     return str(element.tag).rpartition("}")[2]
 
 

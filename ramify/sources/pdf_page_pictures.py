@@ -27,8 +27,9 @@ from ramify.sources.picture_process import PictureFailed, rendered_page
 from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_from_bytes
 
 PAGE_WIDTH = 1600
-"""Default width in pixels. The small print of a page of A4 is readable, and most models scale
-larger pictures down."""
+"""Default width in pixels. Small print on an A4 page is still readable, and most models scale
+larger pictures down.
+"""
 _WIDTHS = range(100, 4001)
 
 
@@ -37,15 +38,15 @@ class RenderablePdf(msgspec.Struct, frozen=True):
 
     source: Path | bytes
     digest: str
-    """SHA-256 of the file when it was read."""
+    """SHA-256 hash that the file had when it was read."""
 
 
 class PdfPagePictures:
-    """The PDFs of a context, whose pages a session can look at as pictures."""
+    """The PDFs of a context, whose pages a session can view as pictures."""
 
     def __init__(self, files: Mapping[str, RenderablePdf], limit_s: float) -> None:
-        """Create the pictures of a context's PDFs, which are ``files`` by name. ``limit_s`` is the
-        time limit for rendering one page, in seconds.
+        """Create the pictures for the PDFs of a context. ``files`` maps the name of each PDF to its
+        file. ``limit_s`` is the time limit in seconds for rendering one page.
         """
         self._files = files
         self._limit_s = limit_s
@@ -90,21 +91,22 @@ class PdfPagePictures:
 
 
 def can_render() -> bool:
-    """Return True if the libraries that render pages of PDFs are installed."""
+    """Return True if the libraries for rendering PDF pages are installed."""
     return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
 
 
 def keep(file: SourceFile, loading: SourceCollector) -> None:
-    """Register a PDF, so that sessions can look at pictures of its pages. Does nothing if this
-    installation cannot render them."""
+    """Register a PDF, so that sessions can view its pages as pictures. Does nothing if the
+    rendering libraries are not installed.
+    """
     if can_render() and file.name not in loading.pdfs:
         digest = hashlib.sha256(file.data).hexdigest()
         loading.pdfs[file.name] = RenderablePdf(file.path or file.data, digest)
 
 
 def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
-    """Load a scan, that is, a PDF that has no text. Raises UnreadableSource if its pages cannot be
-    rendered on this machine.
+    """Load a scanned PDF, which has pictures of pages but no text. Raises UnreadableSource if its
+    pages cannot be rendered on this machine.
     """
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(

@@ -1,5 +1,5 @@
-"""Decodes pictures and renders PDF pages in a separate process, which can be killed if a file is
-harmful.
+"""Decodes pictures and renders PDF pages in a separate process. The host can kill that process if a
+malicious file makes it hang or use too much memory.
 
 An untrusted picture may claim a size of gigabytes, or make a decoder hang. The process has limits
 on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
@@ -21,18 +21,18 @@ from ramify.actors.child_process import RequestProcessPool
 from ramify.actors.message_encoding import decode, encode
 
 MAX_PIXELS = 150_000_000
-"""Maximum number of pixels of a picture that is decoded in order to scale it down."""
+"""Maximum number of pixels of a picture that is decoded for scaling down."""
 MAX_SOURCE_BYTES = 200_000_000
 _MEMORY_BYTES = 3 << 30
 _CPU_S = 120
-"""CPU time limit of the process for one request. It also ends a process whose host has died."""
+"""CPU time limit in seconds for one request. It also ends a process whose host has died."""
 _START_S = 20.0
-"""Additional time to start the process and import its library."""
+"""Extra seconds to start the process and import its library."""
 
 
 class PictureFailed(Exception):
-    """Raised if a picture could not be scaled down or a page not be rendered. The message gives the
-    reason as the end of a sentence.
+    """Raised if a picture cannot be scaled down or a page cannot be rendered. The message is the
+    reason, worded to end a sentence.
     """
 
 
@@ -49,7 +49,7 @@ class PdfPageRenderRequest(msgspec.Struct, frozen=True, tag=True):
     page: int
     """Number of the page; the first is 1."""
     width: int
-    """Pixels."""
+    """Width of the picture in pixels."""
     max_bytes: int
 
 
@@ -63,16 +63,16 @@ _processes = RequestProcessPool(
 
 
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
-    """Scale a picture down to at most ``max_side`` pixels on each side and ``max_bytes`` bytes. The
-    result is a PNG file, or a JPEG file if that is smaller. Raises PictureFailed if the picture
-    cannot be decoded.
+    """Scale a picture down to at most ``max_side`` pixels per side and ``max_bytes`` bytes. Returns
+    PNG data, or JPEG data if that is smaller. Raises PictureFailed if the picture cannot be
+    decoded.
     """
     return _asked(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
-    """Render one page of a PDF as a picture that is ``width`` pixels wide. Raises PictureFailed if
-    that fails.
+    """Render one page of a PDF as a picture that is ``width`` pixels wide. Raises PictureFailed on
+    failure.
     """
     return _asked(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
@@ -96,9 +96,7 @@ def _asked(
 
 
 def serve() -> None:
-    """Run in a child process: answer requests for pictures from standard input until it is
-    closed.
-    """
+    """Serve requests for pictures in a child process, until standard input is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer_requests(_answer)
 
@@ -136,8 +134,9 @@ def _scale(data: bytes, request: ImageDownscaleRequest) -> bytes:
 
 
 def _saved(image: object, max_bytes: int) -> bytes:
-    """Return ``image`` as a PNG file if that fits the limit, otherwise as a JPEG file. If neither
-    fits, halve width and height until the JPEG file fits."""
+    """Encode ``image`` as PNG if the result fits the byte limit, otherwise as JPEG. If neither
+    fits, halve the width and height until the JPEG data fits.
+    """
     from PIL import Image
 
     assert isinstance(image, Image.Image)

@@ -1,4 +1,4 @@
-"""Reads pictures: in the context, each PNG, JPEG or WebP file is represented by a dict.
+"""Reads PNG, JPEG and WebP files. The context represents each picture by a dict.
 
     chart.png  ->  {"picture": sha256, "name": "chart.png", "kind": "png", "width": 640, …}
 
@@ -44,8 +44,9 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
-    """Scale down the picture in a file, and return it with its bytes. Raises UnreadableSource if
-    that fails; its message contains ``why``, the reason why the picture cannot be sent unchanged.
+    """Scale down the picture in a file, and return the picture with its bytes. Raises
+    UnreadableSource on failure, with a message that includes ``why``: the reason the original
+    cannot be sent.
     """
     size, num_bytes = size_of(file.data), len(file.data)
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:

@@ -1,4 +1,4 @@
-"""A pool of processes that run queries and can be killed, and the answers of these processes.
+"""A pool of killable processes that run database queries, and the messages with which they answer.
 
     QueryProcesses("module:serve").ask(request, limit_s)
         ──> idle process ── ProcessValueOrError ──> its value or an error
@@ -23,27 +23,29 @@ from ramify.actors.child_process import RequestProcessPool
 from ramify.actors.message_encoding import decode, encode
 
 QUERY_S = 30.0
-"""Time limit of one query."""
+"""Time limit of one query in seconds."""
 MAX_ROWS = 10_000
 MAX_RESULT_BYTES = 32 << 20
 GRACE_S = 10.0
-"""Time beyond a query's limit to start the process and send the rows."""
+"""Extra seconds for starting the process and sending the rows."""
 _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
 
 
 class ProcessValueOrError(msgspec.Struct, frozen=True):
-    """The answer of a process: the value that the query returned, or an error."""
+    """The outcome of one query in a child process: the returned value, or an error."""
 
     value: Any = None
     kind: str = ""
-    """Name of the error's class; empty if there is none."""
+    """Class name of the error; empty for success."""
     text: str = ""
 
 
 class QueryProcesses:
-    """A pool of processes that run a given function ``serve``, named as ``module:name``. With
-    ``is_bare``, the processes inherit only the search paths from the environment, so they get no
-    keys.
+    """A pool of child processes that run queries. Each runs the function ``serve``, named as
+    ``module:name``.
+
+    With ``is_bare``, the processes inherit no environment variables except search paths, so no API
+    keys leak into them.
     """
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
@@ -52,9 +54,9 @@ class QueryProcesses:
         )
 
     def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
-        """Send a request to a process of the pool and return the value that it answers. Raises
-        TimeoutError if the first bytes of the reply take longer than ``limit_s + grace_s`` seconds,
-        and the ValueError, PermissionError or TimeoutError that the process reports.
+        """Send a request to a process of the pool and return the value in its answer. Raises
+        TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds. Also raises
+        a ValueError, PermissionError or TimeoutError that the process reports.
         """
         try:
             asked = encode(request)
@@ -81,9 +83,7 @@ class QueryProcesses:
 
 
 def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
-    """Call a function and return its result, or the error that it raises, encoded as the answer of
-    a process.
-    """
+    """Call a function, and encode its result or its error as the answer of a child process."""
     try:
         return [encode(ProcessValueOrError(call()))]
     except MemoryError:
@@ -93,8 +93,8 @@ def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
 
 
 class BoundedRowCollector:
-    """Collects the rows of a result. Raises ValueError if there are more than ``MAX_ROWS`` rows or
-    ``MAX_RESULT_BYTES`` bytes.
+    """Collects the rows of a query result up to a limit. Raises ValueError beyond ``MAX_ROWS`` rows
+    or ``MAX_RESULT_BYTES`` bytes.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _size(value: Any) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value from a database to one that a session can hold. Dates become ISO text, and
+    """Convert a database value to a plain Python value for a session. Dates become ISO text, and
     decimals become numbers.
     """
     if value is None or isinstance(value, str | bool | float | bytes):

@@ -1,5 +1,5 @@
-"""Reads web pages, files on the web and files in buckets as sources. The files are listed with
-their sizes, checked against the limits, fetched to this machine, and then read like local files.
+"""Loads web pages, files on the web and files in cloud buckets as sources. Files are listed with
+their sizes, checked against the limits and downloaded, and then read like local files.
 
     URLs ── list ──> files and sizes ── check the limit ── fetch ──> FetchedFile ── load_sources.py
                      (a bucket's listing,   nothing was             in DownloadCache, unless the
@@ -33,9 +33,9 @@ from ramify.sources.url_recognition import ListedFile, RemoteHead, check_url, is
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
-"""Maximum number of web addresses whose heads are read before the first file is fetched."""
+"""Maximum number of web addresses whose headers are read before the first download starts."""
 _SLOW_S, _SLOW_BYTES = 60.0, 60_000
-"""A file of which fewer bytes arrive in this time is given up."""
+"""A download is abandoned if fewer than ``_SLOW_BYTES`` bytes arrive in ``_SLOW_S`` seconds."""
 _BEGIN_BYTES = 512
 
 
@@ -43,12 +43,12 @@ class FetchedFile(msgspec.Struct, frozen=True):
     """A copy of a remote file on this machine, ready to be read."""
 
     shown: str
-    """Its URL without secrets, for errors."""
+    """URL of the file without secrets, for error messages."""
     label: str
-    """Its name in the context."""
+    """Name of the file in the context."""
     path: Path
     is_named: bool
-    """True if the user named this URL itself, and not a folder or a pattern."""
+    """True if the user named this URL itself, rather than a folder or pattern that contains it."""
 
 
 class _Wanted(NamedTuple):
@@ -66,9 +66,10 @@ def fetch_files(
     allow_private: bool = False,
     cache: DownloadCache | None = None,
 ) -> list[FetchedFile]:
-    """Fetch all files that some URLs name, up to the number of bytes that the load may still read.
-    ``is_alone`` is True if there are no other sources; in that case, a URL that cannot be fetched
-    raises SourceError.
+    """Download all files that some URLs name, within the bytes that the load may still read.
+
+    ``is_alone`` is True if there are no other sources. In that case, a URL that cannot be
+    downloaded raises SourceError.
     """
     asked = list(dict.fromkeys(map(check_url, urls)))
     cache = cache or DownloadCache()
@@ -84,7 +85,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """The state of fetching the remote files of one load."""
+    """The state of one load while its remote files are downloaded."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
@@ -96,7 +97,7 @@ class _Fetching:
         self._left = loading.room
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files that the URLs name, without files that are too large or that no reader
+        """List the files behind the URLs, except files that are too large or that no reader
         supports.
         """
         wanted: list[_Wanted] = []
@@ -139,7 +140,7 @@ class _Fetching:
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressTask) -> FetchedFile | None:
-        """Fetch one file. If that fails, report a problem and return None."""
+        """Download one file. On failure, report a problem and return None."""
         url = wanted.file.url
         try:
             copy = self._copy(wanted, work)
@@ -220,8 +221,8 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total number of bytes that will be fetched, as far as sizes are known. Raises
-    SourceError if the total exceeds the limit, before anything is fetched.
+    """Return the total size in bytes of the planned downloads, as far as sizes are known. Raises
+    SourceError before the first download if the total exceeds the limit.
     """
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.room:
@@ -234,8 +235,8 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """Return a name for a page when several are loaded: the host and folder of its URL, followed by
-    the file name.
+    """Return a name for one of several web pages: the host and folder of its URL, followed by the
+    file name.
     """
     place = shown_url(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place

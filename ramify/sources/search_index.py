@@ -1,5 +1,5 @@
-"""The search indexes of this process: each belongs to the texts of one context, and is in a
-separate process (``search_index_process.py``) with a private temporary folder.
+"""Keeps the full-text search indexes of this process. Each index covers the texts of one context,
+and runs in a separate process with a private temporary folder.
 
     get_or_build_index(digest, …) ──> SearchIndexProcess ──> ask(query, k)
                                       the same one for equal contexts; it ends when none needs it
@@ -32,28 +32,28 @@ from ramify.sources.search_index_process import SearchProcessRequest
 from ramify.sources.search_units import sendable
 
 BLOCK_S = 60.0
-"""Time limit for indexing the blocks of one request, and for finishing the index."""
+"""Time limit in seconds for indexing the texts of one request, and for finishing the index."""
 QUERY_S = 30.0
 _BYTES_PER_CHAR = 3
-"""Limit on the size of an index, for each character of the context."""
+"""Limit on the size of an index in bytes for each character of the context."""
 _SPARE_BYTES = 256 << 20
-"""Part of the disk that an index leaves free, and the size that every index may have."""
+"""Disk space in bytes that an index leaves free. An index may always have this size."""
 _STALE_S = 2 * 86400
 _PREFIX = "ramify-search-"
 _KEPT = 2
-"""Indexes that are kept for the next context with the same texts."""
+"""Number of unused indexes that are kept for later contexts with the same texts."""
 
 
 class SearchIndexProcess:
-    """A process that holds a search index. When this object is deleted, the process ends and its
-    folder is deleted.
+    """A process that holds a search index. The process ends and its folder is deleted together with
+    this object.
     """
 
     def __init__(
         self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
     ) -> None:
-        """Start a process and build an index in it, which takes a minute for a gigabyte. Raises
-        ValueError if the index cannot be built.
+        """Start a process and build the index of a context in it. Takes about a minute per
+        gigabyte. Raises ValueError if the index cannot be built.
         """
         _remove_stale()
         most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
@@ -85,7 +85,7 @@ class SearchIndexProcess:
         return self._process.poll() is not None
 
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        """Return the scores and positions of the units that match the query best."""
+        """Return the scores and positions of the passages that match the query best."""
         found: list[tuple[float, int]] = self._answer(
             SearchProcessRequest("ask", query=sendable(query), k=k), QUERY_S
         )
@@ -110,16 +110,17 @@ class SearchIndexProcess:
 
 _sharing = threading.Lock()
 _indexes: weakref.WeakValueDictionary[str, SearchIndexProcess] = weakref.WeakValueDictionary()
-"""Digest of a context -> its index, as long as something uses it."""
+"""Digest of a context -> its index, for as long as something uses the index."""
 _kept: deque[SearchIndexProcess] = deque(maxlen=_KEPT)
 
 
 def get_or_build_index(
     digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
 ) -> SearchIndexProcess:
-    """Return the search index of the context with this hash, which is built if it does not exist.
-    Only one index is built at a time, because that uses two cores. Raises ValueError if it cannot
-    be built.
+    """Return the search index for the context with this hash, and build it first if necessary.
+    Raises ValueError if it cannot be built.
+
+    Only one index is built at a time, because building uses two cores.
     """
     with _sharing:
         found = _indexes.get(digest)
@@ -135,7 +136,7 @@ def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def _remove_stale() -> None:
-    """Delete the folders of index processes that were killed together with their host."""
+    """Delete the folders of index processes that were killed together with their host process."""
     for entry in os.scandir(tempfile.gettempdir()):
         with contextlib.suppress(OSError):
             if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (

@@ -1,5 +1,5 @@
-"""Builds and queries the search index of one context in a separate process. The index ranks pieces
-of text by BM25, using the library ``tantivy``.
+"""Builds and queries the search index of one context in a separate process. Passages are ranked by
+BM25, using the library ``tantivy``.
 
     SearchProcessRequest("open")                ──> the process knows its folder
     SearchProcessRequest("add", blocks=blocks)  ──> the units of the blocks are indexed
@@ -39,21 +39,21 @@ from ramify.sources.search_units import Shape, normalize_for_search, units
 
 MAX_POSTINGS = 1 << 20
 MAX_WORDS = 64
-"""Maximum number of different words of a query. Further words are ignored."""
+"""Maximum number of distinct words in a query. Further words are ignored."""
 MAX_WORD_BYTES = 128
-"""A longer run of letters and digits is not indexed."""
+"""Words longer than this many bytes are not indexed."""
 _HEAP_BYTES = 256 << 20
 _NUM_THREADS = 2
 _ADDRESS_BYTES = 16 << 30
-"""Limit on the address space of the process, including mapped files."""
+"""Limit in bytes on the address space of the process, including mapped files."""
 _TIED = 400
-"""Number of hits that are fetched in order to sort those with equal scores."""
+"""Number of hits to fetch so that hits with equal scores can be sorted."""
 _PART, _REGION = 256, 1 << 18
-"""Neighbouring units that can be searched by themselves."""
+"""Sizes of the groups of neighbouring passages that can be searched separately."""
 
 
 class IndexedTextBlock(msgspec.Struct, frozen=True):
-    """A block of text that is to be indexed."""
+    """A block of text to add to a search index."""
 
     text: str
     at: int
@@ -67,18 +67,18 @@ class SearchProcessRequest(msgspec.Struct, frozen=True):
     """A request to the process that holds a search index."""
 
     kind: str
-    """``open``, ``add``, ``commit`` or ``ask``."""
+    """One of ``open``, ``add``, ``commit`` and ``ask``."""
     blocks: tuple[IndexedTextBlock, ...] = ()
     query: str = ""
     k: int = 10
     folder: str = ""
     """Folder of the index."""
     max_bytes: int = 0
-    """Limit on the size of the index on disk."""
+    """Limit on the size of the index on disk, in bytes."""
 
 
 def serve() -> None:
-    """Run in a child process: answer search requests from standard input until it is closed."""
+    """Serve search requests in a child process, until standard input is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     # Only answers go to the standard output.
     sys.stdout = os.fdopen(os.dup(1), "w")
@@ -194,8 +194,8 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` units with exactly this score, in the order of the text. This is
-        used if more units have the same score than one query fetches.
+        """Return the first ``num`` passages with exactly this score, in the order of the text. Used
+        if more passages share a score than one query fetches.
         """
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):
@@ -212,17 +212,14 @@ class _Index:
         )
 
     def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Restrict a query to units that contain at least one of the given terms, without changing
-        their scores.
+        """Restrict a query to passages that contain at least one of the given terms, without
+        changing the scores.
         """
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])
 
     def _hits(self, query: Any, limit: int) -> list[tuple[float, int]]:
-        """Return the scores and positions of the best hits, sorted by score and then by
-        position.
-        """
         found = self._searcher.search(query, limit, count=False).hits
         positions = self._searcher.fast_field_values("at", [address for _, address in found])
         # The order of the words changes the last digits of a sum, so scores are rounded.

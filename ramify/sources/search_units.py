@@ -1,5 +1,4 @@
-"""Divides a text into the units of a search. A unit is what a search returns as one hit: a line or
-a passage.
+"""Divides a text into search units: the lines or passages that a search returns as hits.
 
     detect_segmentation(text)          "lines" or "passages", and whether it has pages
     units(block, shape, is_last=…)     (start, end) of each unit, in order
@@ -31,22 +30,24 @@ Shape = Literal["lines", "passages"]
 Text = str | MappedText
 
 MAX_HITS = 100
-"""Maximum number of units that one search finds."""
+"""Maximum number of hits of one search."""
 BLOCK_CHARS = 1 << 22
-"""Length of the blocks in which a text is read for an index."""
+"""Length in characters of the blocks in which a text is read for indexing."""
 MAX_CHARS = 1500
-"""Maximum length of a unit. A longer line is cut, at a space if there is one near the limit."""
+"""Maximum length of a unit in characters. A longer line is cut, at a space near the limit if there
+is one.
+"""
 LOOK_AHEAD = MAX_CHARS + 200
-"""Number of characters after the beginning of a unit that decide where it ends."""
+"""Number of characters after the beginning of a unit that can affect where it ends."""
 _GOOD_CHARS = 300
-"""A passage of this length ends at the next blank line."""
+"""A passage of at least this many characters ends at the next blank line."""
 _HEAD_CHARS = 1 << 16
 _BLANK_SHARE = 0.02
 _NEAR_CHARS = 20_000
-"""Number of characters before a hit in which its heading is searched."""
+"""Number of characters before a hit that are searched for its heading."""
 _PAGE_CHARS = 200_000
 _BREAK = lazy_pattern(r"\n(?=#{1,6} |--- page \d+ ---$|<!-- Slide number: \d+ -->)", re.MULTILINE)
-"""The position before a heading or a page."""
+"""Matches the position before a heading or a page."""
 _BLANK = lazy_pattern(r"\n[ \t\r]*\n")
 _PAGE = lazy_pattern(r"^(?:---|<!--) ((?:page|Slide number:) \d+) (?:---|-->)$", re.MULTILINE)
 _HEADING = lazy_pattern(r"^#{1,6} +(.+)$", re.MULTILINE)
@@ -58,8 +59,8 @@ _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
 class TextSegmentation(msgspec.Struct, frozen=True):
-    """The way in which a text is divided into units. It is guessed from the beginning of the
-    text.
+    """How a text is divided into search units: by line or by passage. The choice is guessed from
+    the beginning of the text.
     """
 
     shape: Shape
@@ -67,7 +68,7 @@ class TextSegmentation(msgspec.Struct, frozen=True):
 
 
 def sendable(text: str) -> str:
-    """Replace lone surrogates in a text, since they cannot be encoded as UTF-8. The length of the
+    """Replace the lone surrogates of a text, which cannot be encoded as UTF-8. The length of the
     text does not change.
     """
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -82,8 +83,10 @@ def detect_segmentation(text: Text) -> TextSegmentation:
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each unit that begins in a block of text. Blank units are left
-    out, as are units at the end of the block whose end may depend on text that follows.
+    """Yield the start and end of each unit that begins in a block of text. Blank units are skipped.
+
+    Units at the end of the block are skipped too, if text after the block may affect where they
+    end.
     """
     most = len(block) if is_last else len(block) - LOOK_AHEAD
     start = 0
@@ -116,9 +119,7 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _cut(text: str, start: int) -> int:
-    """Return the position at which to end the first piece of a line that is too long for one
-    unit.
-    """
+    """Return the position at which to cut a line that is too long for one unit."""
     end = start + MAX_CHARS
     if end >= len(text):
         return len(text)
@@ -127,7 +128,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
-    """Return the start and end of the unit that begins at the given position."""
+    """Return the start and end of the search unit that begins at the given position."""
     window = text[start : start + LOOK_AHEAD + 1]
     is_last = start + len(window) >= len(text)
     begin, end = next(iter(units(window, shape, is_last=is_last)), (0, len(window)))
@@ -135,8 +136,8 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
 
 
 def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentation) -> str:
-    """Describe where a unit is, for a citation: the name of its text, its line and, if there is
-    one, its page or heading.
+    """Describe the location of a search unit for a citation: the name of its text, its line and, if
+    known, its page or heading.
     """
     inside = ""
     if layout.has_pages:
@@ -148,8 +149,8 @@ def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentat
 
 
 def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return the last match of a pattern (for a heading or a page number) that begins at the
-    position ``start`` or at most ``most`` characters before it.
+    """Return the last match of a heading or page pattern at or before the position ``start``.
+    Matches that begin more than ``most`` characters earlier are ignored.
     """
     low = max(0, start - most)
     last = ""
@@ -161,9 +162,7 @@ def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
 
 
 def normalize_for_search(text: str) -> str:
-    """Return a form of a text in which words can be found at spaces. This form is indexed and
-    searched.
-    """
+    """Normalise a text for indexing and searching, so that words are separated by spaces."""
     if text.isascii():
         return text
     return _RUN.sub(_pairs, unicodedata.normalize("NFKC", text))

@@ -1,5 +1,5 @@
-"""Passes on what a web server says about a file, namely its type and charset, to the readers of
-files, which look only at names and first bytes.
+"""Makes use of the file type and charset that a web server states. The readers of files know only
+names and first bytes, so this module adapts both.
 
     file_name("https://host/view?id=3", head, b"<!doctype …")     view.html
     to_utf8(path, "text/html; charset=shift_jis")                 rewrites the file
@@ -48,12 +48,14 @@ _SUFFIXES = {
 _OWN_SUFFIXES = frozenset({*_SUFFIXES.values(), *_PAGE_SUFFIXES, ".ndjson", ".parquet", ".db"})
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BYTEWISE = re.compile(r"(iso-?8859|cp125|windows-125|latin)", re.IGNORECASE)
-"""Charsets in which any bytes are valid text. Servers name them by default, also for UTF-8."""
+"""Charsets in which any byte sequence is valid. Servers often state one of them by default, even
+for UTF-8.
+"""
 
 
 def file_name(url: str, head: RemoteHead, begin: bytes) -> str:
-    """Return a name for a downloaded file, with a suffix that tells the kind of the file. ``begin``
-    is the beginning of the file's contents.
+    """Return a name for a downloaded file, with a suffix that fits its type. ``begin`` has the
+    first bytes of its contents.
     """
     paths = [head.file_name, *(unquote(urlsplit(each).path) for each in (url, head.final_url))]
     names = [_plain(each) for each in paths]
@@ -69,8 +71,9 @@ def file_name(url: str, head: RemoteHead, begin: bytes) -> str:
 
 
 def _plain(path: str) -> str:
-    """Return the last part of a path, without characters that a file system or a reader could
-    interpret."""
+    """Return the last part of a path, without characters that have a special meaning to the file
+    system or a reader.
+    """
     last = path.replace("\\", "/").rstrip("/").rpartition("/")[2].lstrip(".")
     plain = "".join(char if char.isprintable() else "_" for char in last).strip()
     stem, suffix = os.path.splitext(plain)
@@ -89,9 +92,11 @@ def _parsed(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Rewrite a text file from the charset that the server names to UTF-8 with a byte order mark,
-    which readers trust more than what a page says about itself. A file that is not valid in that
-    charset stays unchanged.
+    """Convert a downloaded text file from the charset that the server states to UTF-8. A file that
+    is not valid in that charset stays unchanged.
+
+    The result begins with a byte order mark, which readers trust more than the charset that a page
+    states about itself.
     """
     about = _parsed(content_type)
     charset = str(about.get_content_charset() or "")

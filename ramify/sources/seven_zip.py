@@ -14,7 +14,7 @@ from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile
 
 MAX_UNPACKED_BYTES = 1 << 30
-"""Maximum size of all members together, as the archive states it. They are unpacked in memory."""
+"""Maximum total size in bytes of all files in an archive, which are unpacked in memory."""
 
 
 def read(file: SourceFile, loading: SourceCollector) -> None:
@@ -35,7 +35,9 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def convert(data: bytes) -> ConvertedDocument:
-    """Unpack a 7z archive in memory. This runs in the process of ``document_process.py``."""
+    """Unpack a 7z archive in memory, and convert the files in it. Runs in the process of
+    ``document_process.py``.
+    """
     import py7zr
     from py7zr.io import BytesIOFactory
 

@@ -1,5 +1,5 @@
-"""Types that describe the tables that ``sql`` can query. They are used by the loader and by the
-process that reads the tables.
+"""Types that describe the tables that a session can query with SQL. The loader and the query
+process share them.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import msgspec
 
 
 class TableLocation(msgspec.Struct, frozen=True):
-    """Where the rows of one table are: a file and, if it has several tables, the table's name in
-    it.
+    """Location of the rows of one table: a file and, if the file has several tables, the table's
+    name in it.
     """
 
     name: str
-    """Name in SQL, which needs no quotes."""
+    """Name of the table in SQL, which needs no quotes."""
     path: str
     """Absolute path of the file."""
     kind: str
-    """``csv``, ``jsonl``, ``parquet``, ``arrow``, ``duckdb``, ``sqlite``, ``xlsx``, or ``context``:
-    a value."""
+    """Format: ``csv``, ``jsonl``, ``parquet``, ``arrow``, ``duckdb``, ``sqlite`` or ``xlsx``;
+    ``context`` for a value.
+    """
     member: str = ""
-    """Name of the table or sheet inside of the file; its key in a context."""
+    """Name of the table or sheet in the file, or the table's key in a context."""
     scan: str = ""
-    """What reads a CSV or JSONL file, with its delimiter and types: ``FROM read_csv(…)``."""
+    """SQL that reads a CSV or JSONL file with its delimiter and types, such as ``FROM
+    read_csv(…)``.
+    """
 
 
 class TableInfo(msgspec.Struct, frozen=True):
@@ -34,20 +37,20 @@ class TableInfo(msgspec.Struct, frozen=True):
     columns: list[tuple[str, str]]
     """Name and type of each column."""
     num_rows: int
-    """-1 if they take too long to count."""
+    """Number of rows; -1 if counting takes too long."""
     samples: list[tuple[Any, ...]]
-    """Its first rows."""
+    """First rows of the table."""
     note: str = ""
-    """What a reader should know, such as formulas without a stored value."""
+    """Warning about the contents, such as formulas without a stored value."""
     text: str = ""
-    """A sheet as lines of tab-separated values."""
+    """Contents of a sheet as lines of tab-separated values."""
 
 
 class LoadedTable(msgspec.Struct, frozen=True):
-    """One table of a load."""
+    """One table that was loaded from the sources."""
 
     file: str
     """Name of the file in the context."""
     info: TableInfo
     version: tuple[int, ...]
-    """Numbers of the file's state when the table was described; see ``tables.version_of``."""
+    """State of the file when the table was described: its size, time and inode number."""

@@ -1,4 +1,4 @@
-"""Reads SQLite databases: the context gets the schema with sample rows.
+"""Reads SQLite databases. The context contains the schema with sample rows.
 
 What a query may do and how much it may return is decided in ``sqlite_query.py``. The queries of a
 session run in ``sqlite_process.py``, and the function ``sql`` itself is in ``tables.py``.
@@ -17,10 +17,11 @@ from ramify.sources.sqlite_query import run_query
 from ramify.sources.tables import describe_file, has_duckdb
 
 _COUNT_S = 2.0
-"""Time limit for counting the rows of one table for the schema."""
+"""Time limit in seconds for counting the rows of one table."""
 _DESCRIBE_S = 20.0
-"""Time limit for describing all tables. Later tables are described by their CREATE statement
-only."""
+"""Time limit in seconds for describing all tables. Later tables show only their CREATE
+statement.
+"""
 _NUM_SAMPLES = 3
 _MAX_SHOWN_CHARS = 80
 

@@ -1,6 +1,8 @@
-"""Runs SQLite queries in a separate process that can be killed. This is necessary because SQLite
-checks its time limit only between steps, and one step may take arbitrarily long: ``instr`` over two
-long values, or ``LIKE '%a%a%a%b'``. The pool of such processes is in ``query_process.py``.
+"""Runs SQLite queries in a separate process that can be killed.
+
+This is necessary because SQLite checks its time limit only between steps, and one step may take
+arbitrarily long: ``instr`` over two long values, or ``LIKE '%a%a%a%b'``. The pool of such processes
+is in ``query_process.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ramify.sources.sqlite_query import Params, run_query
 
 
 class SqlQuery(msgspec.Struct, frozen=True):
-    """A query on a SQLite file, as it is sent to the process that runs it."""
+    """A query on a SQLite file, as sent to the process that runs it."""
 
     path: str
     query: str
@@ -37,7 +39,7 @@ def query_in_time(
     grace_s: float = GRACE_S,
 ) -> list[tuple[Any, ...]]:
     """Run a query on a SQLite file in another process, and return its rows. Raises TimeoutError if
-    the first bytes of the reply take longer than ``limit_s + grace_s`` seconds.
+    the answer does not begin within ``limit_s + grace_s`` seconds.
     """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(SqlQuery(str(path), query, given, limit_s), limit_s, grace_s)
@@ -45,12 +47,11 @@ def query_in_time(
 
 
 def serve() -> None:
-    """Run in a child process: answer queries from standard input until it is closed."""
+    """Serve queries in a child process, until standard input is closed."""
     answer_requests(_answer)
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    """Run the query in ``request``."""
     asked: SqlQuery = decode(request[0], SqlQuery)
     return encode_outcome(
         lambda: run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)

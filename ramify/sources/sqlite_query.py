@@ -19,7 +19,7 @@ from urllib.parse import quote
 from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, BoundedRowCollector
 
 _STEPS = 10_000
-"""SQLite virtual machine steps between two checks of the clock: about 0.1 ms."""
+"""Number of SQLite virtual machine steps between two checks of the clock, about 0.1 ms."""
 _READING = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
@@ -45,8 +45,8 @@ Params = Sequence[Any] | Mapping[str, Any]
 def run_query(
     path: Path, query: str, params: Params = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Run a query on a SQLite file and return its rows. Raises ValueError, PermissionError or
-    TimeoutError, whose message says what is wrong with the query.
+    """Run a query on a SQLite file and return its rows. A ValueError, PermissionError or
+    TimeoutError explains what is wrong with the query.
     """
     with _connect(path) as database:
         deadline = time.monotonic() + limit_s

@@ -31,14 +31,14 @@ from ramify.sources.duckdb_process import describe_tables, query_tables
 from ramify.sources.sql_table_types import LoadedTable, TableInfo, TableLocation
 
 MAX_TABLES = 500
-"""Tables of a load. A folder's later files are only texts."""
+"""Maximum number of tables in one load. The files of further tables are loaded as texts only."""
 DESCRIBE_S = 20.0
-"""Time limit for describing the tables of one file."""
+"""Time limit in seconds for describing the tables of one file."""
 _ALL_S = 60.0
-"""Time after which further CSV and JSONL files of a load are only texts."""
+"""Seconds after which the remaining CSV and JSONL files of a load are loaded as texts only."""
 _MAX_SHOWN = 80
 _CHECKED_LINES = 1_000_000
-"""Lines of a damaged JSONL file in which the wrong one is looked for."""
+"""Number of lines of a damaged JSONL file that are searched for the invalid one."""
 _KEYWORDS = re.compile(
     "all|and|any|as|asc|both|case|cast|check|column|constraint|create|default|desc|distinct|"
     "do|else|end|except|false|fetch|for|foreign|from|grant|group|having|in|initially|"
@@ -98,8 +98,9 @@ def describe_file(
 
 
 def _wrong_line(path: Path) -> str:
-    """Name the first line of a JSONL file that is not JSON, which DuckDB counts differently. Empty
-    if there is none among the lines that are read."""
+    """Return a description of the first invalid line of a JSONL file, since DuckDB counts lines
+    differently. Returns an empty text if the lines that are searched are valid.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(itertools.islice(file, _CHECKED_LINES), start=1):
             try:
@@ -113,8 +114,9 @@ def _wrong_line(path: Path) -> str:
 def add_text_table(
     name: str, kind: str, path: Path | None, text: str, loading: SourceCollector
 ) -> str:
-    """Describe a text of the context as a table and add it to the load, so that ``sql`` can query
-    it. Returns a note for the user if that is not possible."""
+    """Make a text of the context available as a table to SQL queries. Returns a note for the user
+    if that is not possible.
+    """
     if (
         not text
         or not has_duckdb()
@@ -132,9 +134,7 @@ def add_text_table(
 
 
 def described(info: TableInfo) -> str:
-    """Return a description of a table as lines of text: its name, columns, number of rows and first
-    rows.
-    """
+    """Describe a table in lines of text: its name, columns, number of rows and first rows."""
     columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
     count = f"{info.num_rows:,} rows" if info.num_rows >= 0 else "many rows"
     lines = [f"{info.source.name} ({columns})", f"-- {count}"]
@@ -145,8 +145,8 @@ def described(info: TableInfo) -> str:
 
 
 def table_name(file: str, member: str, taken: set[str]) -> str:
-    """Return a name for a table that SQL accepts without quotes and that is not yet taken. A table
-    from the file ``2024/sales.csv`` is called ``sales``.
+    """Return an unused table name that SQL accepts without quotes. The table of the file
+    ``2024/sales.csv`` is called ``sales``, for example.
     """
     stem = file.rpartition("/")[2].split(".")[0]
     inner = member.rpartition(".")[2].strip('"') if member.startswith('"') else member
@@ -161,8 +161,8 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 
 def version_of(path: Path | str) -> tuple[int, ...]:
-    """Return numbers that change whenever a file changes: its size, time and inode number. The
-    result is empty if the file does not exist.
+    """Return numbers that change whenever a file changes: its size, modification time and inode
+    number. Empty if the file does not exist.
     """
     try:
         found = os.stat(path)
@@ -172,8 +172,8 @@ def version_of(path: Path | str) -> tuple[int, ...]:
 
 
 class TemporaryTableFolder:
-    """A folder for tables that were not separate files, such as those in archives. It is deleted
-    together with this object.
+    """A temporary folder for tables that were not separate files, such as those in archives. It is
+    deleted together with this object.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class TemporaryTableFolder:
 
 
 class SessionTables:
-    """The tables of one load of sources. A session gets the method ``sql`` as a function, and
+    """The tables that a session can query. The session gets the method ``sql`` as a function, and
     ``listing`` as the variable ``tables``.
     """
 
@@ -193,10 +193,12 @@ class SessionTables:
         default: str | None,
         kept: TemporaryTableFolder | None = None,
     ) -> None:
-        """Create the tables that a session can query. ``databases`` maps each name that a query can
-        give as ``db`` to the function that runs the query. ``default`` is the database of a query
-        without ``db``; if None, such a query runs over all tables. ``kept`` is a temporary folder
-        of tables, which must exist as long as this object.
+        """Create the set of tables that a session can query.
+
+        ``databases`` maps each name that a query can give as ``db`` to the function that runs the
+        query. ``default`` is the database of a query without ``db``. If it is None, such a query
+        runs over all tables. ``kept`` is the temporary folder of some tables, which must exist as
+        long as this object.
         """
         self._entries = list(entries)
         self._databases = dict(databases)
@@ -243,7 +245,7 @@ class SessionTables:
 
     def _check(self) -> None:
         """Raise ValueError if a file has changed since it was loaded. SQLite files may change,
-        because they are copied again.
+        because each query uses a new copy.
         """
         for each in self._entries:
             kind, path = each.info.source.kind, each.info.source.path
@@ -255,8 +257,8 @@ class SessionTables:
 
 
 def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
-    """Write a member of an archive, or a decoded text, to a file in the temporary folder, and
-    return its path.
+    """Write a file from an archive, or a decoded text, to the temporary folder, and return its
+    path.
     """
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()
@@ -266,7 +268,7 @@ def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
 
 
 def shown_value(value: Any) -> Any:
-    """Return a value from a sample of rows in shortened form."""
+    """Return a shortened form of a value in a sample row."""
     if isinstance(value, bytes):
         return f"<{len(value):,} bytes>"
     if isinstance(value, list | dict):

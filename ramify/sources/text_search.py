@@ -1,5 +1,5 @@
-"""The functions ``search`` and ``chunks`` of a session. This module decides which contexts have
-them, and when a search index is built.
+"""The functions ``search`` and ``chunks`` that code in a session can call. This module decides
+which contexts have them, and when a search index is built.
 
     search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
@@ -43,16 +43,18 @@ if TYPE_CHECKING:
     from ramify.sources.search_index_process import IndexedTextBlock, SearchProcessRequest
 
 MAX_CHARS = 8_000_000_000
-"""A larger context has no ``search``: building its index would take half an hour."""
+"""Largest context in characters that has ``search``. Indexing a larger one would take half
+an hour.
+"""
 WAIT_S = 60.0
-"""Time that a search waits for the index."""
+"""Seconds that a search waits for its index to be built."""
 DELAY_S = 0.5
-"""Delay of an index that is not asked for yet. A model usually thinks for longer,
-and a run that is over by then has no use for an index, which takes both cores for a second per 20
-MB."""
+"""Delay in seconds before an index is built in advance. A model usually thinks for longer. Short
+runs never need an index, which takes both cores for a second per 20 MB.
+"""
 MAX_QUERY_CHARS = 10_000
 _COUNTED_CHARS = 1 << 17
-"""Characters between two places whose line is remembered."""
+"""Number of characters between two positions whose line number is remembered."""
 
 SEARCH = (
     "Find the k lines or passages of the run's data that match the words of `query` best (BM25: "
@@ -66,8 +68,8 @@ T = TypeVar("T")
 
 
 def search_tools(context: Any) -> dict[str, Any]:
-    """Return the functions for searching ``context``, which is a text, or a dict or list of texts.
-    The result is empty if the context is too small or of another type.
+    """Return the functions for searching ``context``: a text, or a dict or list of texts. The
+    result is empty if the context is too small or has another type.
     """
     chars = sum(map(len, _texts(context).values()))
     if chars < MIN_SEARCHED_CHARS:
@@ -79,9 +81,8 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search functions with these names, so that a recorded run can be repeated. If
-    their library is missing, an error is raised only when a search runs whose result was not
-    recorded.
+    """Return the search functions with these names, for repeating a recorded run. A missing library
+    is an error only once a search runs whose result was not recorded.
     """
     every: dict[str, Any] = {"search": TextSearchTool(context), "chunks": TextChunkingTool()}
     return {name: tool for name, tool in every.items() if name in names}
@@ -92,7 +93,7 @@ def has_tantivy() -> bool:
 
 
 def _texts(context: Any) -> dict[Any, Text]:
-    """Return the texts of ``context`` by key or index. A single text has an empty name."""
+    """Return the texts of ``context`` by key or index. A single text has the name ""."""
     if isinstance(context, str | MappedText):
         return {"": context}
     named: Iterable[tuple[Any, Any]] = ()
@@ -104,13 +105,13 @@ def _texts(context: Any) -> dict[Any, Text]:
 
 
 class TextSearchTool:
-    """The function ``search`` of a session, which searches the texts of one context."""
+    """The function ``search`` of a session, for full-text search in the texts of one context."""
 
     __name__ = "search"
     is_optional = True
-    """Only for prompts that name the tools; see ``RlmSetup.tools_at``."""
+    """Only prompts that list tools by name mention this function; see ``RlmSetup.tools_at``."""
     is_replaceable = True
-    """A variable of a session may have this name."""
+    """A variable of the session may replace this function."""
 
     def __init__(self, context: Any) -> None:
         self.__doc__ = SEARCH
@@ -134,7 +135,7 @@ class TextSearchTool:
         return self._starts[-1]
 
     def prepare(self) -> None:
-        """Start to build the search index in the background, after a short delay."""
+        """Start building the search index in the background, after a short delay."""
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
@@ -185,9 +186,7 @@ class TextSearchTool:
         return layout
 
     def _line(self, name: Any, start: int) -> int:
-        """Return the number of the line, counted from 1, that contains the character at
-        ``start``.
-        """
+        """Return the line number, counted from 1, of the character at ``start``."""
         text, step = self._texts[name], _COUNTED_CHARS
         with self._lock:
             before = self._lines.setdefault(name, [0])
@@ -207,8 +206,8 @@ class TextSearchTool:
             return built
 
     def block_starts(self) -> list[tuple[int, int]]:
-        """Return where each block of text begins, as pairs of the number of a text and a position
-        in it.
+        """Return the start of each block of text, as pairs of the index of a text and a position in
+        it.
         """
         return [
             (number, at)
@@ -227,7 +226,6 @@ class TextSearchTool:
         return head + text[at : at + BLOCK_CHARS].encode("utf-8", "replace")
 
     def block_at(self, number: int, at: int) -> IndexedTextBlock:
-        """Return the block of a text that begins at the given position."""
         from ramify.sources.search_index_process import IndexedTextBlock
 
         name = self._names[number]
@@ -239,8 +237,8 @@ class TextSearchTool:
 
 
 class _UsedSearch:
-    """Reads the texts of a ``TextSearchTool`` without keeping that object alive. Building an index
-    takes a minute for a gigabyte, and must not keep the context of a run that has ended in memory.
+    """Reads the texts of a ``TextSearchTool`` through a weak reference. Building an index takes a
+    minute per gigabyte, and must not keep the context of a finished run in memory.
     """
 
     def __init__(self, search: TextSearchTool) -> None:
@@ -250,7 +248,7 @@ class _UsedSearch:
         self._num_chars = search.num_chars
 
     def get_or_build_index(self) -> SearchIndexProcess:
-        """Return the search index of the context, which is built if it does not exist. Raises
+        """Return the search index of the context, and build it first if necessary. Raises
         ValueError if it cannot be built or the context is no longer used.
         """
         self._is_asked.wait(DELAY_S)
@@ -265,8 +263,8 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index. Each request but the last contains at
-        least ``BLOCK_CHARS`` characters.
+        """Yield requests that add all texts to the index. Each request except the last has at least
+        ``BLOCK_CHARS`` characters.
         """
         from ramify.sources.search_index_process import SearchProcessRequest
 
@@ -312,7 +310,9 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 class TextChunkingTool:
-    """The function ``chunks`` of a session. Unlike other tools, it runs in the session."""
+    """The function ``chunks`` of a session, which splits a text into parts. Unlike other tools, it
+    runs inside the session.
+    """
 
     __name__ = "chunks"
     __doc__ = chunks.__doc__

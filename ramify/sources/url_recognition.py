@@ -1,4 +1,4 @@
-"""Recognises URLs of files among the sources, and rewrites a URL without its secrets.
+"""Recognises which sources are URLs of files, and removes secrets from URLs.
 
     https://me:pw@host/report?sig=abc      shown_url:     https://host/report
                                            recorded_url:  https://host/report?sig=«redacted»
@@ -36,8 +36,8 @@ def _scheme(name: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL in the form for error messages and names: without a login and, if it is a web
-    address, without parameters and fragment.
+    """Return a URL in a form that is safe for error messages and names. The login is removed, and
+    so are the parameters and the fragment of a web address.
     """
     scheme, _, rest = url.partition("://")
     if is_web(url):
@@ -50,8 +50,8 @@ def shown_url(url: str) -> str:
 
 
 def recorded_url(url: str) -> str:
-    """Return a URL in the form in which a run records it, so that it can be loaded again: without a
-    login, and with a mark in place of each key.
+    """Return a URL in the form that a run records for loading it again. The login is removed, and
+    each key is replaced by a placeholder.
     """
     if not is_web(url):
         return shown_url(url)
@@ -60,8 +60,10 @@ def recorded_url(url: str) -> str:
 
 
 def check_url(url: str) -> str:
-    """Check that a URL can be fetched, and return it without its fragment. From then on, its
-    secrets are redacted from logs and journals. Raises SourceError if it cannot be fetched.
+    """Check that a URL can be downloaded, and return it without its fragment. Raises SourceError if
+    it cannot.
+
+    From then on, secrets in the URL are redacted in logs and journals.
     """
     try:
         parts = urlsplit(url)
@@ -92,21 +94,22 @@ def check_url(url: str) -> str:
 
 
 class RemoteHead(msgspec.Struct, frozen=True):
-    """What is known about a remote file before its contents are read, such as its size and
+    """What the server states about a remote file before its contents are read, such as size and
     version.
     """
 
     num_bytes: int = -1
-    """Size of the file; -1 if the server does not say."""
+    """Size of the file in bytes; -1 if the server does not say."""
     version: str = ""
-    """Its ETag, or another text that differs once the file has changed. Empty if the server gives
-    neither."""
+    """ETag, or another text that changes with the file. Empty if the server gives neither."""
     is_unchanged: bool = False
-    """True if the file still has the version of the earlier copy. Then no bytes follow."""
+    """True if the file has not changed since the earlier copy. The server then sends no
+    contents.
+    """
     content_type: str = ""
     """Media type and parameters, such as ``text/html; charset=utf-8``."""
     file_name: str = ""
-    """Name that the server gives the file."""
+    """File name that the server states."""
     final_url: str = ""
     """URL after redirects."""
     may_keep: bool = True
@@ -114,13 +117,14 @@ class RemoteHead(msgspec.Struct, frozen=True):
 
 
 class ListedFile(msgspec.Struct, frozen=True):
-    """A remote file in a listing, before it is fetched."""
+    """A remote file in a listing, before its download."""
 
     url: str
     name: str
-    """Its path relative to the folder or pattern that was named, or its file name if it was named
-    itself."""
+    """Path relative to the folder or pattern that the user named, or the file name if the user
+    named the file itself.
+    """
     num_bytes: int = -1
-    """Size of the file; -1 if it is not known."""
+    """Size of the file in bytes; -1 if unknown."""
     version: str = ""
-    """The same as in ``RemoteHead``, if the listing has it."""
+    """Version of the file, as in ``RemoteHead``, if the listing states it."""

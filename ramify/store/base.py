@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The journal of one run, open for writing by one writer at a time. Safe for several
-    threads.
+    """The journal of one run: its log of events, open for writing. Only one writer can have it open
+    at a time. Safe for several threads.
     """
 
     id: str
@@ -47,23 +47,27 @@ class RunJournal(Protocol):
 
     @property
     def trouble(self) -> StoreError | None:
-        """The reason why the run should end soon, such as a full disk, or None."""
+        """Reason why the run should end soon, such as a full disk, or None."""
 
     @property
     def is_empty(self) -> bool:
-        """True if no event was ever written to the journal."""
+        """True if the journal has no events yet."""
 
     def append(self, event: AnyEvent) -> None:
         """Write ``event``, with secrets redacted, before the engine acts on it. Raises StoreError
-        if it cannot be written. If that was for lack of space, each later event is refused, too,
-        because a journal with a gap cannot be resumed.
+        if the event cannot be written.
+
+        Once the disk is full, all later events are refused too, because a journal with a gap cannot
+        be resumed.
         """
 
     def close(self) -> None:
         """Release the journal, so that another writer can open it. Idempotent."""
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """The file that shows replies as they arrive, or None if this journal has no such file."""
+        """Writer of the file that shows replies as they arrive, or None if this journal has no such
+        file.
+        """
 
 
 class RunBlobs(Protocol):
@@ -72,18 +76,22 @@ class RunBlobs(Protocol):
     """
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` and return its SHA-256 hash in hexadecimal digits. A caller that already
-        knows the hash passes it as ``digest``, so that it is not computed again.
+        """Store ``data`` and return its SHA-256 hash as a hexadecimal string. A caller that already
+        knows the hash passes it as ``digest`` to save time.
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes with this digest. Raises StoreError if the store does not have them."""
+        """Return the bytes with this SHA-256 hash. Raises StoreError if the store does not have
+        them.
+        """
 
 
 @runtime_checkable
 class RunStore(Protocol):
-    """The base class of every store of runs. In its methods, ``run`` is a run's id, the unique
-    beginning of an id, or ``"last"``; they raise UnknownRun if there is no such run.
+    """The base class of every store of runs.
+
+    In its methods, ``run`` is a run's id, the unique beginning of an id, or ``"last"``. The methods
+    raise UnknownRun if there is no such run.
     """
 
     blobs: RunBlobs
@@ -95,34 +103,37 @@ class RunStore(Protocol):
         """
 
     def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """Open the journal of an earlier run in order to continue the run. Raises RunInUse while
-        another process is writing it.
+        """Reopen the journal of an earlier run so that the run can continue. Raises RunInUse while
+        another process is writing the journal.
         """
 
     def check_free(self, run: str) -> None:
-        """Raise RunInUse if ``run`` is being written at the moment."""
+        """Raise RunInUse if a process is writing ``run`` now."""
 
     def ids(self) -> list[str]:
         """Return the ids of all runs, newest first."""
 
     def lines(self, id: str, offset: int = 0) -> Iterable[bytes]:
-        """Return the events of run ``id`` as encoded lines, oldest first, starting at byte
-        ``offset``, which must be the start of a line or the end. Each line is what ``encode_line``
-        returned, with its newline. The run may still be being written. Raises UnknownRun.
+        """Return the events of run ``id`` as encoded lines, oldest first. Raises UnknownRun.
+
+        The lines start at byte ``offset``, which must be the start of a line or the end. Each line
+        is what ``encode_line`` returned, with its newline. Another process may still be writing the
+        run.
         """
 
     def size(self, id: str) -> int:
-        """Return the size of run ``id`` in bytes, newlines included. The web viewer calls this
-        often, so it should be fast. Raises UnknownRun.
+        """Return the size of run ``id`` in bytes, newlines included. Raises UnknownRun. The web
+        viewer calls this often, so it should be fast.
         """
 
     def remove(self, run: str) -> int:
-        """Delete a run and the blobs that no other run needs, and return the number of bytes freed.
-        Raises RunInUse while the run is being written."""
+        """Delete a run, and the blobs that no other run needs. Returns the number of bytes freed.
+        Raises RunInUse while a process is writing the run.
+        """
 
     def new_id(self, question: str) -> str:
-        """Return a new, unique and readable id that sorts by time (UTC, to the microsecond), such
-        as ``20260301-142501-5gk0x7m-which-host-failed``.
+        """Return a new unique run id, which is readable and sorts by time:
+        ``20260301-142501-5gk0x7m-which-host-failed``. The time is in UTC, to the microsecond.
         """
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
@@ -132,8 +143,8 @@ class RunStore(Protocol):
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def append(self, run: str, events: Iterable[AnyEvent]) -> None:
-        """Append events to a run that has ended, for example a ``ScoreAdded`` event when its score
-        is known only later. Raises RunInUse while the run is being written.
+        """Append events to a run that has ended, such as a ``ScoreAdded`` event for a score that is
+        known only later. Raises RunInUse while a process is writing the run.
         """
         journal = self.reopen(run)
         try:
@@ -149,23 +160,25 @@ class RunStore(Protocol):
         return resolve_run_id(run, self.ids(), self)
 
     def stored(self, run: str) -> StoredRun:
-        """Return an object that reads ``run`` line by line."""
+        """Return a reader of the stored ``run``."""
         return FilelessStoredRun(self, self.find(run))
 
     def events(self, run: str) -> Iterator[AnyEvent]:
-        """Yield the events of ``run``, oldest first. The run may still be being written."""
+        """Yield the events of ``run``, oldest first. Another process may still be writing
+        the run.
+        """
         return read_events(self.stored(run))
 
     def load(self, run: str) -> Trajectory:
-        """Read all events of ``run`` and return the trajectory, the complete tree of its calls."""
+        """Read all events of ``run`` and return its trajectory, the complete tree of calls."""
         fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        """Return summaries of the newest ``limit`` runs (default: all), newest first. A summary is
-        kept in memory and made again only if its run has grown.
+        """Return summaries of the newest ``limit`` runs (default: all), newest first. Summaries are
+        cached until their run grows.
         """
         from ramify.store.summary import summarise
 
@@ -184,27 +197,28 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """Return a value that stays equal as long as ``runs`` would return equal summaries, so that
-        a caller can detect changes cheaply. Returns None if that cannot be known without making the
-        summaries.
+        """Return a value that changes whenever the result of ``runs`` may change, so that a caller
+        can detect changes cheaply. None if the store cannot tell without reading the runs.
         """
         return None
 
     def review(self, run: str) -> HumanRunReview:
-        """Return what people noted about ``run`` after its end: labels, verdicts, a note and
-        corrected scores. Returns an empty review if there is none.
+        """Return the review of ``run``: the labels, verdicts, note and corrected scores that people
+        gave after its end. Empty if there is none.
         """
         return HumanRunReview()
 
     def write_review(self, run: str, review: HumanRunReview) -> HumanRunReview:
         """Replace the review of ``run``, and return it with the time of the change. Raises
-        StoreError if it cannot be written; a store that does not override this method keeps no
-        reviews, so it always raises."""
+        StoreError if it cannot be written.
+
+        The base class keeps no reviews, so this method always raises unless a store overrides it.
+        """
         raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
 
     def finish(self, journal: RunJournal) -> None:
-        """Close ``journal``. If it has no events, delete its run: the run failed before it started,
-        so there is nothing to list or resume.
+        """Close ``journal``, and delete its run if no event was written. Such a run failed before
+        it started, so there is nothing to list or resume.
         """
         journal.close()
         if journal.is_empty:
@@ -212,7 +226,7 @@ class RunStore(Protocol):
 
 
 class FilelessStoredRun(NamedTuple):
-    """A stored run that has no files and is read through the ``lines`` method of its store.
+    """A stored run without a file, which is read through the ``lines`` method of its store.
     Implements ``StoredRun``.
     """
 
@@ -267,13 +281,13 @@ class FilelessStoredRun(NamedTuple):
 _summaries: WeakKeyDictionary[RunStore, dict[str, tuple[tuple[int, int], RunSummary]]] = (
     WeakKeyDictionary()
 )
-"""Store -> id -> state of the run when it was read, and its summary."""
+"""Store -> run id -> state of the run when it was last read, and its summary."""
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Base 32 in ascending order, without letters that look alike."""
+"""Base 32 digits in ascending order, without letters that look alike."""
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise StoreError if ``run_id`` cannot name a run."""
+    """Raise StoreError if ``run_id`` is not in the form of a run id."""
     if not is_run_id(run_id):
         raise StoreError(
             f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128"
@@ -281,9 +295,11 @@ def check_run_id(run_id: str) -> None:
 
 
 def resolve_run_id(name: str, ids: Sequence[str], place: object) -> str:
-    """Return the run id that ``name`` stands for: a complete id, the unique beginning of an id, or
-    ``"last"``. ``ids`` are the ids of all runs, newest first. Raises UnknownRun if no run or
-    several runs match; its message names ``place``, where the runs are stored.
+    """Resolve ``name`` to a run id. It may be a complete id, the unique beginning of an id, or
+    ``"last"``. Raises UnknownRun if no run or several runs match.
+
+    ``ids`` are the ids of all runs, newest first. ``place`` says where the runs are stored, for
+    error messages.
     """
     if name in ids:
         return name

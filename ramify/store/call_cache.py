@@ -1,6 +1,7 @@
-"""A cache of model replies, shared by all runs of a store and used only on request. A reply is
-found by the hash of its request. The cache also records where journals contain replies, so that
-they are found although the runs did not use the cache.
+"""A cache of model replies that all runs of a store share. Runs use it only on request.
+
+A reply is found by the hash of its request. The cache also records where journals contain replies,
+so it also finds the replies of runs that did not use the cache.
 
 The hash covers the model, the whole prompt and the sampling settings, so a hit is a reply to
 exactly the same request. A cache that cannot be read or written raises StoreError instead of
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class ReplyPlace(NamedTuple):
-    """The position in a journal at which a reply is recorded."""
+    """The position of a recorded reply in a journal."""
 
     run: str
     offset: int
-    """First byte of its line in the journal."""
+    """Byte offset of the reply's line in the journal."""
     crc_before: int
-    """Checksum of the line before it."""
+    """Checksum of the previous line."""
 
 
 _TABLES = (
@@ -74,22 +75,22 @@ class CallCache:
             raise self._failed(error) from error
 
     def journal_place(self, prompt_hash: str) -> ReplyPlace | None:
-        """Return where a journal records the reply to the request with this hash, or None if
-        ``add_run`` has not registered one.
+        """Return the journal and position that ``add_run`` registered for the reply to the request
+        with this hash, or None.
         """
         row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
         return None if row is None else ReplyPlace(*row)
 
     def registered_journal_bytes(self, run: str) -> int:
         """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
-        its replies, or 0 if that never happened. A larger journal has new replies.
+        its replies. Returns 0 if it never did. A larger journal has new replies.
         """
         row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
     def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
-        """Register the replies in the journal of ``run``, which is ``num_bytes`` bytes long.
-        ``places`` are pairs of the hash of a request and the position of its reply.
+        """Register the positions of all replies in the journal of ``run``, which is ``num_bytes``
+        bytes long. ``places`` has pairs of a request's hash and the position of its reply.
         """
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:
@@ -104,8 +105,8 @@ class CallCache:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
-        """Store ``reply`` under the hash of its request. A reply whose text is not valid Unicode is
-        skipped, since it could not be read back exactly.
+        """Cache ``reply`` under the hash of its request. Skips a reply whose text is not valid
+        Unicode, since it could not be read back exactly.
         """
         try:
             data = msgspec.msgpack.encode(reply)
@@ -116,8 +117,8 @@ class CallCache:
         )
 
     def delete_older_than(self, older_than_s: float = 0.0) -> int:
-        """Delete replies that were stored more than ``older_than_s`` seconds ago, and return how
-        many were deleted.
+        """Delete cached replies older than ``older_than_s`` seconds, and return how many were
+        deleted.
         """
         deleted = self._change("DELETE FROM replies WHERE at <= ?", time.time() - older_than_s)
         with self._lock:

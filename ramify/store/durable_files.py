@@ -1,7 +1,9 @@
-"""Files that survive crashes. This module creates private folders, writes files completely or
-raises an error that names the file, flushes written files to disk in a background thread so that no
-event loop waits for the disk, stores large values by the hash of their content, and measures and
-reserves the space of a store.
+"""Files that survive crashes. This module writes files completely, flushes them to disk in a
+background thread, and stores large values by their hash.
+
+A failed write raises an error that names the file. The background thread keeps event loops from
+waiting for the disk. The module also creates private folders, and measures and reserves the space
+of a store.
 
     append ── flush(file) ──▶ due {file: owner} ──▶ thread: one fsync for all requests so far
     close  ── settle(owner): runs what is due, and waits for what is in progress
@@ -39,19 +41,21 @@ FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
 """Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
 MATRIX = ".matrix"
-"""Ending of the file of a matrix in that folder. Names of its evaluations begin with its name;
-``evaluate/matrix.py`` writes it."""
+"""Suffix of the file of a matrix of evaluations in that folder. The names of its evaluations begin
+with the matrix's name; ``evaluate/matrix.py`` writes it.
+"""
 TOKENIZED = "tokenized"
-"""Folder of a store with token ids of its conversations; ``train/data/tokenization_cache.py``
-writes it."""
+"""Folder of a store for the token ids of conversations; ``train/data/tokenization_cache.py`` writes
+it.
+"""
 Bytes = bytes | bytearray | memoryview
 Fsync = Callable[[int], object]
-"""``os.fsync``, or a test's substitute."""
+"""``os.fsync``, or a test double."""
 
 
 def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
-    """Create the folder ``path`` and its missing parents, accessible only to their owner. If
-    ``fsync`` is given, the new directory entries are flushed to disk.
+    """Create a folder and its missing parents, accessible only to their owner. With ``fsync``, the
+    new directory entries are flushed to disk.
     """
     if path.is_dir():
         return path
@@ -70,8 +74,8 @@ def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """Write all of ``data`` to the file ``fd``, in a single ``write()`` if the system accepts it.
-    Raises StoreError, which names ``path``.
+    """Write all of ``data`` to the open file ``fd``, in a single ``write()`` if the system accepts
+    it. Raises StoreError, which names ``path``.
     """
     try:
         written = os.write(fd, data) if data else 0
@@ -86,7 +90,7 @@ def write_all(fd: int, data: Bytes, path: Path) -> None:
 
 
 def sync_folder(path: Path, fsync: Fsync) -> None:
-    """Flush the entries of the folder ``path`` to disk, so that new and renamed files in it survive
+    """Flush the directory entries of a folder to disk, so that new and renamed files in it survive
     a crash.
     """
     fd = os.open(path, os.O_RDONLY)
@@ -97,14 +101,15 @@ def sync_folder(path: Path, fsync: Fsync) -> None:
 
 
 RESERVE_BYTES = 4 << 20
-"""Space that a store keeps free on its disk, so that the replies that arrive after the disk is full
-can still be written."""
+"""Bytes of disk space that a store reserves, so that replies that arrive once the disk is full can
+still be written.
+"""
 _RESERVE = "ramify.reserve"
 
 
 def keep_reserve(root: Path) -> None:
-    """Reserve some space on the disk of the store at ``root``, if there is enough. If the disk
-    becomes full, the reserve is freed for replies that still arrive.
+    """Reserve disk space for the store at ``root``, if enough is free. When the disk becomes full,
+    the reserve is freed for replies that still arrive.
     """
     path = root / _RESERVE
     if reserve_file_bytes(root) >= RESERVE_BYTES:
@@ -121,8 +126,8 @@ def keep_reserve(root: Path) -> None:
 
 
 def reserve_file_bytes(root: Path) -> int:
-    """Return the size in bytes of the reserve file, which keeps disk space free for the store at
-    ``root``, or 0 if there is none.
+    """Return the size in bytes of the reserve file of the store at ``root``, or 0 if there is none.
+    The file keeps disk space free for the store.
     """
     try:
         return (root / _RESERVE).stat().st_size
@@ -131,7 +136,7 @@ def reserve_file_bytes(root: Path) -> int:
 
 
 def release_reserve(root: Path) -> bool:
-    """Free the reserve of the store at ``root``. Returns False if there is none."""
+    """Free the reserved disk space of the store at ``root``. Returns False if there is none."""
     try:
         (root / _RESERVE).unlink()
     except OSError:
@@ -140,14 +145,14 @@ def release_reserve(root: Path) -> bool:
 
 
 DEFAULT_MAX_BYTES = 20 << 30
-"""Size above which a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another limit."""
+"""Store size in bytes above which a warning is given; ``$RAMIFY_STORE_MAX_BYTES`` sets another
+limit.
+"""
 _STALE_S = 3600.0
-"""Age after which a measurement of the store's size is repeated."""
+"""Seconds after which the size of a store is measured again."""
 
 
 class _Size(msgspec.Struct):
-    """One measurement of the size of a store, with its time."""
-
     num_bytes: int
     at: float
 
@@ -156,9 +161,7 @@ class StoreSizeMonitor:
     """Measures the size of one store and warns if it exceeds its limit."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
-        """Create a measurement of the store in the folder ``root``. ``now`` returns the Unix
-        time.
-        """
+        """Create a monitor for the store in the folder ``root``. ``now`` returns the Unix time."""
         self._root = root
         self._now = now
         self._warned = False
@@ -205,8 +208,8 @@ class StoreSizeMonitor:
 
 
 def max_store_bytes() -> int:
-    """Return the size limit of a store in bytes, from the environment or by default. Raises
-    ConfigError if the environment variable is invalid.
+    """Return the size limit of a store in bytes, from the environment variable or by default.
+    Raises ConfigError if the environment variable is invalid.
     """
     text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
     if not text:
@@ -243,23 +246,26 @@ def remove_file(path: Path) -> int:
 
 
 IDLE_S = 2.0
-"""Seconds without work after which the thread ends."""
+"""Seconds without work after which the background thread ends."""
 _REST_S = 0.05
-"""Seconds after a flush until the next one, unless other files are due. Without it, a file that
-gets a thousand lines per second is flushed as often, which takes more CPU time than writing
-them."""
+"""Minimum seconds between two flushes of a file that is written constantly. Without this pause,
+flushing a thousand times per second would take more CPU time than writing.
+"""
 
 
 File = int | Path
-"""An open descriptor, or a file or folder to open when it is flushed, so that waiting files hold no
-descriptors. The flush of a folder makes the names in it last."""
+"""An open file descriptor, or a path to open when it is flushed, so that waiting files need no
+descriptors. Flushing a folder makes the names in it durable.
+"""
 
 
 class FlushErrorHandler(Protocol):
-    """The owner of files that are flushed in the background, which is notified if a flush fails."""
+    """The interface of an object that owns files flushed in the background. It is notified if a
+    flush fails.
+    """
 
     def flush_failed(self, error: OSError) -> None:
-        """Handle a failed flush. The written bytes may not be on disk."""
+        """Handle a failed flush, after which the written bytes may not be on disk."""
         ...
 
 
@@ -293,7 +299,7 @@ class FsyncFlusher:
             self._running = False
 
     def settle(self, owner: FlushErrorHandler) -> None:
-        """Wait until all requested flushes of files that belong to ``owner`` are done."""
+        """Wait until all requested flushes of the files of ``owner`` are done."""
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
             for file in mine:
@@ -317,8 +323,8 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Take the file that has been waiting longest for a flush. Return False if there was none
-        for ``IDLE_S`` seconds, after which the thread ends.
+        """Take the file that has waited longest. Returns False if nothing was requested for
+        ``IDLE_S`` seconds, after which the thread ends.
         """
         with self._turn:
             self._is_waiting = True
@@ -366,7 +372,7 @@ class BlobStore:
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
         """Store ``data`` and return its SHA-256 hash. A caller that already knows the hash passes
-        it as ``digest``, so that it is not computed again.
+        it as ``digest`` to save time.
         """
         import hashlib
 
@@ -376,7 +382,7 @@ class BlobStore:
         return digest
 
     def put_pieces(self, pieces: Iterable[Bytes], num_bytes: int, digest: str) -> None:
-        """Store a value that is given piece by piece, with its length and its SHA-256 hash."""
+        """Store a value that arrives in pieces. Returns its length and its SHA-256 hash."""
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
@@ -393,7 +399,7 @@ class BlobStore:
         self._flusher.flush(path.parent, self)
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes with this SHA-256 hash, after checking that they still have it."""
+        """Return the bytes with this SHA-256 hash, after verifying the hash."""
         import hashlib
 
         with self.map(digest) as view:
@@ -407,8 +413,8 @@ class BlobStore:
 
     @contextmanager
     def map(self, digest: str) -> Iterator[memoryview]:
-        """Return a context manager that maps the blob's file into memory and gives its bytes as a
-        read-only view, without a copy or a check of the hash.
+        """Return a context manager that maps a blob's file into memory and yields its bytes as a
+        read-only view. Nothing is copied, and the hash is not verified.
         """
         path = self.path(digest)
         try:
@@ -429,16 +435,16 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """Ignore a failed flush. If the blob did not reach the disk, it is found to be damaged when
-        it is read, and its run can still be shown.
+        """Ignore a failed flush. A blob that did not reach the disk is reported as damaged when it
+        is read.
         """
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
     def list_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield the path and attributes of every blob's file, including files that a killed writer
-        left behind, whose names begin with a dot.
+        """Yield the path and attributes of every blob's file. Temporary files that a killed writer
+        left behind are included; their names begin with a dot.
         """
         if not self.root.is_dir():
             return
@@ -467,8 +473,8 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Hold a lock between processes. It prevents one process from deleting a blob as unneeded
-        while another decides not to write the blob because it exists.
+        """Hold a lock between processes. It prevents one process from deleting a blob while another
+        skips writing it because it exists.
         """
         lock = self.root / ".lock"
         try:
@@ -485,8 +491,8 @@ class BlobStore:
 
 
 def _refresh(path: Path, size: int) -> bool:
-    """Return True if the complete blob exists. Its modification time is then set to now, as if it
-    had just been stored.
+    """Return True if the complete blob exists, and set its modification time to now, as if it had
+    just been stored.
     """
     try:
         if path.stat().st_size != size:

@@ -1,5 +1,5 @@
-"""Reads and writes the journal of a run, a file with one event per line. A journal has one writer
-at a time and can be read while it is complete, cut off, still being written, or damaged.
+"""Reads and writes the journal of a run, a file with one event per line. Only one process can write
+a journal at a time. It can be read even if it is incomplete or damaged.
 
 The writer holds a lock (``flock``) on the journal itself, so the system releases it if the writer
 dies. The file ``RUN_ID.writer`` beside the journal only names the writer. Replies are also flushed
@@ -49,7 +49,9 @@ from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, Tr
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
-"""How long to try for the lock: a reader that checks for a live writer holds it for an instant."""
+"""Seconds to keep trying for the lock. A reader that checks for a live writer holds it for an
+instant.
+"""
 
 
 class WriterProcessId(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class WriterProcessId(msgspec.Struct, frozen=True):
 
 
 def this_process() -> WriterProcessId:
-    """Return the record that identifies this process as the writer of a journal."""
+    """Return the process id and host name that identify this process as the writer of a journal."""
     return WriterProcessId(os.getpid(), socket.gethostname())
 
 
@@ -73,8 +75,8 @@ class LineWriter:
     """
 
     def __init__(self, path: Path, fd: int, flusher: FsyncFlusher, chain: ChecksumChain) -> None:
-        """Create a writer for a file that ``open_locked`` has opened as ``fd``. ``path`` is its
-        path, in the folder of a store, and ``chain`` holds the checksum of its last line.
+        """Create a writer for the file that ``open_locked`` has opened as ``fd``. ``chain`` holds
+        the checksum of the file's last line. ``path`` is in the folder of a store.
         """
         self.path = path
         self.size = os.fstat(fd).st_size
@@ -91,9 +93,9 @@ class LineWriter:
         self._closed = False
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
-        """Write one line, a JSON object and a newline, and return the byte offset at which it
-        begins. The line then survives the death of this process. With ``flushes``, it is soon
-        flushed to disk and survives a crash of the machine, too.
+        """Append one line of JSON with its newline, and return its byte offset in the file. The
+        line survives the death of this process. With ``flushes``, it is soon flushed to disk and
+        survives a machine crash, too.
 
         If the disk is full, the line is written to space that the store has reserved, and
         ``trouble`` is set. Raises StoreError if the line cannot be written. Unless ``allow_gap`` is
@@ -115,9 +117,7 @@ class LineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line. If the disk is full, free the space that the store has reserved and try
-        again.
-        """
+        """Write a line. If the disk is full, free the store's reserved space and try again."""
         try:
             write_all(self._fd, line, self.path)
         except StoreError as error:
@@ -129,11 +129,11 @@ class LineWriter:
             self._write(line)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Return at most ``num_bytes`` bytes of the file, from byte ``offset`` on."""
+        """Return at most ``num_bytes`` bytes of the file, starting at byte ``offset``."""
         return os.pread(self._fd, num_bytes, offset)
 
     def close(self) -> None:
-        """Flush everything to disk and release the lock. Idempotent."""
+        """Flush everything to disk, and release the lock. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -163,8 +163,8 @@ class LineWriter:
 
 
 class Journal:
-    """A journal that is open for writing, created by ``Store.create`` or ``Store.reopen``. Events
-    are appended to the file ``path``. Safe for several threads.
+    """The journal of one run in a file, open for writing. ``Store.create`` and ``Store.reopen``
+    create it. Safe for several threads.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Journal:
         secrets: SecretRedactor,
         chain: ChecksumChain,
     ) -> None:
-        """Create a journal from an open file. ``fd`` is the locked file at ``path``, and ``chain``
-        holds the checksum of its last line.
+        """Create a journal from the open, locked file ``fd`` at ``path``. ``chain`` holds the
+        checksum of its last line.
         """
         self.id = path.stem
         self.path = path
@@ -188,19 +188,19 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """True if no event was ever written to the journal."""
+        """True if the journal has no events yet."""
         return self.file.size == 0
 
     @property
     def trouble(self) -> StoreError | None:
-        """The error because of which the run should end soon, as a full disk has used up the
-        reserved space; None if there was no such error.
+        """Reason why the run should end soon: the disk is full, and the reserved space is used up.
+        Otherwise None.
         """
         return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event`` to the journal. It then survives the death of this process. If it is a
-        reply, it soon also survives a crash of the machine.
+        """Append ``event`` to the journal. It survives the death of this process, and a reply soon
+        also survives a machine crash.
 
         If the disk is full, the event is written to space that the store has reserved, and
         ``trouble`` is set. Raises StoreError if the event cannot be written. Every later call then
@@ -212,14 +212,12 @@ class Journal:
         self.file.append(line, flushes=type(event) is ReplyReceived, allow_gap=allow_gap)
 
     def close(self) -> None:
-        """Flush everything to disk and release the lock. Idempotent."""
+        """Flush everything to disk, and release the lock. Idempotent."""
         self._flusher.settle(self._blobs)
         self.file.close()
 
     def live_text(self) -> LiveReplyFileWriter:
-        """Return the writer of the file, beside the journal, that shows replies while they
-        arrive.
-        """
+        """Return the writer of the file beside the journal that shows replies as they arrive."""
         return LiveReplyFileWriter(self.path, self._secrets)
 
     def __enter__(self) -> Journal:
@@ -235,7 +233,7 @@ class Journal:
 
 
 def writer_file(journal: Path) -> Path:
-    """Return the path of the file next to a journal that names the process writing it."""
+    """Return the path of the file beside a journal that names its writing process."""
     return journal.with_suffix(".writer")
 
 
@@ -259,7 +257,7 @@ def open_locked(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return True if the open file ``fd`` is the file that is at ``path`` now."""
+    """Return True if the open file ``fd`` is still the file at ``path``."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -279,15 +277,14 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def run_in_use_error(path: Path, holder: str) -> RunInUse:
-    """Return the error to raise if another process, described by ``holder``, is writing a
-    journal.
-    """
+    """Return the error for a journal that another process, ``holder``, is writing."""
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
 def writer(path: Path) -> WriterProcessId | None:
-    """Return the process that is writing the journal at ``path`` now. Returns None if there is
-    none, or if that process was killed."""
+    """Return the process that is writing the journal at ``path`` now, or None if no live process
+    is.
+    """
     named = _named(path)
     if named is None:
         return None
@@ -312,7 +309,9 @@ def _named(path: Path) -> WriterProcessId | None:
 
 
 def cut_torn_line(fd: int) -> None:
-    """Truncate a journal after its last complete line."""
+    """Truncate a journal after its last complete line. A killed writer may have left half a
+    line.
+    """
     size = end = os.fstat(fd).st_size
     while end > 0:
         start = max(0, end - 65536)
@@ -327,7 +326,7 @@ def cut_torn_line(fd: int) -> None:
 
 def chain_at_end(fd: int, path: Path) -> ChecksumChain:
     """Return the running checksum at the end of a journal, so that new lines can continue it. The
-    last line must be complete. Raises StoreError if a line lacks a checksum that it must have.
+    last line must be complete. Raises StoreError if a line lacks its checksum.
     """
     size = os.fstat(fd).st_size
     chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
@@ -410,12 +409,12 @@ def _clean(value: Any, secrets: SecretRedactor, may_be_nan: bool) -> Any:
 _BLOCK_BYTES = 1 << 20
 _MANY_BYTES = 1 << 18
 _RETRIES = 3
-"""How often in a row a follower retries an unreadable line while the writer lives."""
+"""How often a follower retries an unreadable line while the writer is alive."""
 
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Return the decoder of events. It is created at the first call, because that takes two
+    """Return the decoder of events. It is created on first use, because that takes two
     milliseconds.
     """
     return msgspec.json.Decoder(AnyEvent)
@@ -443,8 +442,8 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the complete lines of a journal from byte ``offset`` on, with their newlines, in blocks
-    of many lines, because a block can be decoded faster than single lines. Raises StoreError if the
+    """Yield the complete lines of a journal from byte ``offset`` on, in blocks of many lines with
+    their newlines. Decoding a block is faster than decoding single lines. Raises StoreError if the
     file cannot be read.
     """
     try:
@@ -482,8 +481,8 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
 
 def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
-    """Return the events of a block of lines. The block is decoded at once, which is several times
-    faster than line by line. If any line is damaged, return None for every line of the block.
+    """Decode a block of lines at once, which is several times faster than line by line. If any line
+    is damaged, None stands for each line of the block.
     """
     with contextlib.suppress(*CANNOT_DECODE):
         events: list[AnyEvent] = _decoder().decode_lines(block)
@@ -493,8 +492,8 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
 
 
 class FileStoredRun(NamedTuple):
-    """A run that is read from its journal file. Implements ``StoredRun``. Its reviews may also be
-    those of a file of trajectories.
+    """A run that is read from its journal file. Implements ``StoredRun``. Its reviews may
+    also be those of a file of trajectories.
     """
 
     path: Path
@@ -558,20 +557,22 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged(run: StoredRun, number: int, why: object) -> StoreError:
-    """Return the error for a damaged line, which was changed or comes after missing lines."""
+    """Return the error for a journal line that was changed, or that follows missing lines."""
     return StoreError(f"{run}, line {number} is damaged: {why}; {run.remedy(number)}")
 
 
 NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
-"""Why a journal whose first line is damaged cannot be repaired."""
+"""Explains why a journal with a damaged first line cannot be repaired."""
 
 
 def decode_line(
     line: bytes, run: StoredRun, number: int, chain: ChecksumChain | None = None
 ) -> AnyEvent:
-    """Return the event in one line of ``run``. Raises StoreError, which names the run and the line.
-    If ``chain`` is given, the checksum of the line is compared with it, and the chain advances past
+    """Decode one line of ``run`` and return its event. Raises StoreError, which names the run and
     the line.
+
+    If ``chain`` is given, the checksum of the line is verified, and the chain advances past the
+    line.
     """
     problem = "" if chain is None else chain.problem(line)
     if problem:
@@ -604,8 +605,8 @@ def check_version(line: bytes, run: StoredRun) -> None:
 
 
 async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
-    """Yield all events of a journal from the first one on, and new events as they arrive, until
-    everything has been read and the process that writes the journal has exited.
+    """Yield all events of a journal, and then each new event as it arrives. Ends once everything is
+    read and the writing process has exited.
 
     The writer of a conversation stays alive between two questions, so following continues. An
     unreadable line is retried a few times, in case it was just being written. Raises StoreError if
@@ -633,9 +634,8 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return the inode number of ``path``, to detect that a journal was replaced. Raises StoreError
-    if it differs from ``inode`` (unless that is 0), or if the file is shorter than ``offset``, the
-    number of bytes that have already been read.
+    """Return the inode number of ``path``. Raises StoreError if the journal was replaced or
+    truncated: the number is not ``inode`` (0 accepts any), or the file is shorter than ``offset``.
     """
     try:
         stat = path.stat()

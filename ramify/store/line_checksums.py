@@ -1,5 +1,5 @@
-"""Checksums of the lines of a journal. Each checksum covers its own line and, because it continues
-the previous checksum, all earlier lines.
+"""Checksums of the lines of a journal. Each checksum continues the one before, so it covers its own
+line and all earlier lines.
 
     {"type":"CallEnded","id":"0","stop":"final","crc":"9a3f0b12"}
                                               └─ CRC-32 of the bytes before it, continued from
@@ -27,12 +27,12 @@ CHANGED = (
     "its checksum does not match, so it was changed, or lines before it are missing or in another "
     "order"
 )
-"""Reason for a line whose checksum does not match."""
+"""Message for a line whose checksum does not match."""
 _MISSING = "it has no checksum although the lines before it have one"
 
 
 class ChecksumChain:
-    """The running checksum of a journal, whose lines are read or written in order."""
+    """The running checksum of a journal whose lines are read or written in order."""
 
     def __init__(self, crc: int = 0) -> None:
         self.crc = crc
@@ -40,16 +40,16 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def sealed(self, line: bytes) -> tuple[bytes, int]:
-        """Return a pair: the line with its checksum added, and the checksum. The line is a JSON
-        object and a newline.
+        """Return a line with its checksum added, and the checksum. The line is a JSON object and a
+        newline.
         """
         covered = line[:-2]
         crc = crc32(covered, self.crc)
         return covered + _tail(crc) + b"\n", crc
 
     def problem(self, line: bytes) -> str:
-        """Return the reason why the next line is damaged, or an empty string if it is intact. The
-        line is passed without its newline.
+        """Return the reason why the next line, given without its newline, is damaged. Returns an
+        empty string if it is intact.
         """
         if line.endswith(_tail(crc32(line[:-_NUM_BYTES], self.crc))):
             return ""
@@ -69,11 +69,11 @@ class ChecksumChain:
         return problem
 
     def fits(self, line: bytes, crc: int) -> bool:
-        """Return True if the line was written directly after a line whose checksum is ``crc``."""
+        """Return True if ``line`` directly follows a line with the checksum ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
     def advance(self, line: bytes) -> None:
-        """Advance past ``line``, even if it is damaged, so that the next line must continue its
+        """Advance past ``line`` even if it is damaged, so that the next line must continue its
         checksum.
         """
         if has_checksum(line):

@@ -1,6 +1,7 @@
-"""Shows replies while they are still arriving. While a web page follows a run, the process of the
-run writes the arriving text to the file ``RUN_ID.live`` beside the journal, and the page's server
-reads it there.
+"""Shows model replies while they are still arriving.
+
+While a web page follows a run, the process of the run writes the arriving text to the file
+``RUN_ID.live`` beside the journal. The server of the page reads that file.
 
     page's server                            process that runs
     creates it, holds a shared lock ──────>  looks for it twice a second
@@ -32,23 +33,23 @@ from ramify.store.line_checksums import ChecksumChain, has_checksum
 from ramify.types.message import encodable
 
 MAX_CHARS = 4_000
-"""Maximum characters of one reply in the file; of a longer one, its end is there."""
+"""Maximum number of characters of one reply in the file. Only the end of a longer reply is kept."""
 MAX_ALL_CHARS = 64_000
-"""Maximum characters of all replies in the file."""
+"""Maximum number of characters of all replies in the file."""
 _MAX_BYTES = 1 << 20
-"""Maximum bytes that a reader reads."""
+"""Maximum number of bytes that a reader reads."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ArrivingReply(msgspec.Struct, frozen=True):
-    """The text that has arrived so far of a reply that is not yet complete."""
+    """The part of a model reply that has arrived so far."""
 
     call: str
     turn: int
     text: str
     reasoning: str = ""
     is_cut: bool = False
-    """Whether earlier characters of the reply are left out."""
+    """Whether the beginning of the text is left out."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -56,8 +57,8 @@ class _Snapshot(msgspec.Struct):
 
 
 class LiveReplyFile:
-    """The file beside a journal that holds the replies that are arriving. An object of this class
-    may have the file open or not.
+    """The file beside a journal that holds the replies that are still arriving. The object may have
+    the file open or closed.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -69,7 +70,7 @@ class LiveReplyFile:
         self._fd = os.open(self.path, _FLAGS)
 
     def close(self) -> None:
-        """Stop using the file, and delete it if no other process uses it. Idempotent."""
+        """Close the file, and delete it if no other process uses it. Idempotent."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
@@ -91,8 +92,8 @@ class LiveReplyFile:
 
 
 class LiveReplyFileWriter(LiveReplyFile):
-    """Writes the arriving replies of a run to a file while a page follows the run. Its methods
-    raise the OSError of a system call that fails.
+    """Writes the arriving replies of a run to a file while a web page follows the run. Its methods
+    raise OSError if a system call fails.
     """
 
     def __init__(self, journal: Path, secrets: SecretRedactor) -> None:
@@ -101,8 +102,8 @@ class LiveReplyFileWriter(LiveReplyFile):
         self._written = b""
 
     def is_followed(self) -> bool:
-        """Return True if a page follows the run now. This also deletes a file that was left behind
-        by a killed page.
+        """Return True if a web page is following the run now. Also deletes a file that a killed
+        page server left behind.
         """
         if self._fd is None:
             try:
@@ -116,8 +117,8 @@ class LiveReplyFileWriter(LiveReplyFile):
         return self._fd is not None
 
     def write(self, replies: Sequence[ArrivingReply]) -> None:
-        """Replace the contents of the file by these replies, unless they have not changed. Call
-        this only after ``is_followed`` has returned True.
+        """Replace the contents of the file by these replies, unless they are unchanged. Call this
+        only after ``is_followed`` has returned True.
         """
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
@@ -129,7 +130,7 @@ class LiveReplyFileWriter(LiveReplyFile):
             self._written = line
 
     def delete(self) -> None:
-        """Delete the file, because no more replies will arrive."""
+        """Delete the file at the end of the run, when no more replies arrive."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 self._unlink(self._fd)
@@ -141,15 +142,16 @@ class LiveReplyFileWriter(LiveReplyFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _public(self, text: str) -> str:
-        """Return ``text`` without secrets. If the text ends with what may be the beginning of a
-        secret, that end is removed, too.
+        """Redact the secrets in ``text``. An end that may be the beginning of a secret is removed,
+        too.
         """
         return self._secrets.trim_partial_secret(self._secrets.redact(encodable(text)))
 
 
 class LiveReplyFileReader(LiveReplyFile):
-    """Reads the replies that are still arriving, for a page that follows a run. The run writes them
-    only while such a reader is open."""
+    """Reads the replies that are still arriving, for a web page that follows a run. The run writes
+    them only while such a reader is open.
+    """
 
     def __init__(self, journal: Path) -> None:
         super().__init__(journal)
@@ -158,8 +160,9 @@ class LiveReplyFileReader(LiveReplyFile):
 
     def read(self) -> Sequence[ArrivingReply] | None:
         """Return the replies that are arriving, or None if nothing has changed since the last call.
-        The file is created if it does not exist; without permission to do so, the result is always
-        None.
+
+        The file is created if it does not exist. Without permission to create it, the result is
+        always None.
         """
         try:
             if self._fd is not None and not self._is_at_path(self._fd):
@@ -180,7 +183,7 @@ class LiveReplyFileReader(LiveReplyFile):
             return None
 
     def _open(self) -> bool:
-        """Open the file and take its lock. Returns False if another process is deleting it."""
+        """Open the file and lock it. Returns False if another process is deleting it."""
         fd = os.open(self.path, _FLAGS | os.O_CREAT, FILE_MODE)
         try:
             if _is_alone(fd):
@@ -197,12 +200,12 @@ class LiveReplyFileReader(LiveReplyFile):
 
 
 def live_file(journal: Path) -> Path:
-    """Return the path of the file that holds the arriving replies of a journal."""
+    """Return the path of the file beside ``journal`` that holds its arriving replies."""
     return journal.with_suffix(".live")
 
 
 def delete_if_unfollowed(path: Path) -> None:
-    """Delete the ``.live`` file at ``path``, unless a page follows its run."""
+    """Delete the ``.live`` file at ``path``, unless a web page is following its run."""
     file = LiveReplyFile(path.with_suffix(".jsonl"))
     with contextlib.suppress(OSError):
         file.open_existing()
@@ -210,7 +213,7 @@ def delete_if_unfollowed(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Return True if no other open file has a lock on this file. In that case, ``fd`` now has an
+    """Return True if no other process holds a lock on this file. In that case, ``fd`` now holds an
     exclusive lock.
     """
     try:

@@ -1,5 +1,5 @@
-"""Keeps runs in the memory of this process: nothing is written to a disk, and all runs are lost
-when the process ends.
+"""Keeps runs in the memory of this process. Nothing is written to disk, and all runs are lost when
+the process ends.
 
 Such a run can be resumed, replayed and forked, which is not possible without a store. Its events
 are kept as the same lines that a file would have, so what is read back is the same and has no
@@ -86,9 +86,12 @@ class MemoryStore(RunStore):
         return review
 
     def remove(self, run: str) -> int:
-        """Delete a run and return the bytes freed. Blobs that no other run refers to are deleted
-        too, but only while no run is being written: a run stores a blob just before it refers to
-        it."""
+        """Delete a run and return the number of bytes freed. Blobs that no other run refers to are
+        deleted too.
+
+        Blobs are deleted only while no run is being written, because a run stores a blob just
+        before it refers to it.
+        """
         with self._lock:
             id = self._free(run)
             self._reviews.pop(id, None)
@@ -108,9 +111,7 @@ class MemoryStore(RunStore):
             self._written.discard(id)
 
     def _offsets(self, id: str) -> list[int]:
-        """Return the byte offset at which each line of run ``id`` begins, followed by the end of
-        the last line.
-        """
+        """Return the byte offset of each line of run ``id``, followed by the offset of the end."""
         if id not in self._lines:
             raise UnknownRun(f"found no run {id!r} in {self}: it was deleted")
         starts = self._starts.setdefault(id, [0])
@@ -140,8 +141,8 @@ class MemoryJournal:
         secrets: SecretRedactor,
         on_close: Callable[[str], object],
     ) -> None:
-        """Create the journal of run ``id``. ``lines`` are its events so far, to which new ones are
-        added.
+        """Create the journal of run ``id``. ``lines`` has its events so far, and receives the new
+        ones.
         """
         self.id = id
         self._lines = lines
@@ -171,14 +172,14 @@ class MemoryJournal:
         self._on_close(self.id)
 
     def live_text(self) -> None:
-        """Return None: this store has no file for arriving replies, so the web page shows a reply
-        only once it is complete.
+        """Return None: this store does not show replies as they arrive, so the web page shows only
+        complete replies.
         """
 
 
 class MemoryBlobs:
-    """The contexts and long outputs of a ``MemoryStore``, by the hash of their content. Safe for
-    several threads.
+    """Contexts and long outputs in memory, found by the hash of their content. Safe for several
+    threads.
     """
 
     def __init__(self) -> None:
@@ -210,6 +211,6 @@ _DIGEST = re.compile(rb'"([0-9a-f]{64})"')
 
 
 def _digests(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the hashes of the blobs to which events refer."""
+    """Yield the hashes of the blobs that events refer to."""
     for line in lines:
         yield from map(bytes.decode, _DIGEST.findall(line))

@@ -1,5 +1,5 @@
-"""Deletes runs, evaluations, stored token ids, and blobs (contexts and long outputs, stored by
-their hash) to which no journal refers.
+"""Deletes runs, evaluations and stored token ids, and the blobs that no journal refers to. Blobs
+are contexts and long outputs, stored by their hash.
 
 A blob is needed if a journal refers to it: every quoted string of 64 hexadecimal digits counts as a
 reference. A run stores a blob, or renews its time, just before it refers to it. Therefore a blob is
@@ -34,14 +34,14 @@ from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
 GRACE_S = 3600.0
-"""Age below which a blob is never deleted while runs are being written."""
+"""Age in seconds below which a blob is never deleted while any run is being written."""
 SETTLE_S = 60.0
-"""Age below which an unreferenced blob is not deleted, whether or not a run is being written."""
+"""Age in seconds below which an unreferenced blob is never deleted."""
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
 class PruneResult(msgspec.Struct):
-    """The ids of the runs and evaluations that were deleted, oldest first."""
+    """The ids of the deleted runs and evaluations, oldest first."""
 
     runs: list[str]
     """Ids of the runs."""
@@ -59,8 +59,8 @@ class StorePruner:
         self._size = size
 
     def remove(self, path: Path) -> int:
-        """Delete the journal at ``path`` and the blobs to which only this journal refers, and
-        return the number of bytes freed. Raises StoreError while the journal is being written.
+        """Delete the journal at ``path``, and the blobs that only this journal refers to. Returns
+        the number of bytes freed. Raises StoreError while a process is writing the journal.
         """
         stat, candidates = _delete(path)
         return stat.st_size + self._delete_tokens() + self._collect(candidates)
@@ -72,7 +72,7 @@ class StorePruner:
         keep_last: int | None,
         max_bytes: int | None,
     ) -> PruneResult:
-        """Delete runs and evaluations that are too old, too many or too large, and return their
+        """Delete runs and evaluations that exceed a limit on age, number or size, and return their
         ids. The limits apply to runs and to evaluations separately.
         """
         # Their names begin with their time.
@@ -101,8 +101,8 @@ class StorePruner:
         return removed
 
     def _delete_matrices(self) -> None:
-        """Delete each matrix, a table that compares several evaluations, if all its evaluations
-        have been deleted.
+        """Delete each matrix whose evaluations have all been deleted. A matrix is a table that
+        compares evaluations.
         """
         folder = self._root / EVALUATIONS
         for path in folder.glob(f"*{MATRIX}"):
@@ -110,9 +110,11 @@ class StorePruner:
                 remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """Delete several journals and the blobs to which only they refer, and return the ids of the
-        deleted runs. The remaining journals are scanned only once. A journal stays if a process has
-        begun to write it again.
+        """Delete several journals, and the blobs that only they refer to. Returns the ids of the
+        deleted runs.
+
+        The remaining journals are scanned only once. A journal is kept if a process has started to
+        write it again.
         """
         removed, candidates = [], dict[str, float]()
         for path in journals:
@@ -129,14 +131,14 @@ class StorePruner:
         return removed
 
     def _delete_tokens(self) -> int:
-        """Delete the stored token ids of conversations, since they may belong to a deleted run, and
-        return the number of bytes freed. Training computes them again when needed.
+        """Delete the stored token ids of conversations, which may belong to a deleted run. Returns
+        the number of bytes freed. Training computes them again when needed.
         """
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
-        """Delete the oldest runs until the size of the store is at most ``max_bytes``, and add
-        their ids to ``removed``.
+        """Delete the oldest runs until the store has at most ``max_bytes`` bytes, and add their ids
+        to ``removed``.
         """
         size = self._size.measure()
         for path in oldest_first:
@@ -155,7 +157,7 @@ class StorePruner:
             removed.runs.append(path.stem)
 
     def _sweep(self) -> None:
-        """Delete blobs that no journal refers to, and files that a killed writer left behind."""
+        """Delete blobs that no journal refers to, and files that killed writers left behind."""
         settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
         candidates = {}
         for path, stat in self._blobs.list_files():
@@ -171,8 +173,10 @@ class StorePruner:
             delete_if_unfollowed(path)
 
     def _collect(self, candidates: dict[str, float]) -> int:
-        """Delete those candidates to which no journal refers, and return the number of bytes freed.
-        ``candidates`` maps the hash of each blob to a time; a blob that was stored after that time
+        """Delete the ``candidates`` that no journal refers to, and return the number of bytes
+        freed.
+
+        ``candidates`` maps the hash of each blob to a time. A blob that was stored after that time
         is kept.
         """
         if not candidates:
@@ -187,9 +191,11 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal and the files that belong to it. Returns the attributes of the deleted file
-    and, for each blob that the journal referred to, the time of the journal's last write. Raises
-    StoreError if the journal is being written or cannot be deleted.
+    """Delete a journal and the files that belong to it. Raises StoreError if the journal is being
+    written or cannot be deleted.
+
+    Returns the attributes of the deleted file and, for each blob that the journal referred to, the
+    time of the journal's last write.
     """
     try:
         fd = open_locked(path, 0)
@@ -215,7 +221,7 @@ def _older(paths: list[Path], than_s: float) -> list[Path]:
 
 
 def _delete_record(path: Path) -> bool:
-    """Delete the file of an evaluation unless a process is writing it. Returns True if it was
+    """Delete the file of an evaluation, unless a process is writing it. Returns True if it was
     deleted.
     """
     try:
@@ -233,7 +239,7 @@ def _delete_record(path: Path) -> bool:
 
 
 def _names(path: Path) -> Iterator[str]:
-    """Yield the hashes of the blobs to which a journal refers."""
+    """Yield the hashes of the blobs that a journal refers to."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -1,6 +1,7 @@
-"""Index of the replies that a journal recorded, used to resume or replay a run without paying for
-them again. Each reply is found by its call and turn, and is used only if the hash of the request is
-the same.
+"""Index of the model replies in a run's journal. A run that is resumed or replayed uses them
+instead of paying for them again.
+
+Each reply is found by its call and turn. It is used only if the hash of the request is the same.
 
     replay   every reply and tool result must be recorded; a missing or different one raises
              ``ReplayDiverged``
@@ -41,50 +42,56 @@ from ramify.types.trajectory import CallKind, Cell, Parent, Stop
 
 Key = tuple[object, ...]
 _LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
-"""Types of most events, of which a journal may have a million. They are found by their place, so
-their identities are not stored."""
+"""The most frequent types of events. They are found by call and turn, so no separate keys are
+stored for them.
+"""
 
 
 class TurnsDroppedOnResume(NamedTuple):
-    """Turns of a root call that no longer count, because the run was resumed beyond the limit that
+    """Turns of a root call that no longer count, because the run was resumed past the limit that
     had ended it.
     """
 
     events: list[AnyEvent]
-    """Requests and replies."""
+    """Requests and replies of the dropped turns."""
     is_recorded: bool
-    """Whether the journal says so already."""
+    """Whether the journal already records that the turns were dropped."""
 
 
 class RecordedRunIndex:
-    """An index of the events of a recorded run, which finds them by call, turn and cell. It refers
-    to the events and does not copy them.
+    """Finds the events of a recorded run by call, turn and code cell. The index refers to the
+    events and does not copy them.
     """
 
     started: RunStarted
-    """The first question of a conversation."""
+    """The event that started the first question of the conversation."""
     questions: list[RunStarted]
     ended: RunEnded | None
-    """End of the last question; None if the run can be resumed: it was killed, stopped without an
-    answer, or failed."""
+    """End of the last question. None if the run can be resumed because it was killed, failed, or
+    stopped without an answer.
+    """
     diverged: ReplayDiverged | None
-    """How the current run first differed from the recorded one, if it did."""
+    """First difference between the current run and the recorded one, or None."""
     attempts: list[AttemptFailed]
-    """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
+    """Failed attempts, whose cost counts for the resumed run because some may have been billed."""
     is_fork: bool
-    """True if another run continues from this record: it pays only for what is new."""
+    """True if another run continues from this record, and so pays only for new requests."""
     given: dict[tuple[str, int], str]
     """(call, turn) -> code that replaces the recorded reply."""
     prompts: dict[tuple[str, int], list[str]]
-    """(call, turn) -> edited texts of the last messages of that turn's request, in a fork."""
+    """(call, turn) -> edited texts of the last messages of that turn's request. Used in a fork with
+    edits.
+    """
     has_other_limits: bool
-    """True if the current run may state other limits in its prompts than the recorded one."""
+    """True if the prompts of the current run may state other limits than those of the
+    recorded run.
+    """
     limits: dict[str, Any]
-    """Limits with which the run was resumed last; empty if it was not."""
+    """Limits of the latest resumption; empty if the run was never resumed."""
     last_s: float
     """Time of the last event, in seconds since the run began."""
     chosen_mode: ModeChosen | None
-    """How the mode of the question was chosen, if it has one."""
+    """How the answering mode of the question was chosen, or None."""
 
     def __init__(self, events: Iterable[AnyEvent], strict: bool = False) -> None:
         self.strict = strict
@@ -136,9 +143,10 @@ class RecordedRunIndex:
     def with_edited_texts(
         self, call: str, turn: int, new: tuple[Message, ...]
     ) -> tuple[Message, ...]:
-        """Return the messages that a turn adds to its conversation. ``new`` holds them as the
-        engine made them; in a fork of a run whose texts were edited, the edited texts replace those
-        of the last messages.
+        """Return the messages that a turn adds to its conversation, with any edits applied.
+
+        ``new`` has the messages as the engine made them. In a fork of a run whose texts were
+        edited, the edited texts replace those of the last messages.
         """
         texts = self.prompts.get((call, turn), [])[-len(new) :] if new else []
         first = len(new) - len(texts)
@@ -146,9 +154,9 @@ class RecordedRunIndex:
         return (*new[:first], *(msgspec.structs.replace(it, content=text) for it, text in changed))
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """Return the recorded reply to a request, together with the token ids that the request
-        added to the prompt, or None if no reply was recorded. If the request failed for good, the
-        recorded error is raised again.
+        """Return the recorded reply to a request, with the token ids that the request added to the
+        prompt, or None if no reply was recorded. Raises the recorded error if the request failed
+        for good.
         """
         self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
@@ -162,9 +170,11 @@ class RecordedRunIndex:
         return None if reply is None else reply.reply
 
     def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
-        """Return the first request of a call and its reply if a resumed or replayed run can simply
-        reuse them. Return None if the call was not recorded to its end, if it had failed attempts
-        or dropped turns, or if the run has diverged from the journal.
+        """Return the first request of a call and its reply, if a resumed or replayed run can reuse
+        them without further checks.
+
+        Returns None if the recording of the call is incomplete, if the call had failed attempts or
+        dropped turns, or if the run has diverged from the journal.
         """
         place = (call, 0)
         replied, request = self._replies.get(place), self._requests.get(place)
@@ -176,19 +186,20 @@ class RecordedRunIndex:
         return request, replied
 
     def request(self, call: str, turn: int) -> RequestStarted | None:
-        """Return the request that was recorded for this turn of the call, or None."""
+        """Return the recorded request of this turn, or None."""
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
-        """Return the name of the model with which a call began, or None. The hashes of all requests
-        of the call contain that name.
+        """Return the name of the model that a call started with, or None. The hashes of all
+        requests of the call include that name.
         """
         return self._models.get(call)
 
     def check_prompt_matches(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Check that a request is the one that was recorded for this turn. Raises ReplayDiverged if
-        a different request was recorded, or if the run has already diverged, and Refused if the
-        model refused this prompt and another prompt replaced it.
+        """Check that a request equals the one recorded for this turn. Raises ReplayDiverged if it
+        differs, or if the run has already diverged.
+
+        Raises Refused if the model refused this prompt and another prompt replaced it.
         """
         if self.diverged is not None:
             raise self.diverged
@@ -202,15 +213,13 @@ class RecordedRunIndex:
             )
 
     def num_reused_ids(self, call: str, turn: int) -> int:
-        """Return how many token ids at the start of this turn's recorded prompt were taken over
-        unchanged from earlier turns of the call.
+        """Return how many token ids of this turn's recorded prompt were taken over unchanged from
+        earlier turns of the call. They form its beginning.
         """
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
-        """Return the failed attempts at the request of this turn. Some of them may have been paid
-        for.
-        """
+        """Return the failed attempts at this turn's request. Some of them may have been billed."""
         return self._attempts.get((call, turn), [])
 
     def is_in_flight(self, call: str, turn: int) -> bool:
@@ -224,15 +233,16 @@ class RecordedRunIndex:
         return is_open and call not in self._ends
 
     def is_unanswered(self, call: str, turn: int) -> bool:
-        """Return True if the request of this turn was recorded, but neither a reply nor the end of
-        its call was.
+        """Return True if this turn's request was recorded, but neither its reply nor the end of its
+        call.
         """
         place = (call, turn)
         return place in self._requests and place not in self._replies and call not in self._ends
 
     def drop_request(self, call: str, turn: int) -> None:
-        """Drop the recorded request of this turn, which has no reply, so that a different one can
-        be sent in its place."""
+        """Drop the recorded request of this turn, which has no reply, so that another request can
+        be sent instead.
+        """
         request = self._requests.pop((call, turn), None)
         if request is not None:
             self._held[_key(request)] = None
@@ -247,7 +257,7 @@ class RecordedRunIndex:
 
     def final_turn_limit(self, call: str, turn: int) -> Stop | None:
         """Return the limit that made this request the last one of its call, or None if the call
-        could have continued after it.
+        could have continued.
         """
         request = self._requests.get((call, turn))
         return None if request is None else request.last_word
@@ -263,8 +273,8 @@ class RecordedRunIndex:
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
-        """Return True if the recorded run was already ending when it reached this code cell, so
-        that the call sent at most one more request after it.
+        """Return True if the recorded run was already ending when it reached this code cell. The
+        call then sent at most one more request.
         """
         if (call, turn, cell) in self._cells:
             return False
@@ -276,8 +286,8 @@ class RecordedRunIndex:
     def tool(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
-        """Return the recorded result or error of one call of a user's tool, or None if it was not
-        recorded.
+        """Return the recorded result or error of one call of a user's tool, or None if there is
+        none.
         """
         recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
@@ -293,9 +303,10 @@ class RecordedRunIndex:
         return recorded
 
     def must_not_append(self, event: AnyEvent) -> bool:
-        """Return True if a resumed run must not append this event. Either the journal already
-        contains the event, or the run has diverged and the journal must stay as it is, so that the
-        original program can still resume from it.
+        """Return True if a resumed run must not append this event to the journal.
+
+        Either the journal already contains the event, or the run has diverged. In that case, the
+        journal must stay as it is, so that the original program can still resume from it.
         """
         if isinstance(event, RunEnded) and self._finished:
             self._finished -= 1
@@ -317,10 +328,11 @@ class RecordedRunIndex:
                 return _key(event) in self._held
 
     def continue_past_limit(self) -> None:
-        """Forget how a limit ended the run, so that a resumed run can continue. The final reply of
-        each root call, the result of the code cell before it, and the failures of calls made by
-        that cell are dropped. If the model answered directly, without code, the whole answer is
-        dropped.
+        """Forget that a limit ended the run, so that a resumed run can continue.
+
+        The final reply of each root call, the result of the code cell before it, and the failures
+        of calls made by that cell are dropped. If the model answered directly, without code, the
+        whole answer is dropped.
         """
         stop, self.ended = self.ended and self.ended.stop, None
         turns: dict[str, list[int]] = {}
@@ -349,7 +361,7 @@ class RecordedRunIndex:
         self._forget(cut, is_recorded=False)
 
     def continue_past_interruption(self) -> None:
-        """Forget a final request without a reply, which the run sent just before it was
+        """Forget a final request without a reply, which was sent just before the run was
         cancelled.
         """
         for (id, turn), request in list(self._requests.items()):
@@ -362,14 +374,14 @@ class RecordedRunIndex:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def forgotten(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
-        """Return the turns of a call, from the given one on, that were paid for but no longer
-        count, oldest first. Each is returned only once.
+        """Return the dropped turns of a call, from the given one on, oldest first. They were paid
+        for but no longer count. Each is returned only once.
         """
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
         """Forget how some calls ended. ``firsts`` maps the id of each call to the first turn to
-        drop; the result of the code cell before that turn is dropped, too.
+        drop. The result of the code cell before that turn is dropped too.
         """
         gone: dict[str, list[AnyEvent]] = {id: [] for id in firsts}
         for id, turn in sorted(
@@ -415,9 +427,8 @@ class RecordedRunIndex:
         raise ModelError(reason)
 
     def _reopen(self) -> None:
-        """Forget how the run and its unfinished calls ended, because it was stopped without an
-        answer or failed. Failures of sub-calls are kept, since code in the session has already seen
-        them.
+        """Forget how the run and its unfinished calls ended, if it failed or was stopped without an
+        answer. Failures of sub-calls are kept, since code in the session has already seen them.
         """
         self.ended = None
         self._failed_end = False
@@ -438,8 +449,8 @@ class RecordedRunIndex:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """Return True if a run that ended in this way can continue. A failed run can be resumed,
-        whereas a replay repeats the failure.
+        """Return True if a run that ended in this way can be resumed. This includes a failed run,
+        whose failure a replay would only repeat.
         """
         if end.stop is Stop.ERROR:
             return not self.strict
@@ -501,15 +512,15 @@ class RecordedRunIndex:
 
 
 def _turn_of(key: Key) -> int:
-    """Return the turn that an event belongs to, or -1 if it belongs to none."""
+    """Return the turn of an event, or -1 if it belongs to none."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
 
 
 def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
-    """Return True if an event belongs to the turns of a call that are to be dropped, to the code
-    cell before them, or to the end of that call. ``firsts`` maps each call to the first dropped
-    turn.
+    """Return True if an event must be dropped together with some turns of its call. ``firsts`` maps
+    each call to its first dropped turn. The code cell before that turn and the end of the call are
+    dropped too.
     """
     first = firsts.get(str(key[1]))
     if first is None:
@@ -518,7 +529,7 @@ def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
 
 
 def _key(event: AnyEvent) -> Key:
-    """Return a key that identifies an event by its kind and place in the run, independent of its
+    """Return a key that identifies an event by its type and position in the run, regardless of its
     time.
     """
     match event:  # the most frequent ones first

@@ -1,5 +1,5 @@
-"""Checks a journal for damage, and repairs it by cutting it before the damage, so that the run can
-be resumed from there.
+"""Checks the journal of a run for damage. A repair cuts it before the first damaged line, so that
+the run can be resumed from there.
 
     RUN.jsonl ── check ──> JournalCheckResult: damaged lines, an incomplete last line, lost contexts
               ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, a copy of the original
@@ -42,9 +42,11 @@ from ramify.types.event import (
 from ramify.types.trajectory import Stop
 
 _MAX_NAMED = 20
-"""Number of damaged lines that a check describes. Further ones are only counted."""
+"""Maximum number of damaged lines that a check describes. Further ones are only counted."""
 _MAX_COMPARED_BYTES = 1 << 28
-"""Maximum bytes to process in the search for the original place of a misplaced line."""
+"""Maximum number of bytes to process when searching for the original position of a
+misplaced line.
+"""
 _REPLY = b'{"type":"Replied"'
 _MESSAGE = b'"reply":{"message"'
 
@@ -55,18 +57,18 @@ class LineDamage(msgspec.Struct, frozen=True):
     number: int
     """Line number, starting at 1."""
     offset: int
-    """First byte of the line in the file."""
+    """Byte offset of the line in the file."""
     reason: str
 
 
 class JournalCheckResult(msgspec.Struct):
-    """The damage that was found in one journal, if any."""
+    """Result of checking one journal for damage."""
 
     id: str
     num_lines: int = 0
-    """Complete lines."""
+    """Number of complete lines."""
     num_checked: int = 0
-    """Lines that have a checksum."""
+    """Number of lines that have a checksum."""
     num_damaged: int = 0
     damage: list[LineDamage] = []
     """The first damaged lines, in order."""
@@ -74,11 +76,11 @@ class JournalCheckResult(msgspec.Struct):
     """Length in bytes of an incomplete last line, left by a killed writer. Resuming the run cuts
     the line off."""
     stop: Stop | None = None
-    """How the run ended; None if it was killed, or is in progress."""
+    """Reason why the run ended; None if it was killed or is in progress."""
     is_written: bool = False
-    """True if a process is writing to the journal now."""
+    """True if a process is writing the journal now."""
     lost_contexts: list[str] = []
-    """Sentences about stored contexts that are missing or damaged."""
+    """One sentence for each stored context that is missing or damaged."""
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +88,7 @@ class JournalCheckResult(msgspec.Struct):
 
 
 class JournalRepairResult(msgspec.Struct, frozen=True):
-    """What a repair kept and removed of one journal."""
+    """Result of repairing one journal: what was kept, and what was lost."""
 
     id: str
     damage: LineDamage
@@ -94,9 +96,9 @@ class JournalRepairResult(msgspec.Struct, frozen=True):
     num_kept: int
     """Number of lines before the damage, which the repaired journal keeps."""
     num_lost_replies: int
-    """Number of model replies after the cut. Resuming the run requests them again."""
+    """Number of model replies that were cut off. Resuming the run requests them again."""
     backup: Path
-    """Copy of the damaged journal."""
+    """Path of the copy of the damaged journal."""
 
 
 def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckResult:
@@ -144,8 +146,8 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Say after which line a misplaced line belongs, for an error message. Return an empty string
-    if it fits nowhere.
+    """Return after which line a misplaced line belongs, worded for an error message. Empty if it
+    fits nowhere.
     """
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""
@@ -170,8 +172,8 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
 
 
 def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
-    """Cut a journal before its first damaged line. A copy of the whole original file is kept beside
-    the journal.
+    """Cut a journal before its first damaged line. A copy of the original file is kept
+    beside it.
     """
     try:
         fd = open_locked(path, 0)
@@ -202,7 +204,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
 
 
 def backups(path: Path) -> list[Path]:
-    """Return the paths of the copies of this journal that repairs have kept."""
+    """Return the paths of the copies of this journal that earlier repairs made."""
     return sorted(
         each
         for each in path.parent.glob(f"{path.stem}.damaged*")
@@ -217,9 +219,8 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, damage: LineDamage) -> int:
-    """Return how many paid replies a repair would lose. Replies recorded after the damage are
-    counted, including those that cannot be decoded; replies recorded before it as well, or taken
-    from a cache, are not.
+    """Count the paid model replies that a repair would lose. Replies after the damage are counted,
+    even if they cannot be decoded. Replies before it, and replies from a cache, are not.
     """
     kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
     for number, line in enumerate(lines(path), start=1):

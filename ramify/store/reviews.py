@@ -1,4 +1,4 @@
-"""Reviews: what people decide about a run after its end. A review has verdicts, labels, a note and
+"""Human reviews of runs, written after a run's end. A review has verdicts, labels, a note and
 corrected scores, and is stored in a file beside the journal.
 
     runs/RUN_ID.jsonl          the journal, which never contains a review
@@ -33,33 +33,31 @@ from ramify.errors import ConfigError, StoreError
 from ramify.store.durable_files import FILE_MODE, write_all
 
 MAX_LABELS, MAX_LABEL, MAX_NOTE = 20, 60, 10_000
-"""Maximum number of labels, and characters of a label and of a note."""
+"""Maximum number of labels, and maximum characters of a label and of a note."""
 
 
 Verdict = Literal["right", "wrong", "not sure"]
-"""What a person says about an answer."""
+"""A person's judgement of an answer."""
 DISPUTED = "disputed"
-"""The verdict of people who are sure and differ."""
+"""Verdict on an answer about which people disagree."""
 UNSCORED = "correct"
 """Name of the score that a verdict gives to a run without scores."""
 
 
 class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What people noted about one run: labels, verdicts, a note and corrected scores."""
+    """The human review of one run: labels, verdicts, a note and corrected scores."""
 
     labels: tuple[str, ...] = ()
     note: str = ""
     rewards: dict[str, float] = {}
-    """Corrected scores by name; they replace the recorded scores with the same names."""
+    """Corrected scores by name. They replace recorded scores of the same name."""
     verdicts: dict[str, Verdict] = {}
-    """Person -> what this person says about the answer."""
+    """Person -> that person's verdict on the answer."""
     changed_at: float = 0.0
-    """Unix time; 0 before it is saved."""
+    """Unix time of the last change; 0 before the review is saved."""
 
     def __post_init__(self) -> None:
-        """Check the review. Raises ConfigError for a text that is too long and for a score without
-        a value.
-        """
+        """Check the review. Raises ConfigError if a text is too long or a score has no value."""
         for label in self.labels:
             if not label.strip() or len(label) > MAX_LABEL:
                 raise ConfigError(f"a label has 1 to {MAX_LABEL} characters, and got {label!r}")
@@ -83,22 +81,22 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def combined_verdict(self) -> str:
-        """The combined verdict of all people: the one on which all who are sure agree, ``disputed``
-        if they differ, ``not sure`` if no person is sure, and empty if there are no verdicts.
+        """Combined verdict of all people, ignoring those who are not sure. ``disputed`` if the
+        others differ, ``not sure`` if all are unsure, and empty if there are no verdicts.
         """
         sure = set(self.verdicts.values()) - {"not sure"}
         return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
 
     @property
     def labels_and_verdict(self) -> tuple[str, ...]:
-        """The labels by which lists show and filter the run, followed by the combined verdict of
-        all people, if there is one.
+        """Labels by which lists show and filter the run. The combined verdict of all people comes
+        last, if there is one.
         """
         return (*self.labels, self.combined_verdict) if self.combined_verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> HumanRunReview:
         """Return a copy of this review in which ``person`` has given ``verdict``. If ``verdict`` is
-        None, the verdict of that person is removed.
+        None, that person's verdict is removed.
 
         The corrected score named ``reward`` becomes 1 or 0 if all people who are sure agree. It is
         removed while they differ, or if no person is sure.
@@ -117,22 +115,22 @@ _WORTH = {"right": 1.0, "wrong": 0.0}
 
 
 class InterRaterAgreement(msgspec.Struct, frozen=True):
-    """How often two people gave the same verdict on the same runs."""
+    """Agreement of two people in their verdicts on the same runs."""
 
     people: tuple[str, str]
     both: int
-    """Number of runs about which both are sure."""
+    """Number of runs about which both people are sure."""
     same: int
-    """Number of these about which they say the same."""
+    """Number of those runs with equal verdicts."""
     kappa: float | None
-    """Cohen's kappa (1960): 1 for full agreement, 0 for that of chance; None if both say the same
-    about all runs, since chance then explains everything."""
+    """Cohen's kappa (1960): 1 for full agreement, 0 for agreement by chance. None if all verdicts
+    of both people are equal, since chance then explains everything.
+    """
 
 
 def inter_rater_agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
-    """Return, for each pair of people, how often their verdicts agree. Pairs are included if both
-    people are sure about at least one common run. ``verdicts`` has one mapping for each run, from
-    each person to that person's verdict.
+    """Return the agreement of each pair of people who are both sure about at least one common run.
+    ``verdicts`` has one mapping per run, from person to verdict.
     """
     pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
     for each in verdicts:
@@ -156,15 +154,15 @@ def _agreement(
 
 
 def review_file(path: Path) -> Path:
-    """Return the path of the file of reviews that belongs to ``path``, a journal or a file of
+    """Return the path of the file with the reviews for ``path``, a journal or a file of
     trajectories.
     """
     return path.with_suffix(".review.json")
 
 
 def read_reviews(path: Path) -> dict[str, HumanRunReview]:
-    """Return the reviews of the runs in a journal or a file of trajectories at ``path``, by run id.
-    Raises StoreError if the reviews cannot be read.
+    """Return the reviews of the runs in ``path``, a journal or a file of trajectories, by run id.
+    Raises StoreError if they cannot be read.
     """
     file = review_file(path)
     try:
@@ -178,9 +176,10 @@ def read_reviews(path: Path) -> dict[str, HumanRunReview]:
 
 
 def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
-    """Return the reviews that belong to ``path``, by run id, for listings. A damaged file of
-    reviews raises nothing; instead, every run has a review with the label ``unreadable review`` and
-    the error as its note.
+    """Return the reviews for ``path`` by run id, for listings. Does not raise if the file of
+    reviews is damaged.
+
+    Instead, every run gets a review with the label ``unreadable review`` and the error as its note.
     """
     try:
         return defaultdict(HumanRunReview, read_reviews(path))
@@ -190,8 +189,8 @@ def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
 
 
 def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunReview:
-    """Replace the review of run ``run_id``, and return it with the time of the change. If the
-    review is empty, the stored one is deleted. Raises StoreError if the file cannot be written.
+    """Replace the review of a run, and return it with the time of the change. An empty review
+    deletes the stored one. Raises StoreError if the file cannot be written.
     """
     file = review_file(path)
     review = msgspec.structs.replace(review, changed_at=time.time())

@@ -31,22 +31,22 @@ Condition = Callable[[RunSummary], bool]
 
 
 class RunFilter(NamedTuple):
-    """A filter for a list of runs, with the order and the groups in which the runs are listed."""
+    """A filter for a list of runs, with the sort order and grouping of the list."""
 
     conditions: tuple[Condition, ...] = ()
     sort: str = ""
-    """Field to sort by; empty keeps the order."""
+    """Field to sort by; empty keeps the given order."""
     is_descending: bool = False
     group: str = ""
-    """Field whose values group the runs; empty for none."""
+    """Field to group by; empty for no groups."""
 
     @property
     def narrows(self) -> bool:
-        """Return True if the filter has conditions, so that it may exclude runs."""
+        """Return True if the filter has conditions, which may exclude runs."""
         return bool(self.conditions)
 
     def apply(self, runs: Iterable[RunSummary]) -> list[RunSummary]:
-        """Return the runs that match the filter, in the order that it asks for."""
+        """Return the matching runs, in the order that the filter requests."""
         found = [run for run in runs if all(holds(run) for holds in self.conditions)]
         if not self.sort:
             return found
@@ -64,8 +64,8 @@ class RunFilter(NamedTuple):
         return sorted(found, key=cmp_to_key(compare))
 
     def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
-        """Return the runs grouped by the field that the filter names, as pairs of a value and its
-        runs. The most frequent value comes first.
+        """Group the runs by the filter's field. Returns pairs of a value and its runs, with the
+        most frequent value first.
         """
         found: dict[str, list[RunSummary]] = {}
         for run in runs:
@@ -74,8 +74,8 @@ class RunFilter(NamedTuple):
 
 
 def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
-    """Parse the text of a filter. Dates are in local time, relative to ``now``, a Unix time
-    (default: the current time).
+    """Parse the text of a run filter. Dates are in local time and relative to ``now``, a Unix time
+    that defaults to the current time.
 
     Raises ConfigError, with what to write instead, for a part that cannot be read.
     """
@@ -115,7 +115,7 @@ def reward_of(run: RunSummary) -> float | None:
 
 
 def origin_of(run: RunSummary) -> str:
-    """Return where a run came from: ``"evaluation"`` or ``"asked"``."""
+    """Return the origin of a run: ``"evaluation"`` or ``"asked"``."""
     return "evaluation" if run.task else "asked"
 
 
@@ -150,9 +150,9 @@ _TEXTS: Mapping[str, Text] = {
     "origin": origin_of,
 }
 FIELDS = (*_NUMBERS, *_TIMES, *_TEXTS)
-"""Names of all fields."""
+"""Names of all fields that a filter can use."""
 GROUPS = ("origin", "task", "model", "stop", "label", "question")
-"""Fields that rows are grouped by."""
+"""Fields by which runs can be grouped."""
 
 
 def _words_of(run: RunSummary) -> str:
@@ -189,9 +189,7 @@ def _check_spaces(text: str) -> None:
 
 
 def _opened(part: str) -> str:
-    """Complete a condition that has a field but no value yet, by adding a value that is valid for
-    the field.
-    """
+    """Complete a condition that has no value yet, by adding a valid value for its field."""
     name = part.strip("-:=<>").lower()
     values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
     return part + {**values, **dict.fromkeys(_TIMES, "today")}.get(name, "none")
@@ -258,9 +256,11 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
 
 
 def _span(value: str, now: float) -> tuple[float, float] | None:
-    """Return the start and the exclusive end of a period as Unix times, or None if ``value`` cannot
-    be read. The period is a minute, day, month or year in local time, or all the time since an age
-    such as ``2h``.
+    """Parse a period, and return its start and its exclusive end as Unix times. Returns None if
+    ``value`` is invalid.
+
+    The period is a minute, day, month or year in local time, or all the time since an age such as
+    ``2h``.
     """
     today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
     if value in ("today", "yesterday"):
@@ -288,8 +288,8 @@ def _span(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Return True if a time compares in the given way (such as ``>``) with a period. An age is
-    compared with the first second of the period.
+    """Compare a time with a period by an operator such as ``>``. An age is compared with the first
+    second of its period.
     """
     last = first if after == inf else after
     match sign:

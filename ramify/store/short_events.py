@@ -1,5 +1,5 @@
-"""Reads journals and trajectories without their texts, which is several times faster. Listings and
-the page of a run use it.
+"""Decodes journals and trajectories without their texts, which is several times faster. Listings
+and the page of a run use this.
 
     journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
                                         └─> RunTree: the page of a run       (viewer/run_tree.py)
@@ -58,9 +58,7 @@ from ramify.types.trajectory import (
 
 @check_short_form(CallStarted)
 class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
-    """The event that a call has started, reduced to the fields that listings and a run's page
-    need.
-    """
+    """A "call started" event, reduced to the fields that listings and the page of a run need."""
 
     id: str
     kind: CallKind
@@ -74,7 +72,7 @@ class CallStartedOutline(Event, frozen=True, gc=False, tag="CallStarted"):
 
 @check_short_form(RequestStarted)
 class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
-    """The event that a request was sent, without its prompt."""
+    """A "request sent" event without its prompt."""
 
     call: str
     turn: int
@@ -82,7 +80,7 @@ class RequestOutline(Event, frozen=True, gc=False, tag="Requested"):
 
 @check_short_form(Reply)
 class ReplyBill(msgspec.Struct, frozen=True, gc=False):
-    """The cost of a reply, read without its text."""
+    """The cost of a reply, decoded without its text."""
 
     usage: Usage = Usage()
     cost: float | None = None
@@ -90,7 +88,7 @@ class ReplyBill(msgspec.Struct, frozen=True, gc=False):
 
 @check_short_form(ReplyReceived)
 class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
-    """The event that a reply was received, without its text and token ids."""
+    """A "reply received" event without its text and token ids."""
 
     call: str
     turn: int
@@ -99,7 +97,7 @@ class ReplyOutline(Event, frozen=True, gc=False, tag="Replied"):
 
 @check_short_form(CellRan)
 class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
-    """The event that a code cell was run, without its code and output."""
+    """A "code cell run" event without its code and output."""
 
     call: str
     turn: int
@@ -108,7 +106,7 @@ class CellOutline(Event, frozen=True, gc=False, tag="CellRan"):
 
 @check_short_form(ToolAnswered)
 class ToolAnswerOutline(Event, frozen=True, gc=False, tag="ToolAnswered"):
-    """The event that a tool has answered, without its arguments and result."""
+    """A "tool answered" event without its arguments and result."""
 
     call: str
     error: str | None = None
@@ -133,7 +131,7 @@ AnyEventOutline = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
-    """Return the decoder of shortened events. It is created at the first call, because that takes a
+    """Return the decoder of shortened events. It is created on first use, because that takes a
     millisecond.
     """
     return msgspec.json.Decoder(AnyEventOutline)
@@ -144,7 +142,7 @@ _FIRST = b'{"type":"RunStarted"'
 
 def decode_short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
     """Decode one line of a run into a shortened event. Raises StoreError if a newer version of
-    Ramify wrote the line, and one of the errors in ``CANNOT_DECODE`` if the line is damaged.
+    Ramify wrote the line, and an error of ``CANNOT_DECODE`` if it is damaged.
     """
     if line.startswith(_FIRST):
         check_version(line, run)
@@ -152,7 +150,7 @@ def decode_short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
 
 
 class DamagedLine(msgspec.Struct, frozen=True):
-    """Stands for a line of a journal that cannot be decoded."""
+    """Placeholder for a journal line that cannot be decoded."""
 
     reason: str
 
@@ -160,8 +158,8 @@ class DamagedLine(msgspec.Struct, frozen=True):
 def decode_short_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
-    """Decode a block of complete lines of ``run`` into shortened events. The block comes directly
-    after the lines that ``chain``, the running checksum, covers.
+    """Decode a block of complete lines of ``run`` into shortened events. ``chain`` is the running
+    checksum of all lines before the block.
 
     Yields each event with the length of its line in bytes. The running checksum advances past a
     line when the next one is requested. If a newer version of Ramify wrote a line, StoreError is
@@ -199,7 +197,7 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 
 @check_short_form(Turn)
 class TurnOutline(msgspec.Struct):
-    """A turn of a call without any fields, because listings only count the turns."""
+    """A turn of a call without any fields. Listings only count the turns."""
 
 
 @check_short_form(Call)

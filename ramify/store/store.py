@@ -1,5 +1,5 @@
-"""Stores runs in a folder on disk. This module decides where the files of a run are, and creates,
-finds, reads and deletes runs.
+"""Stores runs in a folder on disk. This module lays out the files of a run, and creates, finds,
+reads and deletes runs.
 
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
@@ -62,11 +62,13 @@ if TYPE_CHECKING:
 _STAMP = re.compile(r"\d{8}-\d{6}-")
 _WRITER = ".writer"
 SETTLED_NS = 2_000_000_000
-"""Age from which a folder's time of change says that nothing has changed since: younger than this,
-another change may have the same time."""
+"""Age in nanoseconds from which a folder's modification time is trusted. A newer time may hide a
+second change with the same time.
+"""
 _EVERY_S = 30.0
-"""How often all journals are looked at, even if the folder has not changed: another program may
-have written to one without its lock."""
+"""Seconds after which all journals are checked again even if the folder is unchanged, since another
+program may have written to one without its lock.
+"""
 
 
 class Store(RunStore):
@@ -76,8 +78,10 @@ class Store(RunStore):
     """
 
     def __init__(self, root: str | Path | None = None, *, fsync: Fsync = os.fsync) -> None:
-        """Open the store in the folder ``root``, by default the user's. ``fsync`` flushes an open
-        file to disk; tests pass the method of a ``testing.ForgetfulDisk`` to simulate a crash.
+        """Open the store in the folder ``root``, by default the user's store.
+
+        ``fsync`` flushes an open file to disk. Tests pass the method of a ``testing.ForgetfulDisk``
+        to simulate a crash.
         """
         folder = Path(root).expanduser() if root is not None else default_root()
         self.root = make_folder(folder, fsync)
@@ -112,8 +116,8 @@ class Store(RunStore):
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """Open the journal of an earlier run in order to continue the run. An incomplete last line
-        is cut off.
+        """Reopen the journal of an earlier run so that the run can continue. An incomplete last
+        line is cut off.
         """
         path = self.path(run)
         try:
@@ -130,26 +134,25 @@ class Store(RunStore):
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
 
     def check(self, run: str | Path) -> JournalCheckResult:
-        """Verify the checksums of a run's journal and its stored contexts, and return the result.
-        This also works while the run is being written.
+        """Verify the checksums of a run's journal and its stored contexts, and return the result. A
+        process may be writing the run meanwhile.
         """
         from ramify.store.repair import check_journal
 
         return check_journal(self.path(run), self.blobs)
 
     def repair(self, run: str | Path) -> JournalRepairResult:
-        """Cut a damaged journal before the first damaged line, so that the run can be resumed from
-        there. The damaged file is kept beside it. Raises StoreError if nothing can be kept, and
-        RunInUse while the run is being written.
+        """Cut a damaged journal before its first damaged line, so that the run can be resumed from
+        there. The damaged file is kept beside it.
+
+        Raises StoreError if nothing can be kept, and RunInUse while a process is writing the run.
         """
         from ramify.store.repair import repair_journal
 
         return repair_journal(self.path(run), self._flusher.fsync)
 
     def check_free(self, run: str | Path) -> None:
-        """Raise RunInUse if ``run`` is being written at the moment. The error names the process
-        that writes it.
-        """
+        """Raise RunInUse if a process is writing ``run`` now. The error names the process."""
         holder = writer(self.path(run))
         if holder is not None:
             raise run_in_use_error(self.path(run), str(holder))
@@ -179,8 +182,8 @@ class Store(RunStore):
         return FileStoredRun(self.path(run))
 
     def follow(self, run: str | Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
-        """Yield the events of ``run`` from the first one on, followed by new events while the run
-        is being written.
+        """Yield the events of ``run`` from the first one on, and then new events as they are
+        written.
         """
         return follow(self.path(run), poll_s)
 
@@ -227,8 +230,8 @@ class Store(RunStore):
         return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run and the blobs (stored contexts and outputs) that no other run needs. Returns
-        the number of bytes freed. Raises StoreError while the run is being written.
+        """Delete a run, and the stored contexts and outputs that no other run needs. Returns the
+        number of bytes freed. Raises StoreError while a process is writing the run.
         """
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
@@ -243,8 +246,8 @@ class Store(RunStore):
         keep_last: int | None = None,
         max_bytes: int | None = None,
     ) -> PruneResult:
-        """Delete runs and evaluations, oldest first, and the blobs (stored contexts and outputs)
-        that no remaining run needs. Returns the ids of what was deleted.
+        """Delete the oldest runs and evaluations, and the stored contexts and outputs that no
+        remaining run needs. Returns the ids of the deleted runs and evaluations.
 
         The ``keep_last`` newest runs, and as many evaluations, always stay. Of the others, those
         whose last event is older than ``older_than_s`` are deleted (all of them if neither this nor
@@ -267,8 +270,8 @@ class Store(RunStore):
         return StorePruner(self.root, self._runs, self.blobs, self._size)
 
     def size(self, id: str | None = None) -> int:
-        """Return the size of the journal of run ``id`` in bytes. Without an id, return the size of
-        everything that the store has on disk: journals, blobs, index and cache.
+        """Return the size in bytes of the journal of run ``id``. Without an id, return the size of
+        the whole store on disk: journals, stored contexts and outputs, index and cache.
         """
         return self._size.measure() if id is None else self.stored(id).state()[1]
 
@@ -277,8 +280,8 @@ class Store(RunStore):
 
 
 def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
-    """Return the ids of the journals among the entries of a folder, newest first. The time is the
-    one at the beginning of the id or, for an id without one, the modification time of the file.
+    """Return the run ids of the journals in a folder's entries, newest first. The time is part of
+    the id. For an id without a time, the file's modification time counts.
     """
     keyed = []
     for entry in entries:
@@ -291,14 +294,12 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
 
 
 def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
-    """Return the ids of the runs that have a file with this suffix among the entries of a
-    folder.
-    """
+    """Return the ids of the runs that have a file with this suffix in a folder's entries."""
     return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 
 def default_root() -> Path:
-    """Return the folder of the store that is used if the caller gives none."""
+    """Return the folder of the default store."""
     home = os.environ.get("RAMIFY_HOME")
     if home:
         return Path(home).expanduser()

@@ -1,4 +1,4 @@
-"""The interface for reading one run, whichever store it is in.
+"""The interface for reading one stored run, regardless of the kind of store.
 
     StoredRun ─┬─ FileStoredRun       the file of a run         (journal.py)
                └─ FilelessStoredRun   through a store's lines   (base.py)
@@ -26,8 +26,9 @@ def is_run_id(name: str) -> bool:
 
 
 class StoredRun(Protocol):
-    """One run of a store, opened for reading. Each line of it is one event, and offsets count the
-    bytes of the lines, newlines included. ``str()`` of the object names the run in messages.
+    """One stored run, opened for reading. Each line is one event.
+
+    Byte offsets include the newlines. ``str()`` of the object names the run in messages.
     """
 
     @property
@@ -35,11 +36,11 @@ class StoredRun(Protocol):
 
     @property
     def path(self) -> Path | None:
-        """The journal file of the run, or None if its store has no files."""
+        """Path of the run's journal file, or None if the store has no files."""
 
     def state(self) -> tuple[int, int]:
-        """Return a number that changes if the run is replaced by another one, and the size of the
-        run in bytes. Raises StoreError if the run does not exist.
+        """Return a number that changes if another run takes this run's place, and the run's size in
+        bytes. Raises StoreError if the run does not exist.
         """
 
     def is_written(self) -> bool:
@@ -58,16 +59,18 @@ class StoredRun(Protocol):
         """Yield the lines that begin at the given byte offsets, without their newlines."""
 
     def blob(self, digest: str) -> bytes:
-        """Return the blob (a stored context or output) with this hash from the store of the run.
-        Raises StoreError if it does not exist.
+        """Return the stored context or output with this hash. Raises StoreError if it does not
+        exist.
         """
 
     def has_neighbor(self, id: str) -> bool:
-        """Return True if the store of this run also has a run ``id``."""
+        """Return True if the same store has a run ``id``."""
 
     def store_reviews(self) -> Mapping[str, HumanRunReview]:
-        """Return the reviews of all runs in the same store, by run id. A journal that is not in a
-        store has at most its own review. Raises StoreError if the reviews cannot be read.
+        """Return the reviews of all runs in the same store, by run id. Raises StoreError if they
+        cannot be read.
+
+        A journal outside a store has at most its own review.
         """
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
@@ -76,4 +79,4 @@ class StoredRun(Protocol):
         """
 
     def remedy(self, number: int) -> str:
-        """Return advice for the user on what to do if line ``number`` is the first damaged one."""
+        """Return advice for the user for the case that line ``number`` is the first damaged one."""

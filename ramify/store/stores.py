@@ -18,14 +18,15 @@ from ramify.store.base import RunStore
 from ramify.store.store import Store
 
 STORES = Registry("store", "ramify.stores", {"files": "ramify.store.store:Store"})
-"""Name -> a class or function that returns a ``RunStore``. It takes at most one argument, the
-location."""
+"""Store name -> a class or function that returns a ``RunStore``. It takes at most one argument, the
+location.
+"""
 VARIABLE = "RAMIFY_RUN_STORE"
 
 
 def open_store() -> RunStore:
-    """Open the store that the environment variable ``RAMIFY_RUN_STORE`` names, by default the
-    folder in ``RAMIFY_HOME``. Raises ConfigError if there is no such store.
+    """Open the store that the environment variable ``RAMIFY_RUN_STORE`` names. The default is a
+    folder store in ``RAMIFY_HOME``. Raises ConfigError if the name is unknown.
     """
     given = os.environ.get(VARIABLE, "")
     if not given:
@@ -49,8 +50,8 @@ def open_store() -> RunStore:
 
 
 def require_folder_store(what: str) -> Store:
-    """Open the store for a command that needs the files of a folder. ``what`` names the command in
-    the error. Raises ConfigError if the store has no files.
+    """Open the store for a command that works only with a folder store. ``what`` names the command
+    in the error. Raises ConfigError for any other store.
     """
     store = open_store()
     if not isinstance(store, Store):

@@ -1,4 +1,4 @@
-"""Summarises a run for a listing by reading its events. All stores share this code."""
+"""Summarises the events of a run for listings. All kinds of stores share this code."""
 
 from __future__ import annotations
 
@@ -31,44 +31,43 @@ from ramify.types.trajectory import Stop, answer_text, cut
 
 
 class RunSummary(msgspec.Struct, omit_defaults=True):
-    """The fields of one run that a listing of runs shows."""
+    """The fields of a run that a listing shows."""
 
     id: str
     question: str = ""
     """The first question of a conversation."""
     model: str = ""
-    """Model of the root call."""
+    """Name of the root call's model."""
     started_at: float = 0.0
-    """Unix time."""
+    """Unix time of the start."""
     seconds: float = 0.0
-    """From the start to the last event."""
+    """Seconds from the start to the last event."""
     num_questions: int = 0
     num_calls: int = 0
-    """Calls in the tree, including the root."""
+    """Number of calls in the tree, including the root."""
     depth: int = 0
     usage: Usage = Usage()
     cost: float | None = None
-    """Dollars; None if no model had a price."""
+    """Cost in dollars; None if no model had a price."""
     stop: Stop | None = None
-    """Why the run ended. None while it is being written, and if it was killed."""
+    """Reason why the run ended. None if it is in progress or was killed."""
     num_bytes: int = 0
-    """Size of the journal, without blobs."""
+    """Size of the journal in bytes, without stored contexts and outputs."""
     alive: bool = False
     """True if a process is writing the run now."""
     problem: str | None = None
-    """Why the journal could not be read, or None."""
+    """Reason why the journal could not be read, or None."""
     rewards: dict[str, float] = {}
     """Rewards of the whole run, if it was scored."""
     answer: str | None = None
     """The first ``MAX_ANSWER`` characters of the answer; None if there is none."""
     reason: str = ""
-    """One sentence that says why the run ended; empty if it ended with a final answer."""
+    """One sentence on why the run ended; empty if it ended with a final answer."""
     root_turns: int = 0
-    """Turns of the root call of the last question."""
+    """Number of turns of the root call in the last question."""
     task: str = ""
     num_files: int = 0
-    """Number of files that the context of the first question refers to instead of containing
-    them."""
+    """Number of files that the first question's context refers to without containing them."""
     review: HumanRunReview | None = None
     """Labels, note and corrected scores; None if the run has none."""
 
@@ -78,8 +77,8 @@ MAX_ANSWER = 200
 
 
 def summarise(run: StoredRun) -> RunSummary:
-    """Return the summary of ``run`` for a listing. Its numbers equal those of ``TrajectoryFold``,
-    which computes them from full events, but this function is several times faster.
+    """Return the summary of ``run`` for a listing. The numbers equal those that ``TrajectoryFold``
+    computes from full events, but are computed several times faster.
     """
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:

@@ -1,5 +1,5 @@
-"""The file ``STORE/traffic.json``, which marks a store of recorded traffic and says which policy (a
-served model) produced the traffic.
+"""The file ``traffic.json`` in a store of recorded traffic. It identifies the policy, that is, the
+served model that produced the traffic.
 
 Not here: what it holds (``types/traffic.py``), and who records (``serve/traffic_recorder.py``).
 """
@@ -17,7 +17,7 @@ _FILE = "traffic.json"
 
 
 def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
-    """Return the identity of the policy whose traffic the store in this folder holds, or None if
+    """Return the identity of the policy that produced a store's recorded traffic. Returns None if
     the store holds no recorded traffic. Raises ConfigError if the file is damaged.
     """
     path = store / _FILE
@@ -32,5 +32,5 @@ def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
 
 
 def write_identity(store: Path, identity: PolicyArchitectureIdentity) -> None:
-    """Mark the store in a folder as one that holds the traffic of this policy."""
+    """Mark a store as one that holds the recorded traffic of this policy."""
     (store / _FILE).write_bytes(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
