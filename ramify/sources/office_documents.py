@@ -76,8 +76,8 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers of a docx file, which mammoth does not convert. A text that several
-    sections repeat is returned once.
+    """Return the headers and footers of a docx file, which mammoth does not convert. A text
+    that several sections repeat is returned once.
     """
     from defusedxml import ElementTree
 
