@@ -1,4 +1,5 @@
-"""Name, read and check files that a context refers to instead of copying their contents.
+"""Read files that a context refers to instead of copying their contents, and check that the files
+have not changed.
 
     path ──count_text──> FileReference (path, size, time, SHA-256) + counts for an index
                               │
@@ -25,33 +26,37 @@ from ramify.types.trajectory import FileReference
 
 _PIECE_BYTES = 1 << 22
 _CONTINUATIONS = bytes(range(0x80, 0xC0))
-"""The bytes of UTF-8 that continue a character."""
+"""The byte values that continue a multi-byte character in UTF-8."""
 
 
 class TextCounts(msgspec.Struct, frozen=True):
-    """The encoding of a text file and its counts of characters and lines, found in one pass over
-    its bytes."""
+    """The encoding of a text file, with character and line counts for each block of the file. One
+    pass over the bytes finds all of them.
+    """
 
     encoding: str
     """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
     start: int
     """Length of the byte order mark, in bytes."""
     chars_at: array[int]
-    """Number of characters that begin before each block, and at the end the number of all. Empty if
-    each byte is one character."""
+    """Characters that begin before each block, and the total at the end. Empty if all are one byte
+    long.
+    """
     lines_at: array[int]
-    """Number of line ends before each block, and at the end the number of all."""
+    """Line ends before each block, and the total at the end."""
 
 
 class FileReferenceReader:
-    """A file that a context refers to. The file is opened again for each read, so that a context
-    may refer to more files than a process can keep open."""
+    """A reader for one file that a context refers to. It opens the file again for each read, so a
+    context may refer to more files than a process can keep open.
+    """
 
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
-        """Create a reader for the file. ``start``: the byte offset at which the text begins, which
-        is not 0 if the file has a byte order mark."""
+        """Create a reader for the file. ``start`` is the byte offset of the text: 0, or the length
+        of the byte order mark.
+        """
         self.reference = reference
         self.start = start
 
@@ -71,12 +76,13 @@ class FileReferenceReader:
             os.close(fd)
 
     def check(self) -> None:
-        """Raise SourceError if the file is missing, or has changed since it was first read."""
+        """Raise SourceError if the file is missing or has changed since it was first read."""
         os.close(self.open())
 
     def open(self) -> int:
-        """Open the file and return its descriptor. Raises SourceError if the file is missing, or
-        has changed since it was first read."""
+        """Open the file and return its descriptor. Raises SourceError if the file is missing or has
+        changed since it was first read.
+        """
         fd = _open(self.reference)
         now = os.fstat(fd)
         if not _may_be_same(self.reference, now):
@@ -86,9 +92,10 @@ class FileReferenceReader:
 
 
 def check_content_unchanged(reference: FileReference) -> FileReference:
-    """Check that a file still has the content that was read, and return its reference with the
-    present modification time. The content is hashed again only if the size or the time differs.
-    Raises SourceError, which names the file, if the file is missing or has changed."""
+    """Raise SourceError if a file is missing or its content has changed. Otherwise return its
+    reference with the current modification time. The content is hashed again only if the size or
+    the time differs.
+    """
     fd = _open(reference)
     try:
         now = os.fstat(fd)
@@ -107,8 +114,10 @@ def count_text(
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> tuple[FileReference, TextCounts]:
-    """Read an open file once, to hash its content and to count the characters and line ends that
-    precede each block. ``on_bytes`` is called with the number of bytes read so far."""
+    """Hash an open text file and count its characters and line ends, in one pass. The counts are
+    recorded at the start of each block. ``on_bytes`` is called with the number of bytes read so
+    far.
+    """
     import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
@@ -174,8 +183,10 @@ def _open(reference: FileReference) -> int:
 
 
 def _read(fd: int, at: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes`` from the file, or fewer at its end. A single ``pread`` may return fewer
-    bytes even in the middle of a file, which would shift all later blocks."""
+    """Read ``num_bytes`` from the file, or fewer at its end. This repeats ``pread``, because a
+    single call may return fewer bytes even in the middle of a file, which would shift all later
+    blocks.
+    """
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
         parts.append(part)
@@ -184,8 +195,9 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return False if the size and time show that the file has changed. A file that became longer
-    may only have grown, so it counts as possibly unchanged."""
+    """Return False if a file's size and time prove that it has changed. A longer file counts as
+    possibly unchanged, because data may only have been appended.
+    """
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

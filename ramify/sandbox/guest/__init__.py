@@ -1,5 +1,5 @@
-"""The guest: the code in a sandbox that runs cells in a live notebook namespace and talks to the
-host, the process that opened the session. It runs in any container.
+"""The guest: the code that runs inside a sandbox. It executes cells in a live notebook namespace
+and talks to the host, the process that opened the session.
 
 This package defines what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved
 names), how values and output are sent, and how code calls the host. Starting and confining the

@@ -1,4 +1,4 @@
-"""Fork a session into two processes, of which the new one is called a branch.
+"""Fork a session into two processes. The new process is called a branch.
 
 This module decides when a session cannot fork, and what a branch gets: its own socket, output file
 and shared memory buffers, and the random state of the session that it was forked from. The kernel
@@ -27,25 +27,29 @@ with contextlib.suppress(ImportError):
 
 _os_fork: Any = getattr(os, "fork", None)
 _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace them."""
 _EPERM = 1
 
 
 class JailForkFunctions(NamedTuple):
-    """The functions with which a session forks in the jail, the sandbox that the kernel confines.
-    After the fork, each of the two processes gets its own connection to the host."""
+    """The functions that a session in the jail calls when it forks. The jail is the sandbox that
+    the kernel confines. After the fork, each of the two processes gets its own connection to the
+    host.
+    """
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
-    """Closes all descriptors and gets those of a connection that only this process has, under given
-    numbers: socket, output, shared buffers."""
+    """Close all descriptors, then receive those of a new private connection under the given
+    numbers.
+    """
     settle: Callable[[], None]
-    """Called in the branch."""
+    """Called once in the new branch, after the fork."""
 
 
 class GuestBranches:
-    """The part of a session that forks it into branches, which are copies of its process that
-    continue independently."""
+    """The methods with which a session forks itself into branches. A branch is a copy of the
+    session's process that continues independently.
+    """
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
@@ -63,9 +67,9 @@ class GuestBranches:
         self._apart = apart
 
     def fork(self, id: int) -> None:
-        """Fork this process into the session and a branch, which both continue from here. The
-        branch gets its own socket and output file, and then waits for the host's next message, as
-        the session does.
+        """Fork this process into the original session and a branch. Both continue from here. The
+        branch gets a socket and an output file for itself, and then waits for the host's next
+        message, as the session does.
 
         ``id`` is the id of the host's request, which may come with descriptors for the branch.
         """
@@ -115,8 +119,9 @@ class GuestBranches:
         return pid
 
     def _take_wire(self, apart: JailForkFunctions) -> None:
-        """Receive a new socket, output file and shared memory buffers for this process alone. They
-        replace the old ones under the same descriptor numbers."""
+        """Receive a new socket, output file and shared memory buffers that only this process uses.
+        They replace the inherited ones under the same descriptor numbers.
+        """
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -193,8 +198,9 @@ def _random_state() -> Any:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the open file descriptors that a cell's code may have opened: those from 3 up to its
-    limit."""
+    """Return the open file descriptors that a cell's code may have opened, which are numbered from
+    3 up to the cell's limit.
+    """
     poll = select.poll()
     numbers = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024))
     for fd in numbers:

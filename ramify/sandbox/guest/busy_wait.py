@@ -1,4 +1,5 @@
-"""Wait for data for some microseconds without sleeping, at either end of a session's connection.
+"""Busy-wait for data for some microseconds before sleeping. Both ends of a session's connection use
+this.
 
 To put a process to sleep and wake it up takes longer than a short cell or a quick answer. So both
 ends look again and again at first. This pays only while no other session has work for the
@@ -11,28 +12,31 @@ import time
 from collections.abc import Callable
 
 BUSY_S = 50e-6
-"""Longest time without sleeping, in seconds."""
+"""Maximum time of one busy wait, in seconds."""
 _MOST_SKIPS = 63
 _FIRST_SKIPS = 7
-"""Most sessions run a few cells that take longer, so the wait is left out at first."""
+"""Initial number of skipped waits. Most sessions run only a few cells, which take longer than a
+wait.
+"""
 _clock = time.perf_counter
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace it."""
 
 
 class BusyWait:
-    """A bounded wait that learns: after each time that was too short, it is left out more often,
-    and less often again after times that were long enough."""
+    """A short busy wait that adapts to its success. After a wait that was too short, later waits
+    are skipped more often. After a wait that was long enough, they are skipped less often.
+    """
 
     __slots__ = ("_missed", "_skips")
 
     def __init__(self) -> None:
         self._missed = self._skips = _FIRST_SKIPS
-        """How often the wait is left out: after the next miss, about half as often, and from now
-        on."""
+        """A penalty that doubles with each miss, and the number of waits still to skip."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
-        """Call a function again and again, for at most ``BUSY_S`` seconds, until it returns
-        something true. Returns False if it did not, or if the wait was left out."""
+        """Call ``has_arrived`` repeatedly for at most ``BUSY_S`` seconds, until it returns
+        something true. Returns False if that never happens, or if the wait was skipped.
+        """
         if self._skips:
             self._skips -= 1
             return False

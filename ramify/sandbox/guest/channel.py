@@ -1,5 +1,5 @@
-"""The guest's end of the connection to the host: send complete messages ("frames") from any thread
-of the session, and read the frames that the host sends.
+"""The guest's end of the connection to the host. It sends complete messages ("frames") from any
+thread of the session, and reads the frames that the host sends.
 
 The module sends long data through shared memory, and never interleaves two frames. One of the
 waiting threads reads for all of them, and passes this role on when it has its own frame.
@@ -38,14 +38,16 @@ from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, blobs_a
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
 _raw_decode = json.JSONDecoder().raw_decode
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace it."""
 _CHUNK = 1 << 16
 _PREFIX_BYTES = PREFIX.size
 
 
 class DeferrableInterrupts:
-    """A handler for interrupts (SIGINT) of the thread that created it. An interrupt that arrives
-    between ``begin_deferring`` and ``end_deferring`` is delayed until ``end_deferring``."""
+    """A handler for interrupts (SIGINT) that can be deferred. An interrupt that arrives between
+    ``begin_deferring`` and ``end_deferring`` is raised only at ``end_deferring``. The handler
+    belongs to the thread that created it.
+    """
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
@@ -57,17 +59,19 @@ class DeferrableInterrupts:
         self._pending = False
 
     def may_raise(self) -> bool:
-        """Return True if KeyboardInterrupt may be raised now. Otherwise, if a cell is running, the
-        interrupt is remembered and raised later."""
+        """Return True if KeyboardInterrupt may be raised now. If not, and a cell is running,
+        remember the interrupt so that it is raised later.
+        """
         if self.is_live and self._depth:
             self._pending = True
             return False
         return self.is_live
 
     def begin_deferring(self) -> int:
-        """Begin a section in which no interrupt is raised. Returns the previous nesting depth,
-        which must be passed to ``end_deferring``. Restoring a depth, instead of counting down,
-        prevents an interrupt from unbalancing the sections."""
+        """Begin a section in which no interrupt is raised, and return the previous nesting depth.
+        Pass that depth to ``end_deferring``. Restoring a depth, instead of counting down, keeps the
+        sections balanced even if an interrupt cuts one short.
+        """
         if _get_ident() != self._main:
             return -1
         before = self._depth
@@ -83,8 +87,9 @@ class DeferrableInterrupts:
             raise KeyboardInterrupt
 
     def call_interruptibly(self, blocking: Callable[[], object]) -> None:
-        """Call a function that may block for long, and allow an interrupt to be raised while it
-        blocks. The function must not hold any resources."""
+        """Call a function that may block for a long time, and let an interrupt be raised while it
+        blocks. The function must not hold any resources, since the interrupt would leak them.
+        """
         if _get_ident() != self._main:
             blocking()
             return
@@ -96,14 +101,15 @@ class DeferrableInterrupts:
             self._depth = previous_depth
 
     def reset(self) -> None:
-        """Forget the nesting depth and any pending interrupt, after a section was cut short by an
-        interrupt."""
+        """Forget the nesting depth and any pending interrupt. Call this after an interrupt has cut
+        a section short.
+        """
         self._depth = 0
         self._pending = False
 
 
 _getpid = os.getpid
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace it."""
 
 
 class GuestChannel:
@@ -127,8 +133,9 @@ class GuestChannel:
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
         """Create a channel over two open descriptors. ``takes_fds``: the connection is a socket
-        over which the host may send descriptors. ``shared_buffers``: a ``HostGuestSharedMemory``,
-        or None."""
+        over which the host may also send descriptors. ``shared_buffers``: a
+        ``HostGuestSharedMemory``, or None.
+        """
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -139,15 +146,15 @@ class GuestChannel:
         self.write_fd = write_fd
         self.shared_buffers = shared_buffers
         self.sending = threading.Lock()
-        """Held while writing, and while a caller must know what has been written."""
+        """Held while writing. Also held by a caller that must know exactly what has been written.
+        """
         self.pid = _getpid()
         """The session's process id."""
         self.is_open = False
-        """True while a cell runs: its prints and calls go to the host."""
+        """True while a cell runs, so that its output and its calls are sent to the host."""
 
     def is_session_process(self) -> bool:
-        """Return True if this process is the session itself, and not a child that a cell has
-        forked."""
+        """Return True in the session's own process, and False in a child that a cell has forked."""
         return _getpid() == self.pid
 
     def descriptors(self) -> set[int]:
@@ -155,8 +162,9 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def restart_reading(self) -> None:
-        """Start reading afresh, after the descriptors have been redirected to a new connection
-        under the same numbers."""
+        """Discard buffered input and start reading again. Call this after the descriptors were
+        redirected to a new connection under the same numbers.
+        """
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -166,9 +174,10 @@ class GuestChannel:
     def frame(
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
-        """Build a message frame, and return it as a list of buffers to write. Long data may instead
-        be placed in the shared memory buffers. Raises ValueLimitError if the frame is over a
-        limit."""
+        """Build a message frame and return it as a list of buffers to write. Long data may be
+        placed in the shared memory buffers instead. Raises ValueLimitError if the frame exceeds a
+        limit.
+        """
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -219,9 +228,10 @@ class GuestChannel:
     # -- from the host
 
     def read_lone_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Wait for data and return the header and binary parts of the next frame, if it arrived
-        alone: short, complete and without any data after it. This is the fast path. Otherwise
-        return None, and ``next_buffered_frame`` continues with the data that was read."""
+        """Wait for data and return the next frame if it arrived alone, as its header and binary
+        parts. "Alone" means short, complete and without further data: the fast path. Otherwise
+        return None, so that ``next_buffered_frame`` handles the data.
+        """
         reader = self._reader
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
@@ -236,8 +246,9 @@ class GuestChannel:
         return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Return the header and the binary parts of the next frame, or None if more data must be
-        read first."""
+        """Return the header and the binary parts of the next frame in the buffer. Returns None if
+        more data must be read first.
+        """
         view = self._reader.next()
         if view is None:
             return None
@@ -247,8 +258,9 @@ class GuestChannel:
     def _opened(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        """Decode a frame's JSON header and locate its binary parts, which are in the shared memory
-        buffers or in the frame itself from offset ``end``."""
+        """Decode a frame's JSON header and locate the frame's binary parts. They are either in the
+        shared memory buffers or in the frame itself, from offset ``end`` on.
+        """
         header: dict[str, Any] = _raw_decode(text)[0]
         self._is_soon = "soon" in header
         blobs: list[memoryview] = []
@@ -263,9 +275,10 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host has read them, which is certain when the
-        host answers the call or sends its next request. A fork request proves nothing, since it can
-        arrive at any time."""
+        """Mark the shared buffers as free once the host has certainly read them. That is certain
+        when the host answers the call or sends its next request. A fork request proves nothing,
+        since it can arrive at any time.
+        """
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -280,7 +293,7 @@ class GuestChannel:
         return fds
 
     def has_part(self) -> bool:
-        """Return True if a frame has been read in part."""
+        """Return True if the buffer holds the beginning of an incomplete frame."""
         return self._reader.have > 0
 
     def wait_readable(self) -> None:
@@ -295,8 +308,9 @@ class GuestChannel:
 
 
 def _receiver(fd: int) -> Any:
-    """Return the bound method ``recvmsg`` of the socket with descriptor ``fd``. The socket object
-    stays alive, and the descriptor open, as long as the process."""
+    """Return the bound method ``recvmsg`` of a socket object for descriptor ``fd``. The object is
+    never closed, so the descriptor stays open as long as the process lives.
+    """
     import socket
 
     end = socket.socket(fileno=fd)
@@ -304,12 +318,13 @@ def _receiver(fd: int) -> Any:
 
 
 DROPPED: Any = object()
-"""Marks a ticket whose frame will never arrive."""
+"""Marks a waiter whose frame will never arrive."""
 
 
 class FrameWaiter:
-    """A thread that waits for a frame. Its lock ``wake`` is released when the frame has arrived, or
-    when it is this thread's turn to read from the host."""
+    """A thread that waits for a frame from the host. Its lock ``wake`` is released when the frame
+    has arrived, or when this thread must take over reading from the host.
+    """
 
     __slots__ = ("frame", "wake")
 
@@ -317,7 +332,7 @@ class FrameWaiter:
         self.wake = threading.Lock()
         self.wake.acquire()
         self.frame: Any = None
-        """Header and blobs."""
+        """Header and binary parts, once they have arrived."""
 
     def rouse(self) -> None:
         with contextlib.suppress(RuntimeError):  # it is awake already
@@ -325,8 +340,9 @@ class FrameWaiter:
 
 
 class FrameDispatcher:
-    """A dispatcher that hands each frame from the host to the thread that waits for it: answers to
-    the threads that called the host, and requests to the thread that handles requests."""
+    """A dispatcher that hands each frame from the host to the thread waiting for it. Answers go to
+    the threads that called the host, and requests go to the thread that handles requests.
+    """
 
     __slots__ = (
         "_calls",
@@ -346,8 +362,10 @@ class FrameDispatcher:
         *,
         ends_process: bool,
     ) -> None:
-        """Create a dispatcher for the frames of a channel. ``fork``: called with the id of each
-        request to fork. ``ends_process``: end the process when the host closes the stream."""
+        """Create a dispatcher for the frames of a channel. ``fork`` is called with the id of each
+        request to fork. If ``ends_process`` is true, the process ends when the host closes the
+        stream.
+        """
         self._channel = channel
         self._interrupts = interrupts
         self._fork = fork
@@ -374,12 +392,15 @@ class FrameDispatcher:
         return command
 
     def expect(self, id: int, ticket: FrameWaiter) -> None:
-        """Register a waiting thread for the answer to a call that is about to be sent."""
+        """Register the thread that will wait for the answer to a call. Do this before the call is
+        sent.
+        """
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameWaiter) -> None:
-        """Unregister a thread that no longer waits for a frame. If the thread was interrupted
-        before its frame arrived, another waiting thread takes over reading."""
+        """Unregister a thread that no longer waits for a frame. If its frame has not arrived, the
+        thread was interrupted, so another waiting thread takes over reading.
+        """
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:
@@ -387,8 +408,9 @@ class FrameDispatcher:
             self._pass_on()
 
     def drop_calls(self) -> None:
-        """Wake up all threads that wait for an answer: their cell has ended, so they will get
-        none."""
+        """Wake all threads that wait for an answer, because their cell has ended and they will get
+        none.
+        """
         for ticket in list(self._calls.values()):
             ticket.frame = DROPPED
             ticket.rouse()
@@ -396,7 +418,8 @@ class FrameDispatcher:
 
     def wait(self, ticket: FrameWaiter) -> None:
         """Wait until the frame for this thread has arrived. If no other thread is reading from the
-        host, this thread reads for all of them meanwhile."""
+        host, this thread reads on behalf of all of them.
+        """
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.call_interruptibly(ticket.wake.acquire)
@@ -438,7 +461,7 @@ class FrameDispatcher:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Wake up another waiting thread, so that it reads the stream from now on."""
+        """Wake another waiting thread so that it takes over reading the stream."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

@@ -1,5 +1,5 @@
-"""Convert tables and arrays of a context to pandas and numpy, if the session may import these
-libraries.
+"""Convert the tables and arrays of a context to pandas and numpy objects, if the session may import
+these libraries.
 
     packages=("pandas",)   Table ──> pandas.DataFrame, NumberArray ──> numpy.ndarray
     packages=("numpy",)    NumberArray ──> numpy.ndarray
@@ -81,8 +81,9 @@ def _pandas_values(column: Column) -> Any:
 
 
 def arrow_array(column: Column) -> Any:
-    """Return a column as a pyarrow array that uses the same buffers. The column must start at the
-    beginning of its buffers."""
+    """Return a column as a pyarrow array that shares its buffers. The column must start at the
+    beginning of its buffers.
+    """
     pyarrow = import_module("pyarrow")
 
     kind = column.kind
@@ -138,7 +139,7 @@ def _arrow_type(column: Column, children: list[Any]) -> Any:
 
 
 def arrow_table(table: Table) -> Any:
-    """Return a decoded table as a pyarrow table that uses the same buffers."""
+    """Return a decoded table as a pyarrow table that shares its buffers."""
     pyarrow = import_module("pyarrow")
 
     arrays = [arrow_array(table[name]) for name in table.columns]

@@ -1,5 +1,5 @@
 """The layout and limits of frames, the messages between host and guest. A frame is a JSON header
-followed by binary parts ("blobs"); long blobs go through shared memory buffers instead.
+followed by binary parts ("blobs"). Long blobs are passed through shared memory buffers instead.
 
 This module defines the layout, how much is read or written at once, the maximum size of a frame,
 and the limits on its JSON, which are checked before it is decoded. The guest checks what it is
@@ -43,23 +43,22 @@ from typing import Any
 from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncoder, ValueLimitError
 
 MAX_ITEMS = 500_000
-"""Maximum number of items in all lists and dicts of one frame together."""
+"""Maximum number of items in one frame, summed over all its lists and dicts."""
 MAX_CONTAINERS = 50_000
-"""Maximum number of lists and dicts in one frame; a tuple, set, date, long string or bytes value
-also needs one."""
+"""Maximum number of containers in one frame. A tuple, set, date or long string also counts as one.
+"""
 MAX_KEYS = 100_000
-"""Maximum number of keys of all dicts in one frame together, of those whose keys are all text."""
+"""Maximum number of keys in one frame, summed over all dicts with only text keys."""
 MAX_NESTING = 320
-"""Maximum nesting of a frame's JSON: a value with ``MAX_DEPTH`` levels needs up to three levels of
-JSON for each."""
+"""Maximum nesting of a frame's JSON. Each of a value's ``MAX_DEPTH`` levels needs up to three."""
 MAX_BLOBS = 20_000
 """Maximum number of long strings and bytes values in one frame."""
 MAX_FRAME_OUTPUT = 1 << 20
 """Maximum number of bytes of a cell's output in one frame."""
 _STRING = rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)'
-"""Pattern of a JSON string, even one without an end; matching takes linear time."""
+"""Pattern that matches one JSON string, or an unterminated one, in linear time."""
 _WHOLE_STRINGS = rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+'
-"""Pattern of as many strings as there are up to a limit, and what is between them."""
+"""Pattern that matches up to a limited number of strings, with the text between them."""
 _PIECE_BYTES = 1 << 18
 _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
@@ -67,7 +66,8 @@ _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 def check_json_complexity(text: bytes) -> None:
     """Raise ValueLimitError if JSON text has too many items, containers or keys, or is nested too
-    deeply. This only scans the text a few times at C speed, and decodes nothing."""
+    deeply. The text is scanned a few times at C speed and never decoded.
+    """
     opens = text.count(b"[") + text.count(b"{")
     commas = text.count(b",")
     if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
@@ -93,8 +93,9 @@ def check_json_complexity(text: bytes) -> None:
 
 
 def _bare(text: bytes) -> bytes:
-    """Return JSON text with its strings removed. The text is processed in pieces, so that other
-    threads can run in between."""
+    """Return JSON text with its string literals removed. The text is processed in pieces so that
+    other threads can run in between.
+    """
     string = re.compile(_STRING, re.DOTALL)
     whole_strings = re.compile(_WHOLE_STRINGS, re.DOTALL)
     parts, at = [], 0
@@ -109,8 +110,9 @@ def _bare(text: bytes) -> bytes:
 
 
 def json_complexity(text: bytes) -> tuple[int, int, int]:
-    """Count the items, the containers and the nesting depth of JSON text. An empty container counts
-    as one item."""
+    """Count the items and containers of JSON text, and measure its nesting depth. An empty
+    container counts as one item.
+    """
     bare = _bare(text)
     return *_counted(bare), _nesting(bare)
 
@@ -135,26 +137,24 @@ def check_blob_count(count: int) -> None:
 VERSION = 1
 PREFIX = struct.Struct("<IBI")
 MAX_HEADER = 16 << 20
-"""Maximum size of a frame's JSON in bytes. Long text is not part of it, so this is millions of
-small values."""
+"""Maximum size of a frame's JSON header in bytes. Long text is sent outside the header."""
 MAX_FRAME = 256 << 20
-"""Maximum size of a frame from a guest in bytes. Frames to a guest are limited by its memory and by
-the length prefix."""
+"""Maximum size of a frame from a guest, in bytes. The length prefix limits frames to a guest."""
 LINE_BYTES = 45_000
-"""Number of bytes in one line of base64."""
+"""Number of bytes that one line of base64 encodes."""
 ALIGNMENT = 64
-"""Alignment of buffers in a packed value, as Arrow recommends it."""
+"""Alignment of the buffers in a packed value, in bytes, as Arrow recommends."""
 _MAX_VECTOR = 256
-"""Buffers that one system call writes; Linux takes 1,024."""
+"""Maximum number of buffers that one system call writes. Linux allows 1,024."""
 _CHUNK = 1 << 16
 _RIGHTS_BYTES = 16 + 4 * 253
-"""Size of a control message with the most descriptors that the system passes at once."""
+"""Size of a control message with the maximum number of descriptors that the system passes at once.
+"""
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
 _writev: Any = getattr(os, "writev", None)
-"""Saved before any cell has run. The latter two do not exist on Windows, where no guest runs but
-the host needs the rest of this module."""
+"""Saved before any cell runs. None on Windows, where no guest runs."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
@@ -163,8 +163,9 @@ from_json = json.JSONDecoder().decode
 
 
 def json_bytes(header: Any) -> bytes:
-    """Encode a frame's header as JSON. A lone surrogate, which the text of an error may contain, is
-    replaced by its escape sequence as plain text."""
+    """Encode a frame's header as JSON. A lone surrogate, which the text of an error may contain,
+    becomes a plain-text escape sequence.
+    """
     text = to_json(header)
     try:
         return text.encode()
@@ -178,8 +179,9 @@ def json_bytes(header: Any) -> bytes:
 def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header that reports the end of a cell, if no hook has returned a note. This takes
-    a third of the time of ``json_bytes``."""
+    """Encode the header that reports the end of a cell for which no hook returned a note. This
+    takes a third of the time of ``json_bytes``.
+    """
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -194,8 +196,9 @@ def done_json(
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raise ValueLimitError if a header and its blobs exceed a limit, so that the host would refuse
-    them."""
+    """Raise ValueLimitError if a header and its blobs exceed a limit. The host would refuse such a
+    frame.
+    """
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise ValueLimitError(
@@ -215,9 +218,10 @@ def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
-    """Return the header bytes of a frame, and the offset at which its binary parts begin. The frame
-    is given without its length prefix. Raises ProtocolError if the version or the header's length
-    is wrong."""
+    """Return the header bytes of a frame and the offset at which its binary parts begin. ``view``
+    is the frame without its length prefix. Raises ProtocolError if the version or the header's
+    length is wrong.
+    """
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
         raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
@@ -229,8 +233,9 @@ def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
 def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
-    """Split the end of a buffer, from ``start`` on, into blobs with the given lengths. Raises
-    ProtocolError if the lengths do not match the size of the buffer."""
+    """Split the end of a buffer into blobs of the given lengths, beginning at ``start``. Raises
+    ProtocolError if the lengths do not add up to the size of the buffer.
+    """
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
@@ -243,8 +248,9 @@ def slice_blobs(
 
 
 class FrameReader:
-    """A reader that gets frames from a descriptor, or assembles them from bytes that its owner has
-    read. A long frame is read straight into a separate buffer."""
+    """A reader that assembles frames. It reads from a descriptor, or takes bytes that its owner has
+    read. A long frame is read straight into a separate buffer.
+    """
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
@@ -254,7 +260,7 @@ class FrameReader:
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
-        """Descriptors that were received and not yet taken."""
+        """Descriptors that have arrived and that no caller has taken yet."""
         self.data = bytearray()
         self.have = 0
 
@@ -281,13 +287,14 @@ class FrameReader:
         return view
 
     def missing(self) -> int:
-        """Return how many bytes are missing to complete the current frame, or its length prefix if
-        that is incomplete."""
+        """Return the number of bytes that are missing from the current frame, or from its length
+        prefix.
+        """
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
         return end - self.have
 
     def feed(self, chunk: bytes) -> None:
-        """Add bytes that the owner of this reader has read from the stream."""
+        """Add bytes that the owner of this reader has read from the stream itself."""
         self.data[self.have : self.have + len(chunk)] = chunk
         self.have += len(chunk)
 
@@ -339,8 +346,8 @@ def pack_value(
     value: Any, files: dict[str, Any] | None = None, *, defers: bool = False
 ) -> tuple[list[Any], int]:
     """Encode a single value to bytes. Returns a list of buffers to write one after the other, and
-    the number of characters in all strings of the value. The format is ``u32 header length | header
-    | blobs``.
+    the total length of the value's strings in characters. The format is ``u32 header length |
+    header | blobs``.
 
     ``files`` collects the data of texts that stay in their files, by the digest of the file.
     ``defers``: leave long ASCII texts in the list as they are, which saves a copy of them;
@@ -369,8 +376,8 @@ def pack_value(
 def unpack_value(
     data: Buffer, files: Mapping[str, Any] | None = None, packages: Sequence[str] = ()
 ) -> tuple[Any, int]:
-    """Decode a value that ``pack_value`` has encoded. Returns the value, and the number of
-    characters in all its strings. Raises ProtocolError if the data is malformed.
+    """Decode a value that ``pack_value`` has encoded. Returns the value and the total length of its
+    strings in characters. Raises ProtocolError if the data is malformed.
 
     ``files`` holds the data of texts that stay in their files, by the digest of the file. The
     buffers of tables and arrays are not copied from ``data``; ``packages`` decides the type that
@@ -393,16 +400,18 @@ def unpack_value(
 
 
 def has_aligned_buffers(data: Buffer) -> bool:
-    """Return True if an encoded value has tables or arrays, whose buffers are aligned within the
-    encoded data."""
+    """Return True if an encoded value contains tables or arrays. Their buffers are aligned within
+    the encoded data.
+    """
     end = U32.size + U32.unpack_from(data)[0]
     tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
     return tail.rstrip().endswith(b',"aligned":true}')
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of a value as the host would receive it. Raises TypeError if its type is not
-    supported, and ValueError if it is over a limit."""
+    """Return a copy of a value in the form in which the host would receive it. Raises TypeError if
+    its type is not supported, and ValueError if it exceeds a limit.
+    """
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
@@ -417,17 +426,17 @@ def copy_as_sent_to_host(value: Any) -> Any:
 MIN_BYTES = 1 << 16
 HALF_BYTES = 8 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
-"""The file can never shrink or grow. The jail also seals it against writing, once the file is no
-longer in use."""
+"""Seals with which the file can never shrink or grow. The jail later seals it against writing, too.
+"""
 _MAX_PARTS = 64
 _PIECE = 1 << 16
-"""Text is encoded in pieces of this length: a buffer for all of it would be allocated each time,
-which costs more than the copy."""
+"""Text is encoded in pieces of this many characters, to avoid allocating a large buffer."""
 
 
 class ScratchBuffer:
-    """A reusable buffer that grows as needed, because allocating memory for each message costs more
-    than copying the data."""
+    """A buffer that is reused for many messages and grows as needed. Allocating memory for each
+    message would cost more than copying the data.
+    """
 
     __slots__ = ("_data",)
 
@@ -441,8 +450,9 @@ class ScratchBuffer:
 
 
 class HostGuestSharedMemory:
-    """The shared memory file through which host and guest pass long blobs, as seen from one of the
-    two ends. Each end writes to one half of the file and reads from the other."""
+    """One end of the shared memory file through which host and guest pass long blobs. Each end
+    writes to one half of the file and reads from the other half.
+    """
 
     __slots__ = (
         "_at",
@@ -459,33 +469,34 @@ class HostGuestSharedMemory:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """Open one end of the shared file. ``scratch``: a buffer for ``take`` to read into; the
-        blobs are then valid only until it is used again. Without it, each ``take`` allocates
-        memory."""
+        """Open one end of the shared file. ``scratch`` is a buffer into which ``take`` reads; the
+        blobs are then valid only until the buffer is used again. Without it, each ``take``
+        allocates memory.
+        """
         self.fd = fd
         self._scratch = scratch
         self._at = HALF_BYTES if is_host else 0
         self._from = 0 if is_host else HALF_BYTES
         self._is_used = False
         self.is_free = True
-        """True if the other end has read what this end wrote."""
+        """True once the other end has read everything that this end wrote."""
         self.owed: int | None = None
         """On the host: the id of the frame whose blobs were read and which is not answered yet. The
         guest must not write before the answer; otherwise it could make the host hold half a file of
         data for every few bytes on the socket."""
         self.key = -1
-        """The ``key`` of the last ``try_put``."""
+        """The argument ``key`` of the last ``try_put``."""
         self.put_count = 0
         """Number of writes by this end."""
         self.got = 0
         """Number of reads by this end."""
         self.reported = 0
-        """Last value of ``got`` that was sent to the other end."""
+        """Last value of ``got`` that was reported to the other end."""
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Write blobs (bytes, or ASCII text) for the other end. Returns False, and writes nothing,
-        if they are too short or too long, or if the other end has not read the previous ones
-        yet."""
+        """Write blobs (bytes, or ASCII text) for the other end. Returns False and writes nothing if
+        they are too short or too long, or if the other end has not yet read the previous ones.
+        """
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -499,8 +510,9 @@ class HostGuestSharedMemory:
         return True
 
     def take(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Read the blobs that the other end wrote, given their lengths. Raises ValueError if the
-        file holds less data than that."""
+        """Read blobs of the given lengths that the other end wrote. Raises ValueError if the file
+        holds less data.
+        """
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
             raise ValueError(f"{size:,} bytes in a shared buffer of {HALF_BYTES:,}")
@@ -522,8 +534,8 @@ class HostGuestSharedMemory:
         return blobs
 
     def release_memory(self) -> None:
-        """Give the memory of the file back to the system, if the file was used and has been
-        read."""
+        """Return the file's memory to the system if the file was used and its data has been read.
+        """
         if self._is_used and self.is_free:
             self._is_used = False
             with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read
@@ -543,7 +555,9 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
-    """Yield each buffer as it is, and each ASCII text as buffers of bounded length."""
+    """Yield the blobs as buffers for writing. Each ASCII text becomes several buffers of limited
+    length; other blobs are yielded unchanged.
+    """
     for blob in blobs:
         if isinstance(blob, str):
             yield from (blob[at : at + _PIECE].encode() for at in range(0, len(blob), _PIECE))
@@ -552,8 +566,9 @@ def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
 
 
 def make_file() -> int:
-    """Create the file for shared memory buffers and return its descriptor, or -1 if the platform
-    has no memory files."""
+    """Create the file that holds the shared memory buffers, and return its descriptor. Returns -1
+    if the platform has no memory files.
+    """
     if sys.platform != "linux":
         return -1
     import fcntl  # not on Windows

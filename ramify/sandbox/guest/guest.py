@@ -1,5 +1,5 @@
-"""The main loop of the guest, which runs cells in the sandbox: answer the requests of the host
-until it closes the connection, and send it the calls that cells make.
+"""The main loop of the guest, the code in the sandbox that runs cells. It answers the host's
+requests until the host closes the connection, and sends the calls that cells make to the host.
 
 This module defines what each request does, and what happens before and after a cell. Any thread of
 a running cell may call the host, and an interrupt never leaves a frame half sent. The work itself
@@ -22,8 +22,9 @@ from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, Val
 
 
 class HostError(Exception):
-    """Raised in a cell if a call to the host fails. ``kind`` is the name of the exception class
-    that the host reported, and ``data`` holds its attributes."""
+    """Raised in a cell if its call to the host fails. ``kind`` is the name of the exception class
+    that the host reported, and ``data`` holds that exception's attributes.
+    """
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -35,8 +36,9 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 
 class HostCalls:
-    """A sender for the calls of one session to the host, which numbers them and waits for the
-    answers."""
+    """A sender for the calls that the cells of one session make to the host. It numbers the calls
+    and waits for the answers.
+    """
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
@@ -55,8 +57,9 @@ class HostCalls:
 
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the host by name and return its result. Any thread of a running cell
-        may do so. Raises HostError if the call fails, TypeError if an argument has an unsupported
-        type, and ValueError if the arguments are over a limit."""
+        may do this. Raises HostError if the call fails, TypeError if an argument has an unsupported
+        type, and ValueError if the arguments exceed a limit.
+        """
         if not self._channel.is_session_process():
             raise HostError(
                 "RuntimeError",
@@ -163,14 +166,16 @@ class Guest:
     # -- serving
 
     def record_process(self, memory_limits: tuple[int, int] | None) -> None:
-        """Record the id of this process, which may have been forked since the guest was created,
-        and its memory limits."""
+        """Record this process's id and memory limits. The process may have been forked since the
+        guest was created.
+        """
         self._channel.pid = os.getpid()
         self._memory.limits = memory_limits
 
     def serve(self, *, rehearse: bool = False) -> None:
-        """Answer the host's requests until it closes the connection. ``rehearse``: run an empty
-        cell first to warm up, while no caller is waiting."""
+        """Answer the host's requests until it closes the connection. With ``rehearse``, first run
+        an empty cell to warm up while no caller is waiting.
+        """
         self._mend()
         self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
@@ -188,8 +193,10 @@ class Guest:
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Run an empty cell to write to the memory pages that the first real cell would otherwise
-        have to copy. The cell leaves nothing behind, and its report is not sent to the host."""
+        """Run an empty cell, so that the memory pages that cells write to are copied now and not
+        during the first real cell. The cell leaves nothing behind, and no report is sent to the
+        host.
+        """
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         modules, self.notebook.modules = self.notebook.modules, {}  # their hooks count cells
@@ -252,8 +259,9 @@ class Guest:
         )
 
     def install(self, module: str, source: str, code: Any = None) -> None:
-        """Run the source of a module and bind its names. ``code``: the module, if it has been
-        compiled already."""
+        """Execute a module's source and bind its names in the session. ``code`` is the compiled
+        module, if there is one.
+        """
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
@@ -282,9 +290,10 @@ class Guest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit from a process that a cell has forked and that ran to the end of the cell, since
-        only the original process continues as the session. ``error`` is the cell's error, which is
-        written to the output."""
+        """Exit from a child process that a cell forked and that reached the end of the cell. Only
+        the original process continues as the session. ``error`` is the cell's error, which is
+        written to the output.
+        """
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
@@ -310,9 +319,10 @@ class Guest:
         self._mend_process()
 
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
-        """Build the frame that reports the end of a cell to the host, including the note that hooks
-        may have returned. ``done`` holds the cell's id, value, error, restored names and number of
-        printed characters."""
+        """Build the frame that reports the end of a cell to the host, with the note that hooks may
+        have returned. ``done`` holds the cell's id, value, error, restored names and number of
+        printed characters.
+        """
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
@@ -323,21 +333,23 @@ class Guest:
         return self._channel.frame_from_json(done_json(*done))
 
     def _mend(self) -> None:
-        """Undo the changes of a cell to the interpreter that would keep the guest from finishing
-        the cell."""
+        """Undo the changes that a cell made to the interpreter if they would keep the guest from
+        finishing the cell.
+        """
         self._interpreter.mend_builtins()
         self.notebook.mend_namespace()
         if self._owns_process:
             self._interpreter.mend_streams(self.notebook.module, self.output)
 
     def _mend_process(self) -> None:
-        """Undo the changes of a cell to the process that would break the next cell."""
+        """Undo the changes that a cell made to the process if they would break the next cell."""
         if self._owns_process:
             self._interpreter.restore_fds_and_sigint(self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
-        """Handle SIGINT: raise KeyboardInterrupt in the cell as soon as it is safe. A process that
-        a cell has forked exits."""
+        """Handle SIGINT by raising KeyboardInterrupt in the cell as soon as that is safe. A child
+        process that a cell forked exits instead.
+        """
         if not self._channel.is_session_process():
             os._exit(130)
         if self.interrupts.may_raise():

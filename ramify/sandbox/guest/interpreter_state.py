@@ -22,17 +22,18 @@ with contextlib.suppress(ImportError):
 
 _SIGINT = int(signal.SIGINT)
 _signal: Any = sys.modules["_signal"]
-"""The C functions behind ``signal``, which spends microseconds of every cell on creating enums."""
+"""The C functions behind ``signal``, without the enums that cost microseconds per cell."""
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return the hidden field of a dict in which CPython before 3.13 counts the dict's changes."""
+    """Return the change counter of a dict. It is a hidden field of CPython before 3.13."""
     return ctypes.c_uint64.from_address(id(mapping) + 24)
 
 
 def _counts_changes() -> bool:
-    """Return True if this Python counts the changes of each dict in a hidden field, as CPython
-    before 3.13 does."""
+    """Return True if this Python counts the changes of each dict in a hidden field. CPython before
+    3.13 does.
+    """
     if sys.implementation.name != "cpython":
         return False
     probe: dict[str, Any] = {}
@@ -50,9 +51,10 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def _snapshot() -> tuple[int, dict[str, Any]]:
-    """Return the version number of the builtins, and a copy of them. A forked session reuses the
-    copy that its server made, because copying and comparing write to the reference counts of all
-    builtins, which are spread over a hundred memory pages."""
+    """Return the version number of the builtins, and a copy of them. A forked session reuses its
+    server's copy. Making another would write to the reference counts of all builtins, which are
+    spread over a hundred memory pages.
+    """
     global _taken
     if _VERSION is None:
         return -1, dict(vars(builtins))
@@ -62,8 +64,9 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 
 class InterpreterBaseline:
-    """The interpreter state (builtins and recursion limit) when the guest started, to be restored
-    after each cell."""
+    """The interpreter state at the start of the guest, which is restored after each cell. It
+    consists of the builtins and the recursion limit.
+    """
 
     __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
@@ -80,9 +83,10 @@ class InterpreterBaseline:
             self._seen = _VERSION.value
 
     def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
-        """Restore the standard streams, ``__main__``, the trace and profile functions and the
-        recursion limit, which a cell may have changed. Call this only if the guest has its process
-        to itself."""
+        """Restore the interpreter settings that a cell may have changed: the standard streams,
+        ``__main__``, the trace and profile functions, and the recursion limit. Call this only if
+        the guest has its process to itself.
+        """
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -96,8 +100,9 @@ class InterpreterBaseline:
     def restore_fds_and_sigint(
         self, output: CellOutputSender, on_interrupt: Callable[..., None]
     ) -> None:
-        """Restore the output descriptors and the handling of SIGINT, once the host has the result
-        of the cell."""
+        """Restore the output descriptors and the SIGINT handler. Call this once the host has the
+        result of the cell.
+        """
         output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
@@ -105,14 +110,16 @@ class InterpreterBaseline:
 
 
 class MemoryLimit:
-    """The limits of address space: one for cells, and a slightly larger one for the guest, so that
-    the guest can still report that a cell has used up its memory."""
+    """Two limits of address space: one for cells, and a slightly larger one for the guest. The
+    difference lets the guest report that a cell has run out of memory.
+    """
 
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """Set the limits in bytes of address space, for a cell and for the guest; None means no
-        limits."""
+        """Set the limits for a cell and for the guest, in bytes of address space. None means no
+        limits.
+        """
         self.limits = limits
 
     def allow_cell(self) -> None:
@@ -126,8 +133,9 @@ class MemoryLimit:
 
 
 def complete_builtins() -> None:
-    """Add the builtins that the module ``site`` defines (``exit``, ``quit``, ``help``), since a
-    server that is started without ``site`` lacks them."""
+    """Add the builtins ``exit``, ``quit`` and ``help`` if they are missing. The module ``site``
+    defines them, but the server may have been started without it.
+    """
 
     def exit(code: Any = None) -> None:
         """End the cell."""

@@ -23,23 +23,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 BLOCK_BYTES = 1 << 16
-"""Size of the blocks before each of which the characters and line ends are counted."""
+"""Size of the blocks, in bytes. Characters and line ends are counted up to the start of each."""
 MAX_SLICE_CHARS = 100_000_000
 """Maximum length of a slice, line or match in characters, since it becomes a ``str`` in memory."""
 _PIECE_BYTES = 1 << 22
 _WINDOW_CHARS = 1 << 21
 _AHEAD_CHARS = 1 << 18
-"""Number of characters that a window has after the part in which matches may begin, so that a match
-may end there."""
+"""Characters read beyond the region in which matches may begin, so that a match can extend there.
+"""
 _BEHIND_CHARS = 1 << 10
 _SHOWN = 60
 _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitlines, split"
 
 
 class TextOffsetIndex:
-    """The bytes of a text, with the number of characters and line ends before each block of bytes,
-    so that a character position can be converted to a byte offset quickly. An offset counts bytes;
-    a position counts characters."""
+    """An index from character positions to byte offsets in an encoded text. It stores the number of
+    characters and line ends before each block of bytes. An offset counts bytes, and a position
+    counts characters.
+    """
 
     __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
 
@@ -51,7 +52,8 @@ class TextOffsetIndex:
         encoding: str = "utf-8",
         digest: str = "",
     ) -> None:
-        """Create the index of a text from its bytes and the counts for each block.
+        """Create the index of a text from its bytes and the character and line counts of its
+        blocks.
 
         ``data``: the bytes, as an object that supports ``data[a:b]``. ``chars_at``: the number of
         characters that begin before each block, followed by the total; empty if each byte is one
@@ -73,8 +75,9 @@ class TextOffsetIndex:
         return self._lines_at[-1]
 
     def counts(self) -> tuple[bytes, bytes]:
-        """Return the number of characters, and of lines, before each block, each as an array of
-        64-bit integers in bytes. ``read_count_table`` restores such an array."""
+        """Return the number of characters and the number of lines before each block. Each is an
+        array of 64-bit integers, as bytes. ``read_count_table`` restores such an array.
+        """
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -97,8 +100,9 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
 
     def read_bounded_bytes(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets. Raises ValueError if they are too many to become a
-        ``str`` or a list in memory; ``what`` names the part of the text in that error."""
+        """Return the bytes between two offsets. Raises ValueError if there are too many for a
+        ``str`` or a list in memory. ``what`` names the part of the text in that error.
+        """
         if high - low > 4 * MAX_SLICE_CHARS:
             raise ValueError(
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
@@ -121,7 +125,7 @@ class TextOffsetIndex:
         return number * BLOCK_BYTES + begin + len(text[:left].encode())
 
     def char_at(self, offset: int) -> int:
-        """Convert the byte offset at which a character begins to the position of that character."""
+        """Convert the byte offset of a character to the character's position."""
         if not self._chars_at:
             return offset
         number = offset // BLOCK_BYTES
@@ -137,8 +141,9 @@ class TextOffsetIndex:
         return number * BLOCK_BYTES + len(b"\n".join(block.split(b"\n", left)[:left])) + 1
 
     def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
-        """Yield the byte offsets between ``low`` and ``high`` at which some bytes occur, without
-        overlaps."""
+        """Yield the byte offsets between ``low`` and ``high`` at which ``needle`` occurs.
+        Occurrences do not overlap.
+        """
         at = low
         while at < high:
             piece = self.read_bytes(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
@@ -149,8 +154,9 @@ class TextOffsetIndex:
             at += max(_PIECE_BYTES, begin)
 
     def last_offset_of(self, needle: bytes, low: int, high: int) -> int:
-        """Return the last byte offset between ``low`` and ``high`` at which some bytes occur, or -1
-        if there is none."""
+        """Return the last byte offset between ``low`` and ``high`` at which ``needle`` occurs, or
+        -1 if there is none.
+        """
         at = high
         while at > low:
             begin = max(low, at - _PIECE_BYTES)
@@ -161,7 +167,8 @@ class TextOffsetIndex:
         return -1
 
     def count(self, needle: bytes, low: int, high: int) -> int:
-        """Count how often some bytes occur between two byte offsets, without overlaps."""
+        """Count the occurrences of ``needle`` between two byte offsets. Occurrences do not overlap.
+        """
         if _overlaps_itself(needle):
             return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
@@ -175,8 +182,9 @@ class TextOffsetIndex:
 
 
 def read_count_table(data: Any) -> Sequence[int]:
-    """Restore a table of a ``TextOffsetIndex`` from bytes: the number of characters, or of lines,
-    that precede each block of the file."""
+    """Restore one table of a ``TextOffsetIndex`` from bytes. The table holds the number of
+    characters, or of lines, before each block of the file.
+    """
     return array("Q", bytes(data))
 
 
@@ -291,7 +299,7 @@ class MappedText:
         return found
 
     def count(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Return how often ``sub`` occurs, without overlaps."""
+        """Return the number of occurrences of ``sub``. Occurrences do not overlap."""
         if sub == "\n" and start is None and end is None:
             return self.file.num_line_ends
         needle, start, end = self._needle(sub), *self._range(start, end)
@@ -312,8 +320,9 @@ class MappedText:
         return self.file.text(max(0, len(self) - longest), len(self)).endswith(suffix)
 
     def splitlines(self, keepends: bool = False) -> MappedLines:
-        """Return the lines, which end at ``\\n`` or ``\\r\\n``. Each line is read from the file
-        when it is used."""
+        """Return the lines as a list-like object. Lines end at ``\n`` or ``\r\n``, and each is read
+        from the file only when it is used.
+        """
         return MappedLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
@@ -355,8 +364,9 @@ class MappedText:
 
     @property
     def buffer(self) -> memoryview:
-        """The encoded bytes of the text, for use with ``re`` and patterns of bytes. Positions in it
-        count bytes."""
+        """The encoded bytes of the text, to be searched with ``re`` and bytes patterns. Positions
+        in it count bytes.
+        """
         data = self.file.data
         if not isinstance(data, memoryview):
             raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
@@ -385,13 +395,15 @@ class MappedText:
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
         """Convert the arguments ``start`` and ``end`` of ``find`` to positions. A start beyond the
-        end of the text is kept, as for a ``str``, so that not even an empty text is found there."""
+        end of the text is kept, so that ``find("")`` returns -1 there, as for a ``str``.
+        """
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Encode the text to search for in the encoding of the file. Returns None if that encoding
-        cannot represent it."""
+        """Encode a text to search for in the file's encoding. Returns None if that encoding cannot
+        represent the text.
+        """
         if not isinstance(sub, str):
             raise TypeError(f"must be str, not {type(sub).__name__}")
         try:
@@ -465,8 +477,9 @@ class MappedLines(Sequence[str]):
     def __init__(
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """Create the list of lines of a file. ``is_split``: return the parts of ``split("\\n")``
-        instead of lines; these keep ``\\r``, and the last one may be empty."""
+        """Create the list of lines of a file. With ``is_split``, its items are the parts of
+        ``split("\n")`` instead: they keep ``\r``, and the last one may be empty.
+        """
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -524,12 +537,13 @@ class MappedLines(Sequence[str]):
         return [*map(self._line, ended), self._line(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the last line ends with a line end, or if the text is empty."""
+        """Return True if the text is empty or ends with a line end."""
         size = self._file.num_bytes
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Split bytes of the file into decoded lines. The bytes must end with a line end."""
+        """Decode bytes of the file and split them into lines. The bytes must end with a line end.
+        """
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:

@@ -1,4 +1,4 @@
-"""Run the cells of a session in a live namespace, as a notebook does.
+"""Run the cells of a session in a live namespace, like a Jupyter kernel.
 
 This module defines what a cell sees: a true ``__main__``, reserved names that are restored after
 each cell, and modules that the host has installed. It evaluates the last expression of a cell,
@@ -33,8 +33,9 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten a text to its beginning and end, with a note on how many characters are missing
-    between them. A text within the limit is returned unchanged."""
+    """Shorten a text to its beginning and end. A note between them says how many characters are
+    missing. A text within the limit is returned unchanged.
+    """
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -42,8 +43,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """Return ``repr(value)`` with a bounded length. Never raises an Exception, even if the value's
-    own ``__repr__`` does, and never copies a long string."""
+    """Return ``repr(value)``, shortened to a limited length. Never raises an Exception, even if the
+    value's own ``__repr__`` does, and never copies a long string.
+    """
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
@@ -56,8 +58,9 @@ def safe_repr(value: Any) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return ``str(error)``, or a note if that fails, as it may for an exception class that was
-    defined in a cell."""
+    """Return ``str(error)``, or a note if that fails. It may fail for an exception class that was
+    defined in a cell.
+    """
     try:
         return "".join([str(error), ""])
     except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
@@ -65,8 +68,9 @@ def error_text(error: BaseException) -> str:
 
 
 def format_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """Format the traceback of an error for the author of the cell, without the frames of the guest
-    and of the files in ``hidden``."""
+    """Format the traceback of an error for the author of the cell. Frames of the guest and of the
+    files in ``hidden`` are left out.
+    """
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     visited: set[int] = set()
     stack = [shown]
@@ -110,8 +114,8 @@ _ASSIGNMENT = re.compile(
 
 
 def ends_in_assignment(source: str) -> bool:
-    """Return True if the cell certainly ends in an assignment on one line, so that it has no value
-    to echo. False means that this is not certain.
+    """Return True if the cell certainly ends in a one-line assignment, and so has no value to echo.
+    False means that this is not certain.
 
     Cells with triple-quoted strings or backslashes give False. In all others only brackets continue
     a statement on the next line. So a last line whose brackets are balanced is a statement by
@@ -128,8 +132,9 @@ def ends_in_assignment(source: str) -> bool:
 
 
 class CompiledCell:
-    """The compiled code of a cell, in two parts: everything before the last expression, and the
-    last expression, whose value is echoed."""
+    """The compiled code of a cell: the statements before the last expression, and that expression.
+    Its value is echoed.
+    """
 
     __slots__ = ("body", "flags", "last")
 
@@ -161,8 +166,10 @@ class CompiledCell:
 
 
 def compile_or_load_module(source: str, name: str, code: Any = None) -> types.CodeType:
-    """Compile the source of a module, or load it from ``code`` if the host has compiled it already
-    (in marshal format, by the same version of Python). A code object is returned unchanged."""
+    """Compile the source of a module. If the host has compiled it already, load that code from
+    ``code`` instead, in marshal format and from the same version of Python. A code object is
+    returned unchanged.
+    """
     if isinstance(code, types.CodeType):
         return code
     if code:
@@ -175,7 +182,7 @@ _CO_COROUTINE = 0x80
 _MISSING = object()
 _NAMED: dict[type, str] = {CodecError: "TypeError", ValueLimitError: "ValueError"}
 Outcome = tuple[str | None, str | None]
-"""Result of a cell: its echo, and its error as text."""
+"""Result of a cell: the echo of its last value, and its error, both as text or None."""
 
 
 class GuestNotebook:
@@ -206,17 +213,18 @@ class GuestNotebook:
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
         self.builtins: types.ModuleType = builtins
-        """The module that cells see as ``builtins``; a guest that shares its process may set
-        another one."""
+        """The module that cells see as ``builtins``. A guest that shares its process may replace
+        it.
+        """
         self.namespace["__builtins__"] = builtins
         self.loop: Any = None
-        """Event loop for cells with a top-level ``await``; once created, it lives as long as the
-        session."""
+        """Event loop for cells with a top-level ``await``. Once created, it lives as long as the
+        session.
+        """
         self.evaluate: Callable[[str, str], Outcome] = self._evaluate
-        """Runs source under a name; an installed module may replace it. Its exceptions count as the
-        cell's."""
+        """Runs a cell's source under a file name. An installed module may replace this function."""
         self.hidden: set[str] = set()
-        """Files that tracebacks do not show, in addition to the guest's own."""
+        """Files that tracebacks leave out, in addition to the guest's own."""
         self._flags = 0
         self.reserved: dict[str, Any] = {}
         """Names that are restored after each cell, with their values."""
@@ -266,8 +274,9 @@ class GuestNotebook:
     def install(
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
-        """Execute source code as a module, and bind the names in its ``__all__`` as reserved names.
-        A module that was installed under the same name is replaced, with the names that it added.
+        """Execute source code as a module and bind the names in its ``__all__`` as reserved names.
+        It replaces a module that was installed under the same name, and removes the names which
+        that module had added.
 
         ``host_names``: variables for the module's namespace, in addition to this notebook and the
         namespace of the cells. ``code``: the module, if it has been compiled already.
@@ -291,15 +300,16 @@ class GuestNotebook:
 
     @property
     def has_after_cell_hooks(self) -> bool:
-        """True if installed modules may have code to run after a cell."""
+        """True if an installed module may have code to run after each cell."""
         return bool(self.modules)
 
     def run_after_cell_hooks(
         self, encoder: ValueEncoder, error: str | None
     ) -> tuple[Any, str | None]:
-        """Call the ``after_cell`` hook of each installed module and return the encoded results,
-        with the error of the cell or, if it had none, of a hook. The hooks see the names as the
-        cell left them."""
+        """Call the ``after_cell`` hook of each installed module and return the encoded results.
+        Also return the error of the cell, or else that of a hook. The hooks see the namespace as
+        the cell left it.
+        """
         notes: dict[str, Any] = {}
         for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")
@@ -316,8 +326,9 @@ class GuestNotebook:
     # -- a cell
 
     def execute(self, source: str, name: str) -> Outcome:
-        """Run a cell and return its echoed value and its error. Every part of this can be
-        interrupted, including the formatting of a value or of an exception."""
+        """Run a cell and return its echoed value and its error. An interrupt may arrive at any
+        point, even while a value or an exception is formatted.
+        """
         try:
             self._interrupts.is_live = True
             try:

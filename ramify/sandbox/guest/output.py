@@ -1,4 +1,4 @@
-"""Collect the output of cells and send it to the host.
+"""Collect what cells print and send it to the host.
 
 Prints arrive through ``SessionStdStream`` and are stored in a spool until the host has them.
 ``HeadTailBuffer`` decides which bytes of an overlong stream are kept. Up to a limit, the host gets
@@ -42,8 +42,9 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Empty the buffer. Returns its content, and how many bytes before it were discarded since
-        the last call."""
+        """Empty the buffer. Returns its content, and how many bytes were discarded before it since
+        the last call.
+        """
         joined = b"".join(self._parts)
         tail = joined[-self._limit :]
         lost = self.lost + len(joined) - len(tail)
@@ -52,7 +53,7 @@ class TailBuffer:
         return tail, lost
 
     def drop(self) -> None:
-        """Discard everything."""
+        """Discard the content, which then counts as lost."""
         self.lost += self._size
         self._parts.clear()
         self._size = 0
@@ -76,8 +77,9 @@ class HeadTailBuffer:
         self._tail = TailBuffer(self._half)
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
-        """Add the next bytes of the stream. ``skipped``: the number of bytes just before them that
-        are already lost."""
+        """Add the next bytes of the stream. ``skipped`` is the number of bytes just before them
+        that were already lost.
+        """
         if skipped:
             self._tail.drop()
             self._tail.lost += skipped
@@ -89,8 +91,9 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """Return the content as text. If something was left out, a line in the middle says how many
-        characters; ``chars`` is the number of characters in the whole stream."""
+        """Return the content as text. If the middle was left out, a line there says how many
+        characters are missing. ``chars`` is the number of characters in the whole stream.
+        """
         if not (self._head or self._tail.lost or len(self._tail)):
             return ""
         tail = bytes(self._tail)
@@ -105,7 +108,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _without_partial_end(data: bytes) -> bytes:
-    """Return UTF-8 bytes without an incomplete character at the end."""
+    """Return UTF-8 bytes without the incomplete character at their end, if there is one."""
     body = data.rstrip(_CONTINUATION)
     if (
         body
@@ -118,12 +121,12 @@ def _without_partial_end(data: bytes) -> bytes:
 
 _CHUNK = 1 << 16
 _write = os.write
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace it."""
 
 
 class FileOutputSpool:
-    """An anonymous file that receives a session's standard output and standard error (descriptors 1
-    and 2) in their true order.
+    """An anonymous file that receives a session's standard output and standard error. Both
+    descriptors (1 and 2) write to it, so their order is preserved.
 
     The file is truncated after a long output was sent. If the host has the file open too, the
     output of a killed session is not lost: the host continues to read from the offset ``at``.
@@ -141,7 +144,7 @@ class FileOutputSpool:
             data = data[_write(self.fd, data) :]
 
     def take(self) -> Iterator[bytes]:
-        """Yield the output since the last call, in pieces."""
+        """Yield the output written since the last call, in pieces."""
         end = os.lseek(self.fd, 0, os.SEEK_END)
         while self.at < end:
             data = os.pread(self.fd, min(end - self.at, _CHUNK), self.at)
@@ -153,15 +156,17 @@ class FileOutputSpool:
             self.at = 0
 
     def attach(self) -> None:
-        """Redirect the descriptors 1 and 2 to this file again, because a cell may have closed or
-        redirected them."""
+        """Redirect descriptors 1 and 2 to this file again. A cell may have closed or redirected
+        them.
+        """
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 
 
 class InProcessOutputSpool:
-    """A store for output in memory, for a session that shares its process with others. It receives
-    only what Python code prints."""
+    """An in-memory store for a session's output, for sessions that share one process. It receives
+    only what Python code prints, not what C code or child processes write.
+    """
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
@@ -181,8 +186,9 @@ class InProcessOutputSpool:
 
 
 class SessionStdStream(io.TextIOBase):
-    """The object that a session uses as ``sys.stdout`` or ``sys.stderr``. Both write to the same
-    place, so that their order is kept."""
+    """The replacement for ``sys.stdout`` and ``sys.stderr`` in a session. Both write to the same
+    place, so that the order of their output is preserved.
+    """
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -206,15 +212,16 @@ class SessionStdStream(io.TextIOBase):
         return self._number
 
     def reconfigure(self, **_: Any) -> None:
-        """Accept and ignore any settings, since scripts for terminals call this method. A session
-        always prints UTF-8."""
+        """Accept and ignore all settings. Terminal scripts call this method, but a session always
+        prints UTF-8.
+        """
 
     def close(self) -> None:
         """Do nothing, since the streams of a session stay open."""
 
 
 class _Bytes(io.BufferedIOBase):
-    """``sys.stdout.buffer``."""
+    """The binary layer of a session's output stream, as in ``sys.stdout.buffer``."""
 
     def __init__(self, put: Callable[[bytes], None]) -> None:
         self._put = put
@@ -235,12 +242,13 @@ FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace it."""
 
 
 class CellOutputSender:
-    """The output of the running cell on its way to the host, and the output of the last cell that
-    ended."""
+    """A sender for the output of the running cell. It also keeps the output of the last cell that
+    ended.
+    """
 
     __slots__ = (
         "_channel",
@@ -274,7 +282,7 @@ class CellOutputSender:
         self._interrupts = interrupts
         self._max_bytes = max_bytes
         self._ended: tuple[HeadTailBuffer, int] | None = None
-        """Output of the last cell that ended and its characters; None if it printed nothing."""
+        """Output and number of characters of the last finished cell; None if it printed nothing."""
         self._is_unused = False
         """True if this cell has printed nothing so far."""
         self.begin()
@@ -287,7 +295,7 @@ class CellOutputSender:
             return
         self._is_unused = True
         self.chars = 0
-        """Number of characters that the cell printed and that were taken."""
+        """Number of characters that the cell has printed and that were collected."""
         self._sent = 0
         self._count = _Utf8("replace").decode
         self._full_output = HeadTailBuffer(16 * self._max_bytes)
@@ -299,13 +307,15 @@ class CellOutputSender:
         self._ended = None if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
-        """Return the output of the last cell that ended, up to 16 times the length that the host
-        keeps. A hook that runs after a cell gets the output of that cell."""
+        """Return the output of the last finished cell, up to 16 times the length that the host
+        keeps. A hook that runs after a cell gets that cell's output.
+        """
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
-        """Store printed bytes, and send the output to the host if enough output or enough time has
-        accumulated."""
+        """Store printed bytes. Send the output to the host if enough bytes or enough time have
+        accumulated.
+        """
         try:
             self.spool.write(data)
         except OSError:  # other processes have filled the file
@@ -316,8 +326,9 @@ class CellOutputSender:
             self.flush()
 
     def flush(self) -> None:
-        """Send the output so far to the host, if a cell is running and no other thread is
-        sending."""
+        """Send the collected output to the host, unless no cell is running or another thread is
+        already sending.
+        """
         channel = self._channel
         if not channel.is_open or not channel.is_session_process():
             return
@@ -333,8 +344,9 @@ class CellOutputSender:
             self._interrupts.end_deferring(before)
 
     def take_frames(self, final: bool) -> list[Buffer]:
-        """Collect the output so far, and build the frames that must be sent to the host now. The
-        caller must hold the lock ``GuestChannel.sending``."""
+        """Collect the output since the last call and build the frames that must be sent to the host
+        now. The caller must hold the lock ``GuestChannel.sending``.
+        """
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():

@@ -1,5 +1,5 @@
-"""Tables and arrays that are part of a context. Their values stay in the buffers in which they
-arrive.
+"""Tables and arrays that are part of a context. Their values are not copied, but stay in the
+buffers in which they arrive.
 
     host: a DataFrame ──convert_to_context.py──> Table ──values.py──> buffers in a memory file
     session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
@@ -49,7 +49,7 @@ _EPOCH = datetime.datetime(1970, 1, 1)
 _DAY_ZERO = _EPOCH.toordinal()
 _DATA = {"number": 1, "bool": 1, "text": 2, "bytes": 2, "date": 1, "timestamp": 1}
 _DATA |= {"time": 1, "duration": 1, "decimal": 1, "list": 1, "map": 1}
-"""Kind -> number of buffers after the validity bits. Kinds that are not listed have none."""
+"""Kind of column -> number of data buffers after the validity bits. Unlisted kinds have none."""
 _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
@@ -69,8 +69,9 @@ class Column(Sequence[Any]):
         children: Sequence[Column] = (),
         start: int = 0,
     ) -> None:
-        """Create a column over existing buffers. ``type``: the name of the type in Arrow, such as
-        ``int64``. ``start``: the index of the first value in the buffers."""
+        """Create a column over existing buffers. ``type`` is the Arrow name of the type, such as
+        ``int64``. ``start`` is the index of the first value in the buffers.
+        """
         self.kind = kind
         self.type = type
         self.info = info
@@ -82,8 +83,7 @@ class Column(Sequence[Any]):
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError if buffers or child columns are missing, or if the length is
-        negative."""
+        """Raise ValueError if a buffer or child column is missing, or if the length is negative."""
         children = _CHILDREN.get(self.kind, len(self.info) if self.kind == "struct" else 0)
         if len(self.buffers) != 1 + _DATA.get(self.kind, 0) or len(self.children) != children:
             raise ValueError(f"a column of kind {self.kind!r:.20} without all its buffers")
@@ -117,7 +117,7 @@ class Column(Sequence[Any]):
         return self.values(0, self._length)
 
     def values(self, start: int, stop: int) -> list[Any]:
-        """Decode a range of rows and return its values."""
+        """Decode the values of a range of rows."""
         if start == stop:
             return []
         start, stop = start + self._start, stop + self._start
@@ -206,7 +206,7 @@ class Column(Sequence[Any]):
     # --- sending
 
     def sliced(self, start: int, stop: int) -> Column:
-        """Return a range of rows as a column that uses the same buffers."""
+        """Return a range of rows as a column that shares the same buffers."""
         return Column(
             self.kind,
             self.type,
@@ -218,8 +218,9 @@ class Column(Sequence[Any]):
         )
 
     def compact(self) -> Column:
-        """Return an equal column whose buffers contain nothing before its first value and nothing
-        after its last."""
+        """Return an equal column with trimmed buffers. They contain nothing before the first value
+        and nothing after the last.
+        """
         start, stop, kind, info = self._start, self._start + self._length, self.kind, self.info
         bits = self.buffers[0] if self.buffers else None
         buffers: list[memoryview | None] = [_cut_bits(bits, start, stop)]
@@ -261,7 +262,7 @@ class Column(Sequence[Any]):
 
     @property
     def num_chars(self) -> int:
-        """The approximate number of characters of all values, written as text."""
+        """The approximate length of all values in characters, if they were written as text."""
         if self.kind == "text" and self._length and self.buffers[1] is not None:
             size = _SIZES[self.info]
             ends = [
@@ -296,7 +297,7 @@ class Table:
 
     @property
     def num_chars(self) -> int:
-        """The approximate number of characters of all values, written as text."""
+        """The approximate length of all values in characters, if they were written as text."""
         return sum(column.num_chars for column in self._columns.values())
 
     def __len__(self) -> int:
@@ -354,9 +355,10 @@ class NumberArray(Sequence[Any]):
     __slots__ = ("_char", "buffer", "dtype", "shape")
 
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
-        """Create an array over a buffer, whose numbers are in row-major (C) order. ``char``: their
+        """Create an array over a buffer whose numbers are in row-major (C) order. ``char`` is their
         format character in the module ``struct``. Raises ValueError if the buffer's size does not
-        fit the shape."""
+        fit the shape.
+        """
         self.dtype = dtype
         self._char = char
         self.shape = tuple(shape)

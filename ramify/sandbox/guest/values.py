@@ -1,5 +1,5 @@
 """Encode the values that host and session exchange as JSON, with tags for types that JSON lacks.
-Long strings and bytes are not part of the JSON, but are sent after it.
+Long strings and bytes are sent after the JSON as binary parts.
 
 Values are supported by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict,
 set, frozenset, date, time, datetime and timedelta. A time zone becomes its offset; an OrderedDict,
@@ -25,30 +25,29 @@ from .mapped_text import MappedText, TextOffsetIndex, read_count_table
 from .tables import Column, NumberArray, Table
 
 REFERRING_CALL = "rlm_query_batched"
-"""The call to the host that may give back texts in files, as contexts of children: by reference."""
+"""The one call to the host that may return texts in files by reference, as contexts of child calls.
+"""
 MAX_INT_DIGITS = 4000
-"""Maximum number of decimal digits of an integer. Python itself writes 4,300, and JSON readers
-count the sign too."""
+"""Maximum number of decimal digits of an integer. Python's own limit is 4,300."""
 VALUE_CHARS = 100_000
-"""Maximum length of the text that shows a value or one exception."""
+"""Maximum length in characters of a displayed value or of one exception."""
 MAX_EQUAL_HASHES = 2000
-"""Maximum number of keys in one set or dict whose hash equals that of another key: each is compared
-with all the others."""
+"""Maximum number of keys of one set or dict that share their hash with another key."""
 _INT_END = 10**MAX_INT_DIGITS
 _MAX_HEX = len(hex(-_INT_END))
 _FEW_KEYS = 32
-"""Up to this number, keys are not checked: comparing each with all others costs little."""
+"""Sets and dicts up to this size are not checked, since their collisions cost little."""
 _SALTED = {str, bytes}
-"""Types whose hash a session cannot predict."""
+"""Types whose hashes are salted, so that a session cannot predict them."""
 _PIECE = 256
 """Number of keys that are hashed between two checks of the clock."""
 _SLOW_S = 0.002
-"""CPU time of a piece whose keys collide: twenty times that of keys without collisions."""
+"""CPU time that marks a piece as slow: twenty times that of keys without collisions."""
 _MAX_SLOW = 16
 
 
 class ValueLimitError(ValueError):
-    """Raised if a value from a session is over a limit. The message names the limit."""
+    """Raised if a value from a session exceeds a limit. The message names the limit."""
 
 
 def check_int(value: int) -> int:
@@ -61,16 +60,18 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse a hexadecimal integer as written by ``hex``. Raises ValueLimitError, before the integer
-    is created, if there are too many digits."""
+    """Parse a hexadecimal integer that ``hex`` has written. Raises ValueLimitError if there are too
+    many digits, before the integer is created.
+    """
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
 
 
 class HashCollisionCheck:
-    """A check that protects the host from sets and dicts whose keys were chosen to have equal
-    hashes, which are slow to build. One object checks all sets and dicts of one value.
+    """A check that protects the host from hash collision attacks. A session could choose keys with
+    equal hashes, which make sets and dicts slow to build. One object checks all sets and dicts of
+    one value.
 
     ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
     items. So a session can choose keys that collide: a set of 40,000 multiples of that number takes
@@ -90,8 +91,9 @@ class HashCollisionCheck:
             self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
 
     def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
-        """Add keys, with values for a dict, to an empty set or dict and return it. Raises
-        ValueLimitError if too many hashes are equal, or if adding takes too long."""
+        """Add keys to an empty set, or keys and values to an empty dict, and return it. Raises
+        ValueLimitError if too many hashes are equal, or if adding takes too long.
+        """
         self.check(keys)
         add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
@@ -121,8 +123,9 @@ class HashCollisionCheck:
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
     """Call ``add`` on all items, some at a time, and raise ValueLimitError if that is slow too
-    often. Keys with distinct hashes can still collide in one place of the hash table. Only the
-    clock shows this, and only for tens of thousands of keys."""
+    often. Even keys with distinct hashes can collide in the hash table, which shows only in the
+    time that adding takes.
+    """
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()
@@ -139,7 +142,7 @@ Buffer = Any
 
 TAG = "$"
 INLINE_CHARS = 4096
-"""Longer strings are sent as blobs."""
+"""Strings longer than this are sent as binary parts."""
 MAX_DEPTH = 100
 """Maximum nesting of one value."""
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
@@ -154,8 +157,9 @@ class ProtocolError(Exception):
 
 
 class CodecError(TypeError):
-    """Raised for a value that cannot be encoded. ``what`` describes the problem, and ``path`` is
-    the position of the unsupported part within the value, innermost step first."""
+    """Raised for a value that cannot be encoded. ``what`` describes the problem. ``path`` is the
+    position of the unsupported part within the value, innermost step first.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -171,8 +175,9 @@ class CodecError(TypeError):
 
 
 def type_name(kind: type) -> str:
-    """Return the name of a type for an error message, without its module if that is ``builtins`` or
-    ``__main__``."""
+    """Return the name of a type for an error message. The module is left out if it is ``builtins``
+    or ``__main__``.
+    """
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -190,8 +195,9 @@ def _is_utf8(text: str) -> bool:
 
 
 class ValueEncoder:
-    """An encoder that converts values to data that JSON can represent. Long strings and bytes are
-    collected in the list ``blobs`` instead."""
+    """An encoder that converts Python values to data that JSON can represent. It collects long
+    strings and bytes in the list ``blobs`` instead.
+    """
 
     __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
@@ -202,9 +208,9 @@ class ValueEncoder:
         bounded: bool = False,
         files: dict[str, Any] | None = None,
     ) -> None:
-        """Create an encoder. ``defers``: keep long ASCII texts as str in ``blobs`` (one byte per
-        character), for a caller that encodes them piece by piece. ``bounded``: the value comes from
-        a session, so raise ValueLimitError if the host would refuse to decode it.
+        """Create an encoder. With ``defers``, long ASCII texts stay str in ``blobs``, for a caller
+        that encodes them piece by piece. With ``bounded``, the value comes from a session: raise
+        ValueLimitError if the host would refuse to decode it.
 
         ``files``: a dict that collects the data of texts that stay in their files, by the digest of
         the file. If it is None, such a text raises CodecError.
@@ -216,7 +222,7 @@ class ValueEncoder:
         self.chars = 0
         """Number of characters in all strings so far."""
         self.tags = False
-        """True if any part needs more than JSON decoding."""
+        """True if some part of the value needs tags, and not only JSON."""
         self.has_buffers = False
         """True if some of the blobs are buffers of tables or arrays."""
 
@@ -267,7 +273,7 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Return True if JSON can represent all items as they are. This is checked at C speed."""
+        """Return True if JSON can represent all items unchanged. The check runs at C speed."""
         kinds = set(map(type, items))
         if kinds == {str}:
             if max(map(len, items)) > INLINE_CHARS or not _is_utf8("".join(items)):
@@ -324,8 +330,9 @@ class ValueEncoder:
         raise CodecError(f"a value of type {type_name(kind)}")
 
     def _buffers(self, value: Any) -> Any:
-        """Encode a table or an array, whose buffers are added to ``blobs`` without a copy. Raises
-        CodecError if it would be sent from a session, which must send a plain list instead."""
+        """Encode a table or an array, and add its buffers to ``blobs`` without a copy. Raises
+        CodecError in a session, which must send a plain list instead.
+        """
         if self._keys is not None:
             remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
             raise CodecError(f"a {type(value).__name__} (send the part that is needed: {remedy})")
@@ -353,8 +360,9 @@ class ValueEncoder:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """Return the items of a set in sorted order if they can be compared, so that the order does not
-    depend on the process."""
+    """Return the items of a set in sorted order if they can be compared. The order then does not
+    depend on the process.
+    """
     try:
         return sorted(items)
     except TypeError:
@@ -362,8 +370,9 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Format a dict's key for the path in an error message. The result is short, and safe even if
-    the key's own repr misbehaves."""
+    """Format a dict's key for the path in an error message. The result is short, and an error in
+    the key's own ``__repr__`` does no harm.
+    """
     return (
         repr(key)[:40]
         if type(key) in (str, int, float, bool, bytes, type(None))
@@ -372,15 +381,17 @@ def _show_key(key: Any) -> str:
 
 
 class FileDigest(NamedTuple):
-    """A stand-in for a text in a file that a session has sent back to the host: only the digest of
-    the file."""
+    """A reference to a text in a file, which a session sends back to the host as the file's digest
+    only.
+    """
 
     digest: str
 
 
 class ValueDecoder:
-    """A decoder that restores the values that a ``ValueEncoder`` has encoded. Each blob may be used
-    only once, so that a small header cannot produce a huge value."""
+    """A decoder for values that a ``ValueEncoder`` has encoded. Each blob may be used only once, so
+    that a small header cannot produce a huge value.
+    """
 
     __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
@@ -393,9 +404,9 @@ class ValueDecoder:
         packages: Sequence[str] = (),
         refers: bool = False,
     ) -> None:
-        """Create a decoder. ``bounded``: the value comes from a session, so raise ProtocolError if
-        it exceeds a limit. ``packages``: the packages that the session may import, which decide the
-        type that a table is decoded to.
+        """Create a decoder. With ``bounded``, the value comes from a session: raise ProtocolError
+        if it exceeds a limit. ``packages`` are the packages that the session may import; they
+        decide which type a table is decoded to.
 
         ``files``: the data of texts that stay in their files, by the digest of the file.
         ``refers``: decode such a text as a ``FileDigest`` when a session gives it back.
@@ -517,14 +528,16 @@ class ValueDecoder:
 
 
 def blobs_as_bytes(blobs: Sequence[Any]) -> list[Buffer]:
-    """Return a list of blobs with all texts encoded as bytes. An encoder that was created with
-    ``defers`` leaves long texts unencoded."""
+    """Return a list of blobs with all texts encoded as bytes. An encoder created with ``defers``
+    leaves long texts as str.
+    """
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def roundtrip_copy(value: Any) -> Any:
-    """Return a copy of a value as the other end of the connection would receive it. Raises
-    TypeError if the value cannot be encoded."""
+    """Return a copy of a value in the form in which the other end of the connection would receive
+    it. Raises TypeError if the value cannot be encoded.
+    """
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)
