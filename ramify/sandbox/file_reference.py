@@ -31,8 +31,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 class TextCounts(msgspec.Struct, frozen=True):
     """The encoding of a text file, with character and line counts for each block of the file. One
-    pass over the bytes finds all of them.
-    """
+    pass over the bytes finds all of them."""
 
     encoding: str
     """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
@@ -40,23 +39,20 @@ class TextCounts(msgspec.Struct, frozen=True):
     """Length of the byte order mark, in bytes."""
     chars_at: array[int]
     """Characters that begin before each block, and the total at the end. Empty if all are one byte
-    long.
-    """
+    long."""
     lines_at: array[int]
     """Line ends before each block, and the total at the end."""
 
 
 class FileReferenceReader:
     """A reader for one file that a context refers to. It opens the file again for each read, so a
-    context may refer to more files than a process can keep open.
-    """
+    context may refer to more files than a process can keep open."""
 
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
         """Create a reader for the file. ``start`` is the byte offset of the text: 0, or the length
-        of the byte order mark.
-        """
+        of the byte order mark."""
         self.reference = reference
         self.start = start
 
@@ -81,8 +77,7 @@ class FileReferenceReader:
 
     def open(self) -> int:
         """Open the file and return its descriptor. Raises SourceError if the file is missing or has
-        changed since it was first read.
-        """
+        changed since it was first read."""
         fd = _open(self.reference)
         now = os.fstat(fd)
         if not _may_be_same(self.reference, now):
@@ -94,8 +89,7 @@ class FileReferenceReader:
 def check_content_unchanged(reference: FileReference) -> FileReference:
     """Raise SourceError if a file is missing or its content has changed. Otherwise return its
     reference with the current modification time. The content is hashed again only if the size or
-    the time differs.
-    """
+    the time differs."""
     fd = _open(reference)
     try:
         now = os.fstat(fd)
@@ -116,8 +110,7 @@ def count_text(
 ) -> tuple[FileReference, TextCounts]:
     """Hash an open text file and count its characters and line ends, in one pass. The counts are
     recorded at the start of each block. ``on_bytes`` is called with the number of bytes read so
-    far.
-    """
+    far."""
     import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
@@ -185,8 +178,7 @@ def _open(reference: FileReference) -> int:
 def _read(fd: int, at: int, num_bytes: int) -> bytes:
     """Read ``num_bytes`` from the file, or fewer at its end. This repeats ``pread``, because a
     single call may return fewer bytes even in the middle of a file, which would shift all later
-    blocks.
-    """
+    blocks."""
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
         parts.append(part)
@@ -196,8 +188,7 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
     """Return False if a file's size and time prove that it has changed. A longer file counts as
-    possibly unchanged, because data may only have been appended.
-    """
+    possibly unchanged, because data may only have been appended."""
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

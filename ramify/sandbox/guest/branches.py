@@ -34,22 +34,19 @@ _EPERM = 1
 class JailForkFunctions(NamedTuple):
     """The functions that a session in the jail calls when it forks. The jail is the sandbox that
     the kernel confines. After the fork, each of the two processes gets its own connection to the
-    host.
-    """
+    host."""
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
     """Close all descriptors, then receive those of a new private connection under the given
-    numbers.
-    """
+    numbers."""
     settle: Callable[[], None]
     """Called once in the new branch, after the fork."""
 
 
 class GuestBranches:
     """The methods with which a session forks itself into branches. A branch is a copy of the
-    session's process that continues independently.
-    """
+    session's process that continues independently."""
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
@@ -120,8 +117,7 @@ class GuestBranches:
 
     def _take_wire(self, apart: JailForkFunctions) -> None:
         """Receive a new socket, output file and shared memory buffers that only this process uses.
-        They replace the inherited ones under the same descriptor numbers.
-        """
+        They replace the inherited ones under the same descriptor numbers."""
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -199,8 +195,7 @@ def _random_state() -> Any:
 
 def _open_descriptors() -> list[int]:
     """Return the open file descriptors that a cell's code may have opened, which are numbered from
-    3 up to the cell's limit.
-    """
+    3 up to the cell's limit."""
     poll = select.poll()
     numbers = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024))
     for fd in numbers:

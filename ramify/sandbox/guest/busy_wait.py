@@ -16,16 +16,14 @@ BUSY_S = 50e-6
 _MOST_SKIPS = 63
 _FIRST_SKIPS = 7
 """Initial number of skipped waits. Most sessions run only a few cells, which take longer than a
-wait.
-"""
+wait."""
 _clock = time.perf_counter
 """Saved before any cell runs, so that a cell cannot replace it."""
 
 
 class BusyWait:
     """A short busy wait that adapts to its success. After a wait that was too short, later waits
-    are skipped more often. After a wait that was long enough, they are skipped less often.
-    """
+    are skipped more often. After a wait that was long enough, they are skipped less often."""
 
     __slots__ = ("_missed", "_skips")
 
@@ -35,8 +33,7 @@ class BusyWait:
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
         """Call ``has_arrived`` repeatedly for at most ``BUSY_S`` seconds, until it returns
-        something true. Returns False if that never happens, or if the wait was skipped.
-        """
+        something true. Returns False if that never happens, or if the wait was skipped."""
         if self._skips:
             self._skips -= 1
             return False

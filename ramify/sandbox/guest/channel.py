@@ -46,8 +46,7 @@ _PREFIX_BYTES = PREFIX.size
 class DeferrableInterrupts:
     """A handler for interrupts (SIGINT) that can be deferred. An interrupt that arrives between
     ``begin_deferring`` and ``end_deferring`` is raised only at ``end_deferring``. The handler
-    belongs to the thread that created it.
-    """
+    belongs to the thread that created it."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
@@ -60,8 +59,7 @@ class DeferrableInterrupts:
 
     def may_raise(self) -> bool:
         """Return True if KeyboardInterrupt may be raised now. If not, and a cell is running,
-        remember the interrupt so that it is raised later.
-        """
+        remember the interrupt so that it is raised later."""
         if self.is_live and self._depth:
             self._pending = True
             return False
@@ -70,8 +68,7 @@ class DeferrableInterrupts:
     def begin_deferring(self) -> int:
         """Begin a section in which no interrupt is raised, and return the previous nesting depth.
         Pass that depth to ``end_deferring``. Restoring a depth, instead of counting down, keeps the
-        sections balanced even if an interrupt cuts one short.
-        """
+        sections balanced even if an interrupt cuts one short."""
         if _get_ident() != self._main:
             return -1
         before = self._depth
@@ -88,8 +85,7 @@ class DeferrableInterrupts:
 
     def call_interruptibly(self, blocking: Callable[[], object]) -> None:
         """Call a function that may block for a long time, and let an interrupt be raised while it
-        blocks. The function must not hold any resources, since the interrupt would leak them.
-        """
+        blocks. The function must not hold any resources, since the interrupt would leak them."""
         if _get_ident() != self._main:
             blocking()
             return
@@ -102,8 +98,7 @@ class DeferrableInterrupts:
 
     def reset(self) -> None:
         """Forget the nesting depth and any pending interrupt. Call this after an interrupt has cut
-        a section short.
-        """
+        a section short."""
         self._depth = 0
         self._pending = False
 
@@ -134,8 +129,7 @@ class GuestChannel:
     ) -> None:
         """Create a channel over two open descriptors. ``takes_fds``: the connection is a socket
         over which the host may also send descriptors. ``shared_buffers``: a
-        ``HostGuestSharedMemory``, or None.
-        """
+        ``HostGuestSharedMemory``, or None."""
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -163,8 +157,7 @@ class GuestChannel:
 
     def restart_reading(self) -> None:
         """Discard buffered input and start reading again. Call this after the descriptors were
-        redirected to a new connection under the same numbers.
-        """
+        redirected to a new connection under the same numbers."""
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -176,8 +169,7 @@ class GuestChannel:
     ) -> list[Buffer]:
         """Build a message frame and return it as a list of buffers to write. Long data may be
         placed in the shared memory buffers instead. Raises ValueLimitError if the frame exceeds a
-        limit.
-        """
+        limit."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -230,8 +222,7 @@ class GuestChannel:
     def read_lone_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Wait for data and return the next frame if it arrived alone, as its header and binary
         parts. "Alone" means short, complete and without further data: the fast path. Otherwise
-        return None, so that ``next_buffered_frame`` handles the data.
-        """
+        return None, so that ``next_buffered_frame`` handles the data."""
         reader = self._reader
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
@@ -247,8 +238,7 @@ class GuestChannel:
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Return the header and the binary parts of the next frame in the buffer. Returns None if
-        more data must be read first.
-        """
+        more data must be read first."""
         view = self._reader.next()
         if view is None:
             return None
@@ -259,8 +249,7 @@ class GuestChannel:
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
         """Decode a frame's JSON header and locate the frame's binary parts. They are either in the
-        shared memory buffers or in the frame itself, from offset ``end`` on.
-        """
+        shared memory buffers or in the frame itself, from offset ``end`` on."""
         header: dict[str, Any] = _raw_decode(text)[0]
         self._is_soon = "soon" in header
         blobs: list[memoryview] = []
@@ -277,8 +266,7 @@ class GuestChannel:
     def _note_read(self, op: str, id: int) -> None:
         """Mark the shared buffers as free once the host has certainly read them. That is certain
         when the host answers the call or sends its next request. A fork request proves nothing,
-        since it can arrive at any time.
-        """
+        since it can arrive at any time."""
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -309,8 +297,7 @@ class GuestChannel:
 
 def _receiver(fd: int) -> Any:
     """Return the bound method ``recvmsg`` of a socket object for descriptor ``fd``. The object is
-    never closed, so the descriptor stays open as long as the process lives.
-    """
+    never closed, so the descriptor stays open as long as the process lives."""
     import socket
 
     end = socket.socket(fileno=fd)
@@ -323,8 +310,7 @@ DROPPED: Any = object()
 
 class FrameWaiter:
     """A thread that waits for a frame from the host. Its lock ``wake`` is released when the frame
-    has arrived, or when this thread must take over reading from the host.
-    """
+    has arrived, or when this thread must take over reading from the host."""
 
     __slots__ = ("frame", "wake")
 
@@ -341,8 +327,7 @@ class FrameWaiter:
 
 class FrameDispatcher:
     """A dispatcher that hands each frame from the host to the thread waiting for it. Answers go to
-    the threads that called the host, and requests go to the thread that handles requests.
-    """
+    the threads that called the host, and requests go to the thread that handles requests."""
 
     __slots__ = (
         "_calls",
@@ -364,8 +349,7 @@ class FrameDispatcher:
     ) -> None:
         """Create a dispatcher for the frames of a channel. ``fork`` is called with the id of each
         request to fork. If ``ends_process`` is true, the process ends when the host closes the
-        stream.
-        """
+        stream."""
         self._channel = channel
         self._interrupts = interrupts
         self._fork = fork
@@ -393,14 +377,12 @@ class FrameDispatcher:
 
     def expect(self, id: int, ticket: FrameWaiter) -> None:
         """Register the thread that will wait for the answer to a call. Do this before the call is
-        sent.
-        """
+        sent."""
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameWaiter) -> None:
         """Unregister a thread that no longer waits for a frame. If its frame has not arrived, the
-        thread was interrupted, so another waiting thread takes over reading.
-        """
+        thread was interrupted, so another waiting thread takes over reading."""
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:
@@ -409,8 +391,7 @@ class FrameDispatcher:
 
     def drop_calls(self) -> None:
         """Wake all threads that wait for an answer, because their cell has ended and they will get
-        none.
-        """
+        none."""
         for ticket in list(self._calls.values()):
             ticket.frame = DROPPED
             ticket.rouse()
@@ -418,8 +399,7 @@ class FrameDispatcher:
 
     def wait(self, ticket: FrameWaiter) -> None:
         """Wait until the frame for this thread has arrived. If no other thread is reading from the
-        host, this thread reads on behalf of all of them.
-        """
+        host, this thread reads on behalf of all of them."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.call_interruptibly(ticket.wake.acquire)

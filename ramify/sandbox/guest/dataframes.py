@@ -82,8 +82,7 @@ def _pandas_values(column: Column) -> Any:
 
 def arrow_array(column: Column) -> Any:
     """Return a column as a pyarrow array that shares its buffers. The column must start at the
-    beginning of its buffers.
-    """
+    beginning of its buffers."""
     pyarrow = import_module("pyarrow")
 
     kind = column.kind

@@ -66,8 +66,7 @@ _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 def check_json_complexity(text: bytes) -> None:
     """Raise ValueLimitError if JSON text has too many items, containers or keys, or is nested too
-    deeply. The text is scanned a few times at C speed and never decoded.
-    """
+    deeply. The text is scanned a few times at C speed and never decoded."""
     opens = text.count(b"[") + text.count(b"{")
     commas = text.count(b",")
     if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
@@ -94,8 +93,7 @@ def check_json_complexity(text: bytes) -> None:
 
 def _bare(text: bytes) -> bytes:
     """Return JSON text with its string literals removed. The text is processed in pieces so that
-    other threads can run in between.
-    """
+    other threads can run in between."""
     string = re.compile(_STRING, re.DOTALL)
     whole_strings = re.compile(_WHOLE_STRINGS, re.DOTALL)
     parts, at = [], 0
@@ -111,8 +109,7 @@ def _bare(text: bytes) -> bytes:
 
 def json_complexity(text: bytes) -> tuple[int, int, int]:
     """Count the items and containers of JSON text, and measure its nesting depth. An empty
-    container counts as one item.
-    """
+    container counts as one item."""
     bare = _bare(text)
     return *_counted(bare), _nesting(bare)
 
@@ -164,8 +161,7 @@ from_json = json.JSONDecoder().decode
 
 def json_bytes(header: Any) -> bytes:
     """Encode a frame's header as JSON. A lone surrogate, which the text of an error may contain,
-    becomes a plain-text escape sequence.
-    """
+    becomes a plain-text escape sequence."""
     text = to_json(header)
     try:
         return text.encode()
@@ -180,8 +176,7 @@ def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
     """Encode the header that reports the end of a cell for which no hook returned a note. This
-    takes a third of the time of ``json_bytes``.
-    """
+    takes a third of the time of ``json_bytes``."""
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -197,8 +192,7 @@ def done_json(
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
     """Raise ValueLimitError if a header and its blobs exceed a limit. The host would refuse such a
-    frame.
-    """
+    frame."""
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise ValueLimitError(
@@ -220,8 +214,7 @@ def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
 def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
     """Return the header bytes of a frame and the offset at which its binary parts begin. ``view``
     is the frame without its length prefix. Raises ProtocolError if the version or the header's
-    length is wrong.
-    """
+    length is wrong."""
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
         raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
@@ -234,8 +227,7 @@ def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
     """Split the end of a buffer into blobs of the given lengths, beginning at ``start``. Raises
-    ProtocolError if the lengths do not add up to the size of the buffer.
-    """
+    ProtocolError if the lengths do not add up to the size of the buffer."""
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
@@ -249,8 +241,7 @@ def slice_blobs(
 
 class FrameReader:
     """A reader that assembles frames. It reads from a descriptor, or takes bytes that its owner has
-    read. A long frame is read straight into a separate buffer.
-    """
+    read. A long frame is read straight into a separate buffer."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
@@ -288,8 +279,7 @@ class FrameReader:
 
     def missing(self) -> int:
         """Return the number of bytes that are missing from the current frame, or from its length
-        prefix.
-        """
+        prefix."""
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
         return end - self.have
 
@@ -401,8 +391,7 @@ def unpack_value(
 
 def has_aligned_buffers(data: Buffer) -> bool:
     """Return True if an encoded value contains tables or arrays. Their buffers are aligned within
-    the encoded data.
-    """
+    the encoded data."""
     end = U32.size + U32.unpack_from(data)[0]
     tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
     return tail.rstrip().endswith(b',"aligned":true}')
@@ -410,8 +399,7 @@ def has_aligned_buffers(data: Buffer) -> bool:
 
 def copy_as_sent_to_host(value: Any) -> Any:
     """Return a copy of a value in the form in which the host would receive it. Raises TypeError if
-    its type is not supported, and ValueError if it exceeds a limit.
-    """
+    its type is not supported, and ValueError if it exceeds a limit."""
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
@@ -435,8 +423,7 @@ _PIECE = 1 << 16
 
 class ScratchBuffer:
     """A buffer that is reused for many messages and grows as needed. Allocating memory for each
-    message would cost more than copying the data.
-    """
+    message would cost more than copying the data."""
 
     __slots__ = ("_data",)
 
@@ -451,8 +438,7 @@ class ScratchBuffer:
 
 class HostGuestSharedMemory:
     """One end of the shared memory file through which host and guest pass long blobs. Each end
-    writes to one half of the file and reads from the other half.
-    """
+    writes to one half of the file and reads from the other half."""
 
     __slots__ = (
         "_at",
@@ -471,8 +457,7 @@ class HostGuestSharedMemory:
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
         """Open one end of the shared file. ``scratch`` is a buffer into which ``take`` reads; the
         blobs are then valid only until the buffer is used again. Without it, each ``take``
-        allocates memory.
-        """
+        allocates memory."""
         self.fd = fd
         self._scratch = scratch
         self._at = HALF_BYTES if is_host else 0
@@ -495,8 +480,7 @@ class HostGuestSharedMemory:
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
         """Write blobs (bytes, or ASCII text) for the other end. Returns False and writes nothing if
-        they are too short or too long, or if the other end has not yet read the previous ones.
-        """
+        they are too short or too long, or if the other end has not yet read the previous ones."""
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -511,8 +495,7 @@ class HostGuestSharedMemory:
 
     def take(self, lengths: Sequence[int]) -> list[memoryview]:
         """Read blobs of the given lengths that the other end wrote. Raises ValueError if the file
-        holds less data.
-        """
+        holds less data."""
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
             raise ValueError(f"{size:,} bytes in a shared buffer of {HALF_BYTES:,}")
@@ -534,8 +517,7 @@ class HostGuestSharedMemory:
         return blobs
 
     def release_memory(self) -> None:
-        """Return the file's memory to the system if the file was used and its data has been read.
-        """
+        """Return the file's memory to the system if the file was used and its data has been read."""
         if self._is_used and self.is_free:
             self._is_used = False
             with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read
@@ -556,8 +538,7 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
     """Yield the blobs as buffers for writing. Each ASCII text becomes several buffers of limited
-    length; other blobs are yielded unchanged.
-    """
+    length; other blobs are yielded unchanged."""
     for blob in blobs:
         if isinstance(blob, str):
             yield from (blob[at : at + _PIECE].encode() for at in range(0, len(blob), _PIECE))
@@ -567,8 +548,7 @@ def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
 
 def make_file() -> int:
     """Create the file that holds the shared memory buffers, and return its descriptor. Returns -1
-    if the platform has no memory files.
-    """
+    if the platform has no memory files."""
     if sys.platform != "linux":
         return -1
     import fcntl  # not on Windows

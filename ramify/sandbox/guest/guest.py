@@ -23,8 +23,7 @@ from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, Val
 
 class HostError(Exception):
     """Raised in a cell if its call to the host fails. ``kind`` is the name of the exception class
-    that the host reported, and ``data`` holds that exception's attributes.
-    """
+    that the host reported, and ``data`` holds that exception's attributes."""
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -37,8 +36,7 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 class HostCalls:
     """A sender for the calls that the cells of one session make to the host. It numbers the calls
-    and waits for the answers.
-    """
+    and waits for the answers."""
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
@@ -58,8 +56,7 @@ class HostCalls:
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the host by name and return its result. Any thread of a running cell
         may do this. Raises HostError if the call fails, TypeError if an argument has an unsupported
-        type, and ValueError if the arguments exceed a limit.
-        """
+        type, and ValueError if the arguments exceed a limit."""
         if not self._channel.is_session_process():
             raise HostError(
                 "RuntimeError",
@@ -167,15 +164,13 @@ class Guest:
 
     def record_process(self, memory_limits: tuple[int, int] | None) -> None:
         """Record this process's id and memory limits. The process may have been forked since the
-        guest was created.
-        """
+        guest was created."""
         self._channel.pid = os.getpid()
         self._memory.limits = memory_limits
 
     def serve(self, *, rehearse: bool = False) -> None:
         """Answer the host's requests until it closes the connection. With ``rehearse``, first run
-        an empty cell to warm up while no caller is waiting.
-        """
+        an empty cell to warm up while no caller is waiting."""
         self._mend()
         self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
@@ -195,8 +190,7 @@ class Guest:
     def _rehearse(self) -> None:
         """Run an empty cell, so that the memory pages that cells write to are copied now and not
         during the first real cell. The cell leaves nothing behind, and no report is sent to the
-        host.
-        """
+        host."""
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         modules, self.notebook.modules = self.notebook.modules, {}  # their hooks count cells
@@ -260,8 +254,7 @@ class Guest:
 
     def install(self, module: str, source: str, code: Any = None) -> None:
         """Execute a module's source and bind its names in the session. ``code`` is the compiled
-        module, if there is one.
-        """
+        module, if there is one."""
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
@@ -292,8 +285,7 @@ class Guest:
     def _leave_fork(self, error: str | None) -> None:
         """Exit from a child process that a cell forked and that reached the end of the cell. Only
         the original process continues as the session. ``error`` is the cell's error, which is
-        written to the output.
-        """
+        written to the output."""
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
@@ -321,8 +313,7 @@ class Guest:
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
         """Build the frame that reports the end of a cell to the host, with the note that hooks may
         have returned. ``done`` holds the cell's id, value, error, restored names and number of
-        printed characters.
-        """
+        printed characters."""
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
@@ -334,8 +325,7 @@ class Guest:
 
     def _mend(self) -> None:
         """Undo the changes that a cell made to the interpreter if they would keep the guest from
-        finishing the cell.
-        """
+        finishing the cell."""
         self._interpreter.mend_builtins()
         self.notebook.mend_namespace()
         if self._owns_process:
@@ -348,8 +338,7 @@ class Guest:
 
     def on_interrupt(self, *_: object) -> None:
         """Handle SIGINT by raising KeyboardInterrupt in the cell as soon as that is safe. A child
-        process that a cell forked exits instead.
-        """
+        process that a cell forked exits instead."""
         if not self._channel.is_session_process():
             os._exit(130)
         if self.interrupts.may_raise():

@@ -32,8 +32,7 @@ def _version_of(mapping: dict[str, Any]) -> Any:
 
 def _counts_changes() -> bool:
     """Return True if this Python counts the changes of each dict in a hidden field. CPython before
-    3.13 does.
-    """
+    3.13 does."""
     if sys.implementation.name != "cpython":
         return False
     probe: dict[str, Any] = {}
@@ -53,8 +52,7 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 def _snapshot() -> tuple[int, dict[str, Any]]:
     """Return the version number of the builtins, and a copy of them. A forked session reuses its
     server's copy. Making another would write to the reference counts of all builtins, which are
-    spread over a hundred memory pages.
-    """
+    spread over a hundred memory pages."""
     global _taken
     if _VERSION is None:
         return -1, dict(vars(builtins))
@@ -65,8 +63,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 class InterpreterBaseline:
     """The interpreter state at the start of the guest, which is restored after each cell. It
-    consists of the builtins and the recursion limit.
-    """
+    consists of the builtins and the recursion limit."""
 
     __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
@@ -85,8 +82,7 @@ class InterpreterBaseline:
     def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
         """Restore the interpreter settings that a cell may have changed: the standard streams,
         ``__main__``, the trace and profile functions, and the recursion limit. Call this only if
-        the guest has its process to itself.
-        """
+        the guest has its process to itself."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -101,8 +97,7 @@ class InterpreterBaseline:
         self, output: CellOutputSender, on_interrupt: Callable[..., None]
     ) -> None:
         """Restore the output descriptors and the SIGINT handler. Call this once the host has the
-        result of the cell.
-        """
+        result of the cell."""
         output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
@@ -111,15 +106,13 @@ class InterpreterBaseline:
 
 class MemoryLimit:
     """Two limits of address space: one for cells, and a slightly larger one for the guest. The
-    difference lets the guest report that a cell has run out of memory.
-    """
+    difference lets the guest report that a cell has run out of memory."""
 
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
         """Set the limits for a cell and for the guest, in bytes of address space. None means no
-        limits.
-        """
+        limits."""
         self.limits = limits
 
     def allow_cell(self) -> None:
@@ -134,8 +127,7 @@ class MemoryLimit:
 
 def complete_builtins() -> None:
     """Add the builtins ``exit``, ``quit`` and ``help`` if they are missing. The module ``site``
-    defines them, but the server may have been started without it.
-    """
+    defines them, but the server may have been started without it."""
 
     def exit(code: Any = None) -> None:
         """End the cell."""

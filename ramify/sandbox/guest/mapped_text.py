@@ -39,8 +39,7 @@ _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitli
 class TextOffsetIndex:
     """An index from character positions to byte offsets in an encoded text. It stores the number of
     characters and line ends before each block of bytes. An offset counts bytes, and a position
-    counts characters.
-    """
+    counts characters."""
 
     __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
 
@@ -76,8 +75,7 @@ class TextOffsetIndex:
 
     def counts(self) -> tuple[bytes, bytes]:
         """Return the number of characters and the number of lines before each block. Each is an
-        array of 64-bit integers, as bytes. ``read_count_table`` restores such an array.
-        """
+        array of 64-bit integers, as bytes. ``read_count_table`` restores such an array."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -101,8 +99,7 @@ class TextOffsetIndex:
 
     def read_bounded_bytes(self, low: int, high: int, what: str) -> bytes:
         """Return the bytes between two offsets. Raises ValueError if there are too many for a
-        ``str`` or a list in memory. ``what`` names the part of the text in that error.
-        """
+        ``str`` or a list in memory. ``what`` names the part of the text in that error."""
         if high - low > 4 * MAX_SLICE_CHARS:
             raise ValueError(
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
@@ -142,8 +139,7 @@ class TextOffsetIndex:
 
     def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
         """Yield the byte offsets between ``low`` and ``high`` at which ``needle`` occurs.
-        Occurrences do not overlap.
-        """
+        Occurrences do not overlap."""
         at = low
         while at < high:
             piece = self.read_bytes(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
@@ -155,8 +151,7 @@ class TextOffsetIndex:
 
     def last_offset_of(self, needle: bytes, low: int, high: int) -> int:
         """Return the last byte offset between ``low`` and ``high`` at which ``needle`` occurs, or
-        -1 if there is none.
-        """
+        -1 if there is none."""
         at = high
         while at > low:
             begin = max(low, at - _PIECE_BYTES)
@@ -167,8 +162,7 @@ class TextOffsetIndex:
         return -1
 
     def count(self, needle: bytes, low: int, high: int) -> int:
-        """Count the occurrences of ``needle`` between two byte offsets. Occurrences do not overlap.
-        """
+        """Count the occurrences of ``needle`` between two byte offsets. Occurrences do not overlap."""
         if _overlaps_itself(needle):
             return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
@@ -183,8 +177,7 @@ class TextOffsetIndex:
 
 def read_count_table(data: Any) -> Sequence[int]:
     """Restore one table of a ``TextOffsetIndex`` from bytes. The table holds the number of
-    characters, or of lines, before each block of the file.
-    """
+    characters, or of lines, before each block of the file."""
     return array("Q", bytes(data))
 
 
@@ -321,8 +314,7 @@ class MappedText:
 
     def splitlines(self, keepends: bool = False) -> MappedLines:
         """Return the lines as a list-like object. Lines end at ``\n`` or ``\r\n``, and each is read
-        from the file only when it is used.
-        """
+        from the file only when it is used."""
         return MappedLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
@@ -365,8 +357,7 @@ class MappedText:
     @property
     def buffer(self) -> memoryview:
         """The encoded bytes of the text, to be searched with ``re`` and bytes patterns. Positions
-        in it count bytes.
-        """
+        in it count bytes."""
         data = self.file.data
         if not isinstance(data, memoryview):
             raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
@@ -395,15 +386,13 @@ class MappedText:
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
         """Convert the arguments ``start`` and ``end`` of ``find`` to positions. A start beyond the
-        end of the text is kept, so that ``find("")`` returns -1 there, as for a ``str``.
-        """
+        end of the text is kept, so that ``find("")`` returns -1 there, as for a ``str``."""
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
         """Encode a text to search for in the file's encoding. Returns None if that encoding cannot
-        represent the text.
-        """
+        represent the text."""
         if not isinstance(sub, str):
             raise TypeError(f"must be str, not {type(sub).__name__}")
         try:
@@ -478,8 +467,7 @@ class MappedLines(Sequence[str]):
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
         """Create the list of lines of a file. With ``is_split``, its items are the parts of
-        ``split("\n")`` instead: they keep ``\r``, and the last one may be empty.
-        """
+        ``split("\n")`` instead: they keep ``\r``, and the last one may be empty."""
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -542,8 +530,7 @@ class MappedLines(Sequence[str]):
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Decode bytes of the file and split them into lines. The bytes must end with a line end.
-        """
+        """Decode bytes of the file and split them into lines. The bytes must end with a line end."""
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:

@@ -34,8 +34,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 def cut(text: str, limit: int) -> str:
     """Shorten a text to its beginning and end. A note between them says how many characters are
-    missing. A text within the limit is returned unchanged.
-    """
+    missing. A text within the limit is returned unchanged."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -44,8 +43,7 @@ def cut(text: str, limit: int) -> str:
 
 def safe_repr(value: Any) -> str:
     """Return ``repr(value)``, shortened to a limited length. Never raises an Exception, even if the
-    value's own ``__repr__`` does, and never copies a long string.
-    """
+    value's own ``__repr__`` does, and never copies a long string."""
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
@@ -59,8 +57,7 @@ def safe_repr(value: Any) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return ``str(error)``, or a note if that fails. It may fail for an exception class that was
-    defined in a cell.
-    """
+    defined in a cell."""
     try:
         return "".join([str(error), ""])
     except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
@@ -69,8 +66,7 @@ def error_text(error: BaseException) -> str:
 
 def format_error(error: BaseException, hidden: Collection[str] = ()) -> str:
     """Format the traceback of an error for the author of the cell. Frames of the guest and of the
-    files in ``hidden`` are left out.
-    """
+    files in ``hidden`` are left out."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     visited: set[int] = set()
     stack = [shown]
@@ -133,8 +129,7 @@ def ends_in_assignment(source: str) -> bool:
 
 class CompiledCell:
     """The compiled code of a cell: the statements before the last expression, and that expression.
-    Its value is echoed.
-    """
+    Its value is echoed."""
 
     __slots__ = ("body", "flags", "last")
 
@@ -168,8 +163,7 @@ class CompiledCell:
 def compile_or_load_module(source: str, name: str, code: Any = None) -> types.CodeType:
     """Compile the source of a module. If the host has compiled it already, load that code from
     ``code`` instead, in marshal format and from the same version of Python. A code object is
-    returned unchanged.
-    """
+    returned unchanged."""
     if isinstance(code, types.CodeType):
         return code
     if code:
@@ -214,13 +208,11 @@ class GuestNotebook:
         self.namespace = vars(self.module)
         self.builtins: types.ModuleType = builtins
         """The module that cells see as ``builtins``. A guest that shares its process may replace
-        it.
-        """
+        it."""
         self.namespace["__builtins__"] = builtins
         self.loop: Any = None
         """Event loop for cells with a top-level ``await``. Once created, it lives as long as the
-        session.
-        """
+        session."""
         self.evaluate: Callable[[str, str], Outcome] = self._evaluate
         """Runs a cell's source under a file name. An installed module may replace this function."""
         self.hidden: set[str] = set()
@@ -308,8 +300,7 @@ class GuestNotebook:
     ) -> tuple[Any, str | None]:
         """Call the ``after_cell`` hook of each installed module and return the encoded results.
         Also return the error of the cell, or else that of a hook. The hooks see the namespace as
-        the cell left it.
-        """
+        the cell left it."""
         notes: dict[str, Any] = {}
         for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")
@@ -327,8 +318,7 @@ class GuestNotebook:
 
     def execute(self, source: str, name: str) -> Outcome:
         """Run a cell and return its echoed value and its error. An interrupt may arrive at any
-        point, even while a value or an exception is formatted.
-        """
+        point, even while a value or an exception is formatted."""
         try:
             self._interrupts.is_live = True
             try:

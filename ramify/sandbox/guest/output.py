@@ -43,8 +43,7 @@ class TailBuffer:
 
     def take(self) -> tuple[bytes, int]:
         """Empty the buffer. Returns its content, and how many bytes were discarded before it since
-        the last call.
-        """
+        the last call."""
         joined = b"".join(self._parts)
         tail = joined[-self._limit :]
         lost = self.lost + len(joined) - len(tail)
@@ -78,8 +77,7 @@ class HeadTailBuffer:
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
         """Add the next bytes of the stream. ``skipped`` is the number of bytes just before them
-        that were already lost.
-        """
+        that were already lost."""
         if skipped:
             self._tail.drop()
             self._tail.lost += skipped
@@ -92,8 +90,7 @@ class HeadTailBuffer:
 
     def text(self, chars: int) -> str:
         """Return the content as text. If the middle was left out, a line there says how many
-        characters are missing. ``chars`` is the number of characters in the whole stream.
-        """
+        characters are missing. ``chars`` is the number of characters in the whole stream."""
         if not (self._head or self._tail.lost or len(self._tail)):
             return ""
         tail = bytes(self._tail)
@@ -157,16 +154,14 @@ class FileOutputSpool:
 
     def attach(self) -> None:
         """Redirect descriptors 1 and 2 to this file again. A cell may have closed or redirected
-        them.
-        """
+        them."""
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 
 
 class InProcessOutputSpool:
     """An in-memory store for a session's output, for sessions that share one process. It receives
-    only what Python code prints, not what C code or child processes write.
-    """
+    only what Python code prints, not what C code or child processes write."""
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
@@ -187,8 +182,7 @@ class InProcessOutputSpool:
 
 class SessionStdStream(io.TextIOBase):
     """The replacement for ``sys.stdout`` and ``sys.stderr`` in a session. Both write to the same
-    place, so that the order of their output is preserved.
-    """
+    place, so that the order of their output is preserved."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -213,8 +207,7 @@ class SessionStdStream(io.TextIOBase):
 
     def reconfigure(self, **_: Any) -> None:
         """Accept and ignore all settings. Terminal scripts call this method, but a session always
-        prints UTF-8.
-        """
+        prints UTF-8."""
 
     def close(self) -> None:
         """Do nothing, since the streams of a session stay open."""
@@ -247,8 +240,7 @@ _clock = time.monotonic
 
 class CellOutputSender:
     """A sender for the output of the running cell. It also keeps the output of the last cell that
-    ended.
-    """
+    ended."""
 
     __slots__ = (
         "_channel",
@@ -308,14 +300,12 @@ class CellOutputSender:
 
     def last_output(self) -> str:
         """Return the output of the last finished cell, up to 16 times the length that the host
-        keeps. A hook that runs after a cell gets that cell's output.
-        """
+        keeps. A hook that runs after a cell gets that cell's output."""
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
         """Store printed bytes. Send the output to the host if enough bytes or enough time have
-        accumulated.
-        """
+        accumulated."""
         try:
             self.spool.write(data)
         except OSError:  # other processes have filled the file
@@ -327,8 +317,7 @@ class CellOutputSender:
 
     def flush(self) -> None:
         """Send the collected output to the host, unless no cell is running or another thread is
-        already sending.
-        """
+        already sending."""
         channel = self._channel
         if not channel.is_open or not channel.is_session_process():
             return
@@ -345,8 +334,7 @@ class CellOutputSender:
 
     def take_frames(self, final: bool) -> list[Buffer]:
         """Collect the output since the last call and build the frames that must be sent to the host
-        now. The caller must hold the lock ``GuestChannel.sending``.
-        """
+        now. The caller must hold the lock ``GuestChannel.sending``."""
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():

@@ -70,8 +70,7 @@ class Column(Sequence[Any]):
         start: int = 0,
     ) -> None:
         """Create a column over existing buffers. ``type`` is the Arrow name of the type, such as
-        ``int64``. ``start`` is the index of the first value in the buffers.
-        """
+        ``int64``. ``start`` is the index of the first value in the buffers."""
         self.kind = kind
         self.type = type
         self.info = info
@@ -219,8 +218,7 @@ class Column(Sequence[Any]):
 
     def compact(self) -> Column:
         """Return an equal column with trimmed buffers. They contain nothing before the first value
-        and nothing after the last.
-        """
+        and nothing after the last."""
         start, stop, kind, info = self._start, self._start + self._length, self.kind, self.info
         bits = self.buffers[0] if self.buffers else None
         buffers: list[memoryview | None] = [_cut_bits(bits, start, stop)]
@@ -357,8 +355,7 @@ class NumberArray(Sequence[Any]):
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
         """Create an array over a buffer whose numbers are in row-major (C) order. ``char`` is their
         format character in the module ``struct``. Raises ValueError if the buffer's size does not
-        fit the shape.
-        """
+        fit the shape."""
         self.dtype = dtype
         self._char = char
         self.shape = tuple(shape)

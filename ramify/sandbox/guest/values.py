@@ -61,8 +61,7 @@ def check_int(value: int) -> int:
 
 def int_of(digits: Any) -> int:
     """Parse a hexadecimal integer that ``hex`` has written. Raises ValueLimitError if there are too
-    many digits, before the integer is created.
-    """
+    many digits, before the integer is created."""
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
@@ -92,8 +91,7 @@ class HashCollisionCheck:
 
     def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
         """Add keys to an empty set, or keys and values to an empty dict, and return it. Raises
-        ValueLimitError if too many hashes are equal, or if adding takes too long.
-        """
+        ValueLimitError if too many hashes are equal, or if adding takes too long."""
         self.check(keys)
         add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
@@ -124,8 +122,7 @@ class HashCollisionCheck:
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
     """Call ``add`` on all items, some at a time, and raise ValueLimitError if that is slow too
     often. Even keys with distinct hashes can collide in the hash table, which shows only in the
-    time that adding takes.
-    """
+    time that adding takes."""
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()
@@ -158,8 +155,7 @@ class ProtocolError(Exception):
 
 class CodecError(TypeError):
     """Raised for a value that cannot be encoded. ``what`` describes the problem. ``path`` is the
-    position of the unsupported part within the value, innermost step first.
-    """
+    position of the unsupported part within the value, innermost step first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -176,8 +172,7 @@ class CodecError(TypeError):
 
 def type_name(kind: type) -> str:
     """Return the name of a type for an error message. The module is left out if it is ``builtins``
-    or ``__main__``.
-    """
+    or ``__main__``."""
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -196,8 +191,7 @@ def _is_utf8(text: str) -> bool:
 
 class ValueEncoder:
     """An encoder that converts Python values to data that JSON can represent. It collects long
-    strings and bytes in the list ``blobs`` instead.
-    """
+    strings and bytes in the list ``blobs`` instead."""
 
     __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
@@ -331,8 +325,7 @@ class ValueEncoder:
 
     def _buffers(self, value: Any) -> Any:
         """Encode a table or an array, and add its buffers to ``blobs`` without a copy. Raises
-        CodecError in a session, which must send a plain list instead.
-        """
+        CodecError in a session, which must send a plain list instead."""
         if self._keys is not None:
             remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
             raise CodecError(f"a {type(value).__name__} (send the part that is needed: {remedy})")
@@ -361,8 +354,7 @@ class ValueEncoder:
 
 def _in_order(items: Any) -> list[Any]:
     """Return the items of a set in sorted order if they can be compared. The order then does not
-    depend on the process.
-    """
+    depend on the process."""
     try:
         return sorted(items)
     except TypeError:
@@ -371,8 +363,7 @@ def _in_order(items: Any) -> list[Any]:
 
 def _show_key(key: Any) -> str:
     """Format a dict's key for the path in an error message. The result is short, and an error in
-    the key's own ``__repr__`` does no harm.
-    """
+    the key's own ``__repr__`` does no harm."""
     return (
         repr(key)[:40]
         if type(key) in (str, int, float, bool, bytes, type(None))
@@ -382,16 +373,14 @@ def _show_key(key: Any) -> str:
 
 class FileDigest(NamedTuple):
     """A reference to a text in a file, which a session sends back to the host as the file's digest
-    only.
-    """
+    only."""
 
     digest: str
 
 
 class ValueDecoder:
     """A decoder for values that a ``ValueEncoder`` has encoded. Each blob may be used only once, so
-    that a small header cannot produce a huge value.
-    """
+    that a small header cannot produce a huge value."""
 
     __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
@@ -529,15 +518,13 @@ class ValueDecoder:
 
 def blobs_as_bytes(blobs: Sequence[Any]) -> list[Buffer]:
     """Return a list of blobs with all texts encoded as bytes. An encoder created with ``defers``
-    leaves long texts as str.
-    """
+    leaves long texts as str."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def roundtrip_copy(value: Any) -> Any:
     """Return a copy of a value in the form in which the other end of the connection would receive
-    it. Raises TypeError if the value cannot be encoded.
-    """
+    it. Raises TypeError if the value cannot be encoded."""
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)
