@@ -517,7 +517,7 @@ class HostGuestSharedMemory:
         return blobs
 
     def release_memory(self) -> None:
-        """Return the file's memory to the system if the file was used and its data has been read."""
+        """Return the file's memory to the system, if the file was used and then read."""
         if self._is_used and self.is_free:
             self._is_used = False
             with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read

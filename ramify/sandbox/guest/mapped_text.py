@@ -162,7 +162,7 @@ class TextOffsetIndex:
         return -1
 
     def count(self, needle: bytes, low: int, high: int) -> int:
-        """Count the occurrences of ``needle`` between two byte offsets. Occurrences do not overlap."""
+        """Count the non-overlapping occurrences of ``needle`` between two byte offsets."""
         if _overlaps_itself(needle):
             return sum(1 for _ in self.offsets_of(needle, low, high))
         more = _PIECE_BYTES + len(needle) - 1
@@ -530,7 +530,7 @@ class MappedLines(Sequence[str]):
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Decode bytes of the file and split them into lines. The bytes must end with a line end."""
+        """Decode bytes of the file and split them into lines. They must end with a line end."""
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:

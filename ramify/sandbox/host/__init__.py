@@ -1,3 +1,2 @@
-"""The host's end of a session, which is the same for all sandbox providers. This code runs in the
-process that opened the session.
-"""
+"""The host's end of a session. All sandbox providers share this code, which runs in the process
+that opened the session."""

@@ -1,5 +1,5 @@
-"""The host's end of a fork server, the process from which sessions are forked: its configuration
-and its control socket.
+"""The host's connection to a fork server, the process from which sessions are forked. This module
+sends its configuration and handles its control socket.
 
 This module matches replies, which may carry descriptors, to their requests. The server's process is
 started by ``forkserver_process.py``, requests are made by ``providers/process.py``, and they are
@@ -35,13 +35,13 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """The control connection to a fork server, or to a template, a process that was forked from the
-    server and from which sessions are forked in turn."""
+    """The control connection to a fork server or to a template. A template is a process that was
+    forked from the server and from which sessions are forked in turn."""
 
     def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)
         self._complaints = complaints
-        """File with the standard error output of the server, in case it does not start."""
+        """File with the server's standard error output, which explains a failed start."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._assembler = FrameAssembler()
@@ -51,14 +51,14 @@ class ForkServerChannel:
         self._exits: dict[int, Callable[[int], None]] = {}
         self._room = asyncio.Semaphore(32)
         self.modules: dict[str, str] = {}
-        """Modules that the server's next sessions have from their start: name -> source."""
+        """Modules that the server's next sessions have from the start: name -> source."""
         self.ready: asyncio.Future[Any] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(sock, self._readable)
 
     async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the server is ready, and return its report. If it is not ready in time, or
-        ends before, raise SandboxError with the reason."""
+        """Wait until the server is ready, and return its report. Raises SandboxError with the
+        reason if the server ends before that, or is not ready in time."""
         await asyncio.wait(
             (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -84,8 +84,8 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request, and return the reply with the descriptors that came with it, which the
-        caller must close. Raises SandboxError if the server refuses or has ended."""
+        """Send a request and return the reply, with the descriptors that came with it. The caller
+        must close them. Raises SandboxError if the server refuses or has ended."""
         async with self._room:
             self._last_id += 1
             id = header["id"] = self._last_id
@@ -98,16 +98,16 @@ class ForkServerChannel:
                 self._replies.pop(id, None)
 
     async def install(self, module: str, source: str) -> None:
-        """Install a module in all sessions that are forked from now on. If that fails, nothing is
-        different: each session installs it for itself, and reports what is wrong with it."""
+        """Install a module in all sessions that are forked from now on. A failure changes nothing,
+        because each session then installs the module itself and reports the problem."""
         code = compiled_module(module, source).hex()
         with contextlib.suppress(SandboxError):
             await self.ask({"op": "install", "module": module, "source": source, "code": code})
             self.modules = {**self.modules, module: source}
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send a message that gets no reply. Messages are small and few, so the socket's buffer
-        normally holds them."""
+        """Send a message that gets no reply. Messages are small and few, so they normally fit into
+        the socket's buffer."""
         if fds:
             header["fds"] = len(fds)
         data = b"".join(frame(msgspec.json.encode(header)))
@@ -120,8 +120,8 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """Send the rest of a long message, such as the source of a module. The server reads at
-        once, so this blocks only briefly."""
+        """Send the rest of a long message, such as a module's source. The server reads promptly, so
+        this blocks only briefly."""
         self._sock.setblocking(True)
         try:
             self._sock.settimeout(10.0)
@@ -130,7 +130,7 @@ class ForkServerChannel:
             self._sock.setblocking(False)
 
     def on_exit(self, pid: int, call: Callable[[int], None]) -> None:
-        """Register a function to be called once when a forked process has ended, with its exit
+        """Register a function that is called once when a forked process has ended. It gets the exit
         status as ``subprocess`` reports it."""
         self._exits[pid] = call
 
@@ -187,8 +187,8 @@ class ForkServerChannel:
         self._exits.clear()
 
     async def close(self) -> None:
-        """Close the control socket and wait for the server, which then ends all processes that it
-        has forked, and itself."""
+        """Close the control socket and wait for the server to end. The server first ends all
+        processes that it has forked."""
         if self._sock.fileno() < 0:  # the server has ended before
             self.abandon()
             return
@@ -200,7 +200,7 @@ class ForkServerChannel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release the resources of this channel and of requests that are still pending."""
+        """Release the resources of this channel and of its pending requests."""
         if self._complaints is not None:
             os.close(self._complaints)
             self._complaints = None

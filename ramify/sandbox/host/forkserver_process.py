@@ -1,4 +1,5 @@
-"""Start the process of a fork server, if possible before this process has imported everything else.
+"""Start the process of a fork server. If possible, it starts before this process has imported its
+other modules.
 
 The process starts with a fixed, minimal environment, one file descriptor of the host, and nothing
 that depends on the sandbox's configuration, which is sent afterwards. So a command that will
@@ -29,9 +30,11 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""The whole environment of a session. Sets have the same order in every session. Large heaps fork
-fast (huge pages). Threads do not each reserve address space. No library starts threads before the
-fork."""
+"""The whole environment of a session: fixed set order, cheap forks and no extra threads.
+
+With huge pages, large heaps fork fast. With two malloc arenas, threads do not each reserve address
+space. The thread counts keep libraries from starting threads before the fork.
+"""
 JAIL_MODULES = (
     "jail/seccomp_requests",
     "jail/primitives",
@@ -43,11 +46,12 @@ JAIL_MODULES = (
     "jail/walls",
     "jail/zygote",
 )
-"""The modules that the fork server of a jail loads; the last one runs it."""
+"""The modules that the fork server of a jail loads. The last one runs the server."""
 
 
 class StartedForkServer:
-    """A fork server's process that was started, with everything that is needed to control it."""
+    """The process of a started fork server, with its control socket and the files needed to manage
+    it."""
 
     __slots__ = ("complaints", "control", "folder", "process")
 
@@ -57,28 +61,28 @@ class StartedForkServer:
         self.process = process
         self.control = control
         self.complaints = complaints
-        """File with the standard error output of the server, in case it does not start."""
+        """File with the server's standard error output, which explains a failed start."""
         self.folder = ""
-        """Folder of its sessions' folders; empty if there is none."""
+        """Folder that contains the sessions' folders; empty if there is none."""
 
     def discard(self) -> None:
-        """End a server that was started in advance and never used."""
+        """End a server that was started in advance but never used."""
         self.control.close()
         self.process.kill()
         self.process.wait()
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """Release a server that the parent process started, without ending it. For use in a forked
-        child."""
+        """Release a server that the parent process started, without ending it. Call this in a
+        forked child."""
         self.control.close()
         os.close(self.complaints)
         self.process.returncode = 0  # not a child of this process
 
 
 def start_process(modules: tuple[str, ...], complaints: int) -> StartedForkServer:
-    """Start a fork server's process, which then waits for its configuration. ``complaints``: a file
-    descriptor for its standard error output."""
+    """Start the process of a fork server, which then waits for its configuration. ``complaints`` is
+    a file descriptor for its standard error output."""
     host_end, server_end = socket.socketpair()
     with server_end:
         command = [
@@ -109,9 +113,9 @@ _early: dict[tuple[str, ...], StartedForkServer] = {}
 
 
 def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
-    """Start the process of the next fork server in advance, if this system has memory files. If the
-    process is never used, it ends with this one. Errors are ignored here, since the next start
-    reports them."""
+    """Start the process of the next fork server in advance, if this system has memory files. An
+    unused process ends together with this one. Errors are ignored, because the next start reports
+    them."""
     if modules in _early or not hasattr(os, "memfd_create"):
         return
     if not _early:
@@ -127,8 +131,8 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
 
 
 def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
-    """Return the process that was started in advance with these modules, or None. Each process is
-    returned only once."""
+    """Return the process that was started in advance with the given modules, or None if there is
+    none. Each process is returned only once."""
     return _early.pop(modules, None)
 
 

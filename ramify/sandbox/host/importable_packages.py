@@ -1,5 +1,5 @@
-"""Find the packages of this machine that sessions may import: their folders, and which of their
-files a jail makes visible.
+"""Find the packages on this machine that sessions may import. The results are their folders, and
+the files that a jail makes visible.
 
 A folder into which packages were installed is visible in a jail as a whole. From any other folder,
 such as a checkout, only the modules that can be imported under the requested names are visible:
@@ -28,7 +28,7 @@ from importlib.machinery import ModuleSpec
 from ramify.errors import ConfigError
 
 _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
-"""A folder that contains one of these is the root of a project."""
+"""Files and folders that mark the root of a project."""
 
 
 def locate(packages: Sequence[str]) -> list[str]:
@@ -51,16 +51,16 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders of the given packages that a jail makes visible only in part. Imports have
-    to look up names in them. Raises ConfigError if a package is not installed."""
+    """Return the folders that a jail makes visible only in part, so that imports can look up names
+    in them. Raises ConfigError if a package is not installed."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package. If one is a
-    symbolic link whose target has the same name, the target is included."""
+    """Return the folder or file of a package, or all folders of a namespace package. The target of
+    a symbolic link is included if it has the same name."""
     spec = _spec(name)
     folders = [
         place
@@ -89,8 +89,8 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _is_installed(folder: str) -> bool:
-    """Return True if a folder is one into which packages are installed, such as site-packages, and
-    not also the root of a project."""
+    """Return True if packages are installed into this folder, as into site-packages. Returns False
+    if it is also the root of a project."""
     import sysconfig  # most sandboxes have no packages
 
     install_folders = [
@@ -112,7 +112,7 @@ def _is_project(folder: str) -> bool:
 
 
 def _shown(place: str) -> list[str]:
-    """Return the files and folders of a package or module that sessions may read."""
+    """Return the files and folders of one package or module that sessions may read."""
     if _is_installed(os.path.dirname(place)):
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
@@ -125,8 +125,8 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Return the paths of everything in a package's folder that is neither hidden nor a symbolic
-    link. If nothing in the folder is hidden, return only the folder itself."""
+    """Return the paths in a package's folder that are neither hidden nor symbolic links. If nothing
+    in the folder is hidden, return only the folder itself."""
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):
@@ -143,7 +143,8 @@ def _package(folder: str) -> list[str]:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield the modules and packages in a folder that may also contain other files."""
+    """Yield the modules and packages in a folder. The folder may also contain other files, which
+    are skipped."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_symlink() or not entry.name.split(".")[0].isidentifier():
             continue
@@ -166,8 +167,8 @@ def _is_package(folder: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    """Suggest what to do about a package that is missing. The name under which it is imported often
-    differs from the name under which it is installed."""
+    """Suggest how to install a missing package. The name under which it is imported often differs
+    from the name under which it is installed."""
     import importlib.metadata  # 15 ms, only for an error
 
     normalized = name.lower().replace("_", "-")

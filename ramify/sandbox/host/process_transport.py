@@ -30,7 +30,8 @@ _SCM_CREDENTIALS = 2
 
 
 def read_proc(path: str) -> bytes:
-    """Return the first 4 kB of a file in /proc, using only three system calls. Raises OSError."""
+    """Return the first 4 kB of a file in /proc, using only three system calls. Raises OSError if
+    that fails."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -39,8 +40,8 @@ def read_proc(path: str) -> bytes:
 
 
 def pid_of(pidfd: int) -> int:
-    """Return the process id behind a process descriptor (pidfd), as the host sees it, or -1 if the
-    process has ended."""
+    """Return the process id behind a process descriptor (pidfd), as the host sees it. Returns -1 if
+    the process has ended."""
     try:
         found = read_proc(f"/proc/self/fdinfo/{pidfd}").partition(b"\nPid:")[2].split(None, 1)
         return int(found[0]) if found else -1
@@ -49,16 +50,17 @@ def pid_of(pidfd: int) -> int:
 
 
 class SessionSharedMemory:
-    """The memory files that the host shares with one session."""
+    """The memory files that the host shares with one session: its output file and its shared
+    buffers."""
 
     __slots__ = ("shared_buffers", "spool")
 
     def __init__(self, spool: int, shared_buffers: HostGuestSharedMemory | None) -> None:
         self.spool = spool
-        """The session's output. The host holds this file too, so the output of a killed session is
-        not lost."""
+        """The session's output file. The host holds it too, so the output survives if the session
+        is killed."""
         self.shared_buffers = shared_buffers
-        """Buffers for long strings in transit."""
+        """Buffers through which long strings are passed."""
 
     @classmethod
     def make(cls, scratch: ScratchBuffer) -> SessionSharedMemory:
@@ -77,7 +79,7 @@ class SessionSharedMemory:
         )
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the file descriptors to pass to the session."""
+        """Return the file descriptors that the session needs."""
         return (
             (self.spool,) if self.shared_buffers is None else (self.spool, self.shared_buffers.fd)
         )
@@ -90,14 +92,14 @@ class SessionSharedMemory:
 
 
 class ForkedSession(NamedTuple):
-    """The connection, the files and the process of one forked session, as the host needs them."""
+    """The host's handles of one forked session: its connection, shared files and process."""
 
     sock: socket.socket
     files: SessionSharedMemory
     channel: ForkServerChannel
-    """Leads to the server that the process was forked by."""
+    """The control connection to the server that forked this process."""
     pid: int = -1
-    """Number of the process, as its server knows it; -1 for a branch that has not connected."""
+    """Process id as the server sees it; -1 for a branch that has not connected yet."""
     pidfd: int = -1
 
 
@@ -105,7 +107,7 @@ class ProcessTransport:
     """The connection to one forked session on this machine."""
 
     has_same_python = True
-    """The session can load what this Python has compiled."""
+    """True if the session can load bytecode that this Python has compiled."""
 
     __slots__ = (
         "_clock_id",
@@ -136,7 +138,7 @@ class ProcessTransport:
             self.stream.resume,
         )
         self._clock_id: int | None = None
-        """The kernel's clock of the process's CPU time, once it is known."""
+        """The kernel's clock for the process's CPU time, once it is known."""
         self.shared_buffers = self._files.shared_buffers
         self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
@@ -155,19 +157,19 @@ class ProcessTransport:
         self.stream.read_at_once()
 
     async def prepare_branch(self) -> None:
-        """Do nothing: without a jail, a session can fork at once."""
+        """Do nothing, because a session without a jail can fork at once."""
 
     def check_apart(self) -> None:
-        """Do nothing: without a jail, a session and its branch need not be isolated from each
-        other."""
+        """Do nothing, because without a jail a session and its branch need not be isolated from
+        each other."""
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
         branch = ForkedSession(*self.request_fork(frame), self.channel)
         return BranchTransport(self.caps, self.buffers, branch)
 
     def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
-        """Send the request to fork, with a socket and files for the branch, and return the host's
-        ends of these."""
+        """Send the request to fork, with a socket and files for the branch. Returns the host's ends
+        of that socket and those files."""
         host_end, branch_end, files = self.make_branch_ends()
         with branch_end:
             try:
@@ -198,7 +200,7 @@ class ProcessTransport:
             ) from None
 
     def finish_forking(self, transport: BranchTransport) -> None:
-        """Complete a fork, once the branch has started or certainly will not start."""
+        """Complete a fork. Call this once the branch has started, or certainly will not start."""
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):
                 self.channel.send({"op": "adopt", "pid": transport.pid})
@@ -225,7 +227,7 @@ class ProcessTransport:
         return self._exited.done()
 
     def add_exit_callback(self, call: Callable[[], None]) -> None:
-        """Register a function to be called once the process has ended."""
+        """Register a function that is called once the process has ended."""
         self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
@@ -249,8 +251,8 @@ class ProcessTransport:
                 self.channel.send({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def cpu_s(self) -> float:
-        """Return the CPU time of the session's process in seconds, summed over its threads, or 0 if
-        it is unknown."""
+        """Return the CPU time of the session's process in seconds, summed over its threads. Returns
+        0 if it is unknown."""
         if self._clock_id is None:
             pid = pid_of(self.pidfd)
             # As ``clock_getcpuclockid`` computes it, which Python does not offer.
@@ -269,7 +271,7 @@ class ProcessTransport:
         return os.pread(spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
     def file_bytes(self) -> int:
-        """Return the memory that the session's files use, in bytes."""
+        """Return the memory in bytes that the session's shared files use."""
         if self._files.spool < 0:
             return 0
         return sum(os.fstat(fd).st_blocks * 512 for fd in self._files.descriptors())
@@ -299,16 +301,15 @@ class ProcessTransport:
 
 
 class BranchTransport(ProcessTransport):
-    """The connection to a branch, a copy of a session that was made by forking it. The kernel
-    reports which process sent the first message on the socket, which identifies the branch. Its
-    parent is not the fork server, so the host notices its exit through a process descriptor
-    (pidfd)."""
+    """The connection to a branch, a forked copy of a session. The kernel reports which process sent
+    the first message on the socket, which identifies the branch. The fork server is not its parent,
+    so the host notices its exit through a process descriptor (pidfd)."""
 
     __slots__ = ()
 
     @property
     def pid(self) -> int:
-        """The process id as the host sees it, or -1 if it is not known yet."""
+        """The process id of the branch as the host sees it, or -1 if it is not known yet."""
         return self._pid
 
     def start_reading(
@@ -342,15 +343,15 @@ class BranchTransport(ProcessTransport):
         self.stream.start_reading(received, lost)
 
     def accept_process(self, pid: int) -> bool:
-        """Accept a process as the branch and open a descriptor for it. Returns False if there is no
-        such process."""
+        """Accept a process as the branch and open a process descriptor for it. Returns False if
+        there is no such process."""
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid
         return self.pidfd >= 0
 
     def abandon(self) -> None:
-        """Give up on a branch that will not start, and release its resources."""
+        """Release the resources of a branch that will not start."""
         self._sock.close()
         self._files.close()
         self._note_exit(None)

@@ -1,5 +1,5 @@
-"""The state that the host keeps for a session and its running cell: output, pending calls to the
-host, and working time.
+"""The host's state for a session and its running cell: output, pending calls to the host, and
+working time.
 
 This module defines the states of a session and builds the result of a cell. Each call of a cell to
 the host is answered in its own task, and the number of pending calls is limited. While one is
@@ -41,27 +41,27 @@ from ramify.sandbox.host.transport import do_nothing
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024
-"""Concurrent calls of one cell; beyond this limit its frames wait in the socket."""
+"""Maximum number of concurrent calls of one cell. Further calls wait in the socket."""
 MAX_CALL_BYTES = 256 << 20
-"""Maximum size of the arguments of all pending calls together."""
+"""Maximum size in bytes of the arguments of all pending calls together."""
 _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
 class CellClock:
     """A clock that measures how long a cell has worked, in seconds. While the cell waits for the
-    host, only the CPU time of its other threads counts, if that can be read."""
+    host, the clock counts only the CPU time of the cell's other threads, if that can be read."""
 
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
     def __init__(self, cpu_s: Callable[[], float] | None = None) -> None:
-        """Create a stopped clock. ``cpu_s``: a function that returns the CPU time that the session
-        has used, in seconds, or None if that is unknown."""
+        """Create a stopped clock. ``cpu_s`` returns the CPU time that the session has used, in
+        seconds, or None if that is unknown."""
         self.worked_s = 0.0
-        """The time up to the last ``start``, ``pause`` or ``stop``."""
+        """Seconds worked up to the last ``start``, ``pause`` or ``stop``."""
         self._cpu_s = cpu_s
         self._since: float | None = None
         self._paused: tuple[float, float] | None = None
-        """(wall time, CPU time) of the last ``pause``."""
+        """Wall time and CPU time at the last ``pause``."""
 
     def start(self) -> None:
         self.stop()
@@ -69,8 +69,8 @@ class CellClock:
         self._since = time.monotonic()
 
     def pause(self) -> None:
-        """From now on, count only the CPU time of other threads, since the cell waits for the
-        host."""
+        """Pause the clock while the cell waits for the host. Until it is started again, only the
+        CPU time of the cell's other threads counts."""
         self.stop()
         if self._cpu_s is not None:
             self._paused = time.monotonic(), self._cpu_s()
@@ -96,12 +96,11 @@ class PendingHostCall(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any]
     weight: int
-    """Estimate of the memory that it uses, in bytes."""
+    """Estimated memory that the call uses, in bytes."""
 
 
 class CellCalls:
-    """The pending calls of one running cell to the host, each of which is answered in its own
-    task."""
+    """The pending calls of one running cell to the host. A separate task answers each of them."""
 
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
 
@@ -112,8 +111,8 @@ class CellCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create the bookkeeping for a cell without calls. ``on_bug``: called if answering fails
-        with an unexpected exception, which is then stored in ``bug``."""
+        """Create the bookkeeping for a cell that has made no calls yet. ``on_bug`` is called if
+        answering a call raises an unexpected exception, which is then stored in ``bug``."""
         self.wire = wire
         self._clock = clock
         self._on_bug = on_bug
@@ -121,12 +120,12 @@ class CellCalls:
         self.answer = answer
         self.bug: BaseException | None = None
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Answers in progress, by call id."""
+        """Tasks that are answering calls, by call id."""
         self.pending: dict[int, PendingHostCall] = {}
 
     def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
-        """Start to answer a call from the cell. ``stopped``: the reason if the cell is being
-        stopped, in which case the call is refused. Raises ProtocolError for a malformed call."""
+        """Start to answer a call from the cell. If the cell is being stopped, ``stopped`` is the
+        reason and the call is refused. Raises ProtocolError for a malformed call."""
         if message.id <= self._last_id:
             raise ProtocolError(f"call {message.id} after call {self._last_id}")
         self._last_id = message.id
@@ -154,8 +153,8 @@ class CellCalls:
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: CellCalls, pending: dict[int, PendingHostCall]) -> None:
-        """Take over the unanswered calls of another cell: the one during which this cell's session
-        was forked off as a branch."""
+        """Take over the unanswered calls of another cell, because this cell's session was forked
+        from that cell's session while the calls were pending."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
@@ -209,20 +208,20 @@ class CellCalls:
             task.cancel()
 
     def discard_pending(self) -> None:
-        """Stop the clock and forget the pending calls, since their cell has ended."""
+        """Stop the clock and discard the pending calls, because their cell has ended."""
         self._clock.stop()
         self.pending.clear()
 
     async def cancel_and_wait(self, timeout_s: float) -> None:
-        """Cancel the answers that are still in progress, and wait up to ``timeout_s`` seconds for
-        their tasks to end."""
+        """Cancel all answers in progress, and wait up to ``timeout_s`` seconds for their tasks to
+        end."""
         if tasks := list(self.tasks.values()):
             self.cancel()
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value, including its long strings if they do not fit into the shared
+    """Encode a large value. Its long strings are encoded, too, if they do not fit into the shared
     buffers."""
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
@@ -231,7 +230,7 @@ def _encode(encoder: ValueEncoder, value: Any) -> Any:
 
 
 def _is_large(value: Any) -> bool:
-    """Return True if encoding a value may take long enough to delay other sessions. Only part of
+    """Return True if encoding a value might take long enough to delay other sessions. Only part of
     the value is inspected."""
     stack, left = [value], _MANY_ITEMS
     while stack:
@@ -251,7 +250,7 @@ End = tuple[CellDoneFrame, Any] | SessionDied
 
 
 class RunningCell:
-    """A cell that is running in a session: its code, output, pending calls, time limit and end."""
+    """A cell that runs in a session: its code, output, pending calls, time limit and outcome."""
 
     __slots__ = (
         "_changed",
@@ -279,33 +278,32 @@ class RunningCell:
         max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create a cell that has not started yet. ``on_bug``: called if answering a call fails
-        unexpectedly. It must not refer to this cell, because only the garbage collector could then
-        free the two, which costs as much as the cell."""
+        """Create a cell that has not started yet. ``on_bug`` is called if answering a call fails
+        unexpectedly. It must not refer to this cell: only the garbage collector could free such a
+        cycle, which costs as much as the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s
-        """Limit of working time. The time that the host takes to answer does not count, except for
-        what other threads of the cell work meanwhile."""
+        """Limit of working time in seconds, measured by the cell's ``CellClock``."""
         self.clock = CellClock(getattr(wire.transport, "cpu_s", None))
         self.calls = CellCalls(wire, self.clock, answer, on_bug)
         self._changed: asyncio.Future[None] | None = None
-        """Wakes the task that waits for the end. Cancelling that task cancels this future, so the
-        end itself is stored in ``end``."""
+        """Wakes the task that waits for the end of the cell. The end itself is stored in ``end``,
+        because cancelling that task also cancels this future."""
         self.end: End | None = None
         self._max_output_bytes = max_output_bytes
         self._output: HeadTailBuffer | None = None
-        """Set once the cell has printed anything."""
+        """Output so far; None until the cell prints something."""
         self.chars = 0
         """Number of characters printed, as counted by the guest."""
         self.stopped: str | None = None
-        """Reason for the interrupt in progress, or None."""
+        """Reason why the cell is being interrupted, or None."""
         self.timer: asyncio.TimerHandle | None = None
-        """The next interrupt."""
+        """Timer of the next interrupt."""
 
     @property
     def left_s(self) -> float:
-        """The working time that is left, in seconds."""
+        """The remaining working time in seconds."""
         return self.limit_s - self.clock.worked()
 
     @property
@@ -319,7 +317,7 @@ class RunningCell:
         wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy a running cell for a branch of its session. ``pending``: the calls that were
+        """Copy a running cell for a branch of its session. ``pending`` holds the calls that were
         unanswered when the branch was forked."""
         import copy
 
@@ -339,15 +337,15 @@ class RunningCell:
         return twin
 
     def printed(self, data: Buffer, skipped: int, chars: int) -> None:
-        """Add printed bytes to the output of the cell. ``skipped``: the number of bytes before them
-        that were lost. ``chars``: the number of characters printed so far."""
+        """Add printed bytes to the cell's output. ``skipped`` is the number of bytes lost just
+        before them. ``chars`` is the number of characters printed so far."""
         if self._output is None:
             self._output = HeadTailBuffer(self._max_output_bytes)
         self._output.add(data, skipped)
         self.chars = chars
 
     def stdout(self) -> str:
-        """Return the output so far, or only its beginning and end if it is long."""
+        """Return the cell's output so far. Long output is shortened in the middle."""
         return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
@@ -357,7 +355,7 @@ class RunningCell:
             self._changed.set_result(None)
 
     async def until_done(self) -> End:
-        """Wait until the cell has ended, and return how it ended."""
+        """Wait until the cell has ended, and return its outcome."""
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
             await self._changed
@@ -365,7 +363,7 @@ class RunningCell:
         return self.end
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` seconds until the cell has ended. This also works after an
+        """Wait up to ``timeout_s`` seconds until the cell has ended. May be called again after an
         earlier wait was cancelled."""
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
@@ -373,9 +371,8 @@ class RunningCell:
 
 
 class CellAlarm:
-    """A timer that calls a function when a cell has used up its working time. The timer is kept
-    when a cell ends, because setting a new one for each cell costs as much as sending the messages
-    of a short cell."""
+    """A timer that calls a function when a cell has used up its working time. It is reused for the
+    next cell, because setting a new timer costs as much as sending the messages of a short cell."""
 
     __slots__ = ("_cell", "_loop", "_ring", "_timer")
 
@@ -386,7 +383,7 @@ class CellAlarm:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Watch the working time of a cell. Pass None when no cell is running."""
+        """Watch the working time of a cell. Pass None if no cell is running."""
         self._cell = cell
         if cell is None:
             return
@@ -409,14 +406,14 @@ class CellAlarm:
             self._timer = None
 
     def close(self) -> None:
-        """Cancel the timer and drop all references to the session, so that it can be freed at
-        once."""
+        """Cancel the timer and drop all references to the session, so that the session can be freed
+        at once."""
         self.cancel()
         self._cell, self._ring = None, do_nothing
 
 
 class CellLimits(NamedTuple):
-    """The time and output limits of one session, taken from ``SandboxSpec``."""
+    """The time and output limits of one session, which come from ``SandboxSpec``."""
 
     cell_s: float
     grace_s: float
@@ -428,19 +425,18 @@ def limits_of(spec: SandboxSpec) -> CellLimits:
 
 
 class SessionStatus(enum.Enum):
-    """The state of a session, which decides what can be requested of it next."""
+    """The state of a session. It decides which requests are allowed next."""
 
     IDLE = "idle"
     BUSY = "busy"
     """A cell or a request is in progress."""
     SUSPENDED = "suspended"
-    """A branch that was forked in the middle of a cell: ``resume`` continues it."""
+    """A branch that was forked in the middle of a cell. ``resume`` continues that cell."""
     ENDED = "ended"
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Build the result of a cell that has ended, from its final message and the note of its
-    hooks."""
+    """Build the result of a finished cell from its final message and the note of its hooks."""
     shown = Cell(
         code=cell.code,
         stdout=cell.stdout(),
@@ -454,8 +450,8 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
 
 
 class GuestRefused(Exception):
-    """Raised if the guest could not fulfil a request. ``kind`` names the exception class in the
-    guest."""
+    """Raised if the guest could not fulfil a request. ``kind`` is the name of the exception class
+    in the guest."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

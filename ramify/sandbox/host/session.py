@@ -1,4 +1,5 @@
-"""The host's side of a session: requests to the code in the sandbox (the guest), and what it sends.
+"""The host's side of a session. It sends requests to the guest, the code in the sandbox, and
+handles the guest's messages.
 
 This module decides which messages may arrive in which order, when the cell's clock runs, and what
 happens to a cell that does not end. Messages are encoded and checked by ``session_wire.py``, the
@@ -36,15 +37,13 @@ from ramify.sandbox.host.session_wire import GuestFrameConnection
 from ramify.sandbox.host.transport import ForkingTransport, Transport
 
 _FORK_S = 10.0
-"""Maximum seconds until a branch is ready."""
+"""Maximum time until a forked branch is ready, in seconds."""
 _INTERRUPTS = 5
-"""Number of times an interrupt is sent within the grace time: it may arrive before the cell begins,
-or the cell may catch it."""
+"""Number of interrupts sent within the grace time. The first may arrive too early or be caught."""
 
 
 class SessionLifecycleHooks(NamedTuple):
-    """The callbacks through which a sandbox provider learns that a session was closed or has been
-    forked."""
+    """The callbacks that notify a sandbox provider when a session is closed or forked."""
 
     on_close: Callable[[GuestSessionProxy], None] = lambda session: None
     on_fork: Callable[[GuestSessionProxy], None] = lambda session: None
@@ -86,18 +85,18 @@ class GuestSessionProxy:
         self.pid = 0
         """Process id, as reported by the guest."""
         self.modules: dict[str, str] = {}
-        """Modules that the session has had from its start: name -> source, until ``install``."""
+        """Modules that the session had at its start, before any ``install``: name -> source."""
         self._limits = limits
         self._hooks = hooks
         self.tree: set[GuestSessionProxy] = {self}
-        """This session and every open session related to it by forking."""
+        """This session and every open session that is related to it by forking."""
         self._state = SessionStatus.IDLE
         self._failure = ""
-        """Why the session has ended, once that is known."""
+        """Reason why the session has ended, once it is known."""
         self._cell: RunningCell | None = None
-        """The cell that runs, or that is suspended."""
+        """The cell that is running or suspended."""
         self._reply: tuple[int, asyncio.Future[Any]] | None = None
-        """The id of the request in progress, and its answer."""
+        """Id and future answer of the request in progress."""
         loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -105,13 +104,13 @@ class GuestSessionProxy:
         self._alarm = CellAlarm(self._stop)
         self._forking = asyncio.Lock()
         self._forks = 0
-        """Number of forks that are in progress or wait for their turn."""
+        """Number of forks that are in progress or queued."""
         self._wire = GuestFrameConnection(transport)
         self._wire.start_reading(self._take, self._fail, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until the session has reported that it is ready. Raises SandboxError if it ends
-        before that, or after ``timeout_s`` seconds."""
+        """Wait until the guest reports that it is ready. Raises SandboxError if the session ends
+        before that, or if it takes longer than ``timeout_s`` seconds."""
         await asyncio.wait(
             (self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -187,8 +186,8 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop a cell after the caller of ``run`` was cancelled, so that the session either stays
-        usable or is known to be dead."""
+        """Stop a cell whose caller was cancelled. Afterwards the session is either usable or known
+        to be dead."""
         self._stop(cell, "cancelled")
         try:
             await cell.wait(self._limits.grace_s + 1.0)
@@ -205,9 +204,9 @@ class GuestSessionProxy:
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
     async def set_context(self, parts: Sequence[Any], packages: Sequence[str] = ()) -> None:
-        """Set the reserved variable ``context`` to a value that ``SharedContext`` has encoded,
-        given as its ``parts``. If pandas is among the packages that the session may import, tables
-        in the value become DataFrames."""
+        """Set the reserved variable ``context``. ``parts`` is the value as ``SharedContext`` has
+        encoded it. Tables in it become DataFrames if pandas is among the ``packages`` that the
+        session may import."""
         encoder = ValueEncoder(defers=True)
         encoder.blobs += parts
         as_one_blob = [sum(map(len, parts))]
@@ -280,30 +279,30 @@ class GuestSessionProxy:
             self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
-        """Seed the module ``random`` of the session again, before the next request. Raises
-        SessionDied if the session has ended, and SandboxError if it is busy."""
+        """Seed the session's module ``random`` again, before the next request. Raises SessionDied
+        if the session has ended, and SandboxError if it is busy."""
         self._check_free()
         self._wire.seed = seed
 
     def kill(self, reason: str) -> None:
-        """End the session at once. The reason is reported to its user."""
+        """End the session at once. ``reason`` is reported to the session's user."""
         self._fail(reason)
 
     @property
     def pidfd(self) -> int:
-        """The process descriptor (pidfd) of the session, or -1 if the transport has none."""
+        """The process descriptor (pidfd) of the session, or -1 if its transport has none."""
         return getattr(self._wire.transport, "pidfd", -1)
 
     @property
     def server_and_pid(self) -> tuple[Any, int]:
-        """The control channel of the server that started this session's process, and the id of the
-        process there."""
+        """The control channel of the server that started this session's process, and the process's
+        id there."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "number", -1)
 
     def host_bytes(self) -> int:
-        """Return the memory of the host that this session uses, in bytes: unfinished messages,
-        arguments of pending calls, its output and its shared buffers."""
+        """Return the memory on the host that this session uses, in bytes. It includes unfinished
+        messages, arguments of pending calls, output and shared buffers."""
         pending = self._cell.calls.pending.values() if self._cell is not None else ()
         files: int = getattr(self._wire.transport, "file_bytes", lambda: 0)()
         return self._wire.held_bytes() + sum(call.weight for call in pending) + files
@@ -312,7 +311,7 @@ class GuestSessionProxy:
 
     async def fork(self) -> GuestSessionProxy:
         """Fork a copy of the session, called a branch, and return it. Concurrent forks of one
-        session run one after the other. If the caller is cancelled, the fork is completed and the
+        session run one after another. If the caller is cancelled, the fork is completed and the
         branch closed."""
         transport, cell = self._wire.transport, self._cell
         if not self.caps.fork:
@@ -336,8 +335,8 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch, once it is this request's turn. ``cell``: the cell that was running, and
-        waiting for the host, when the fork was requested; None if the session was idle."""
+        """Fork a branch, once it is this request's turn. ``cell`` is the cell that was waiting for
+        the host when the fork was requested, or None if the session was idle."""
         if cell is None:
             self._check_alive()
         self._check_waits(cell)
@@ -374,12 +373,12 @@ class GuestSessionProxy:
         return branch
 
     def _moved(self) -> None:
-        """Note that the session's output arrives in a new file from now on."""
+        """Start reading the session's output from the beginning of its new output file."""
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise SandboxError unless the session can fork now: it must be idle, or its cell must be
-        waiting for the host."""
+        """Raise SandboxError unless the session can fork now. It can if it is idle, or if its cell
+        waits for the host."""
         self._check_alive()
         if self._state is SessionStatus.SUSPENDED:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
@@ -421,7 +420,8 @@ class GuestSessionProxy:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _stop_for_bug(self) -> None:
-        """Stop the running cell, because the host failed to answer one of its calls."""
+        """Stop the running cell because of a bug on the host, which failed to answer one of the
+        cell's calls."""
         if self._cell is not None:
             self._stop(self._cell)
 

@@ -1,5 +1,5 @@
-"""The messages ("frames") of one session: received in order, checked and decoded, without delaying
-other sessions.
+"""The message connection of one session. Frames from the guest are received in order, checked and
+decoded, without delaying other sessions.
 
 Every frame from a guest must be treated as hostile until it has been checked here. This module
 defines the schema of frames from a guest, how much data of a session the event loop handles at
@@ -49,32 +49,31 @@ if TYPE_CHECKING:
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
-"""Text that the guest has cut to ``VALUE_CHARS``, with a note on how much is missing."""
+"""Text that the guest has shortened to ``VALUE_CHARS``, with a note on the missing length."""
 Name = Annotated[str, msgspec.Meta(max_length=1000)]
 NO_VALUE = msgspec.Raw(b"null")
 
 
 class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
     got: Count = 0
-    """Number of times that the guest has read from the shared memory buffers."""
+    """Number of times that the guest has read the shared memory buffers."""
 
 
 class GuestReadyFrame(_Frame, tag="hello"):
-    """The first message of a guest, which reports that it is ready."""
+    """The first message of a guest, sent when it is ready."""
 
     pid: Count
 
 
 class OutputFrame(_Frame, tag="out"):
-    """A message with output that the running cell has printed. The bytes are the frame's only
-    binary part."""
+    """A message with output of the running cell. Its only binary part holds the printed bytes."""
 
     skip: Count
-    """Number of bytes just before the blob that are not sent to the host."""
+    """Number of bytes that were dropped just before the binary part."""
     chars: Count
     """Number of characters printed so far."""
     upto: Count
-    """Offset in the output file from which data was not sent yet."""
+    """Offset in the output file up to which everything was sent."""
     blobs: list[Count]
 
 
@@ -84,21 +83,21 @@ class HostCallFrame(_Frame, tag="call"):
     id: Count
     name: Name
     value: msgspec.Raw
-    """[args, kwargs]"""
+    """The arguments, encoded as ``[args, kwargs]``."""
     tags: bool = False
     blobs: list[Count] = []
     shelved: bool = False
 
 
 class CellDoneFrame(_Frame, tag="done"):
-    """A message that reports the end of the running cell."""
+    """The message that reports the end of the running cell."""
 
     id: Count
     value: Shown | None
     error: Shown | None
     restored: Annotated[list[Name], msgspec.Meta(max_length=1000)]
     note: msgspec.Raw
-    """A dict or None."""
+    """Note of the session's hooks: a dict or None."""
     chars: Count
     tags: bool = False
     blobs: list[Count] = []
@@ -133,12 +132,11 @@ FromGuest = (
     | FailedFrame
 )
 LARGE_HEADER, LARGE_BLOBS = 1 << 13, 1 << 23
-"""Larger frames are decoded in a thread."""
+"""Frames larger than this are decoded in a thread."""
 _PIECE_BYTES = 1 << 15
-"""Number of bytes of JSON that are decoded at once: a thread that decodes lets others run only
-between two pieces, and unusual numbers take 100 times as long as others."""
+"""Bytes of JSON decoded at once. Between two pieces, other threads can run."""
 _DECODE_S = 2.0
-"""Maximum CPU time for decoding one value."""
+"""Maximum CPU time for decoding one value, in seconds."""
 _decoder = msgspec.json.Decoder(FromGuest)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _dict_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -146,7 +144,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def is_large(view: memoryview) -> bool:
-    """Return True if decoding a frame may take long enough to delay other sessions."""
+    """Return True if decoding a frame might take long enough to delay other sessions."""
     if len(view) <= LARGE_HEADER:
         return False
     header = len(parse_frame_header(view)[0])
@@ -192,7 +190,7 @@ def parse(
 
 
 def note_read(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
-    """Mark the shared buffers as free if a message shows that the guest has read everything in
+    """Mark the shared buffers as free if a message proves that the guest has read everything in
     them."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
@@ -202,7 +200,7 @@ def shared_blobs(
     message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
     """Read the binary parts of a message from the shared memory buffers. Raises ProtocolError if
-    they are not there, or if the guest may not have written yet."""
+    they are missing, or if it was not the guest's turn to write."""
     note_read(message, shared_buffers)
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
@@ -231,8 +229,7 @@ def value_of(
 
 
 def _decoded(data: msgspec.Raw, deadline: float) -> Any:
-    """Decode JSON, in pieces if it is long. Raises ProtocolError if that takes more CPU time than
-    is allowed."""
+    """Decode JSON, in pieces if it is long. Raises ProtocolError if it takes too much CPU time."""
     if len(data) <= _PIECE_BYTES:
         return msgspec.json.decode(data)
     if time.thread_time() > deadline:
@@ -254,7 +251,7 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group neighbouring short items. Yields each group, and each long item by itself."""
+    """Group neighbouring short items. Yields each group, and each long item separately."""
     group: list[msgspec.Raw] = []
     size = 0
     for item in items:
@@ -275,8 +272,8 @@ def build_request_frame(
     encoder: ValueEncoder | None = None,
     shared_buffers: HostGuestSharedMemory | None = None,
 ) -> list[Any]:
-    """Build a frame for a guest, as a list of buffers. Long binary data goes into the shared
-    buffers if there is room."""
+    """Build a frame for a guest and return it as a list of buffers. Long binary data goes into the
+    shared buffers if there is room."""
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
@@ -291,16 +288,16 @@ def build_request_frame(
 
 
 _TURN_S = 0.005
-"""Time after which the frames that have arrived wait for the next turn of the event loop."""
+"""Seconds of handling frames after which the rest wait for the next turn of the event loop."""
 _WEIGHT_OF_JSON = 16
-"""Memory per byte of JSON: small Python values take many times the size of their JSON."""
+"""Estimated memory per byte of JSON, since small Python values are much larger than their JSON."""
 _EMPTY = memoryview(b"")
 _decoding: list[ThreadPoolExecutor] = []
-"""The threads that decode large frames, of all sessions; created for the first such frame."""
+"""The thread pool that decodes large frames of all sessions, created when first needed."""
 
 
 def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-    """Run a function in one of the threads that decode and encode large values, and return its
+    """Run a function in the thread pool that encodes and decodes large values, and return its
     future."""
     if not _decoding:
         from concurrent.futures import ThreadPoolExecutor  # few runs have such values
@@ -310,13 +307,13 @@ def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
 
 
 FrameTaker = Callable[[FromGuest, Any, int], None]
-"""Gets a frame with its decoded value, note or output, and an estimate of the memory that it uses,
-in bytes. May raise ProtocolError."""
+"""Called with a frame, its decoded content, and the estimated memory of both in bytes. May raise
+ProtocolError."""
 
 
 class GuestFrameConnection:
-    """The connection to one guest, over which frames are sent, and are received, checked and
-    decoded."""
+    """The message connection to one guest. It sends frames, and receives, checks and decodes the
+    guest's frames."""
 
     __slots__ = (
         "_assembler",
@@ -338,16 +335,17 @@ class GuestFrameConnection:
         self.transport = transport
         self._is_lone: Callable[[], bool | None] = getattr(transport, "is_lone", do_nothing)
         self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", do_nothing)
-        """Handles the guest's next frame if it arrives within microseconds and the transport
-        supports this. Call it last, after a request or an answer."""
+        """Handle the guest's next frame right away if it arrives within microseconds and the
+        transport supports this. Call it last, after sending a request or an answer."""
         self.last_id = 0
         self.seed: str | None = None
-        """Seed that the next request carries: a separate frame would wake the guest twice."""
+        """Seed that the next request will carry, since a separate frame would wake the guest twice.
+        """
         self.upto = 0
-        """Offset in the output file from which data was not received yet."""
+        """Offset in the output file up to which data was received."""
         self._assembler = FrameAssembler()
         self._holds: set[str] = set()
-        """Reasons not to handle more frames now."""
+        """Reasons to handle no more frames for now."""
         self._decoding_bytes = 0
         self._decoder: asyncio.Task[None] | None = None
         self._held_frames: list[tuple[dict[str, Any], ValueEncoder | None]] | None = None
@@ -360,9 +358,9 @@ class GuestFrameConnection:
         failed: Callable[[str], None],
         lost: Callable[[], None],
     ) -> None:
-        """Start to receive. ``received``: called with each decoded frame. ``failed``: called with
-        the reason once the guest cannot be trusted any more. ``lost``: called at the end of the
-        stream."""
+        """Start to receive frames. ``received`` is called with each decoded frame. ``failed`` is
+        called with the reason once the guest cannot be trusted any more. ``lost`` is called at the
+        end of the stream."""
         self._received = received
         self._failed = failed
         self.transport.start_reading(self._feed, lost)
@@ -419,7 +417,7 @@ class GuestFrameConnection:
 
     def pause_receiving(self, reason: str) -> None:
         """Stop handling frames until ``resume_receiving`` is called with the same reason. Several
-        reasons can apply at once."""
+        reasons can be active at once."""
         if not self._holds:
             self.transport.pause()
         self._holds.add(reason)
@@ -434,8 +432,7 @@ class GuestFrameConnection:
             self.transport.resume()
 
     def held_bytes(self) -> int:
-        """Return how many bytes of memory are used by frames that are incomplete or are being
-        decoded."""
+        """Return the memory of frames that are incomplete or being decoded, in bytes."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def release_holds(self) -> None:
@@ -483,7 +480,7 @@ class GuestFrameConnection:
         self.transport.write(parts)
 
     def hold_sending(self) -> None:
-        """Delay all frames to the guest until ``send_held`` is called."""
+        """Hold back all frames to the guest until ``send_held`` is called."""
         self._held_frames = []
 
     def send_held(self) -> None:
@@ -493,8 +490,8 @@ class GuestFrameConnection:
 
 
 def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
-    """Decode the value of a frame, and return it with an estimate of the memory that it uses, in
-    bytes. ``size``: the size of the frame in bytes."""
+    """Decode the value of a frame. Returns it with an estimate of the memory that it uses, in
+    bytes. ``size`` is the size of the frame in bytes."""
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""Define which files of this package run in another process, and the module names that they have
-there.
+"""The files of this package that run in another process, and the module names that they have there.
 
 Ramify is not installed in a fork server or a container. The same few lines of code (``LOADER``)
 load each file from its folder, in the order in which a provider lists them. A file's module name
@@ -39,11 +38,12 @@ def load(folder, names):
         spec.loader.exec_module(module)
     return module
 """
-"""Runs first in the other process; ``load`` returns the last module."""
+"""Code that runs first in the other process. It defines ``load``, which returns the last module."""
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """Return the source files of the given modules; for a package, all files in its folder."""
+    """Return the paths of the source files of the given modules. For a package, these are all files
+    in its folder."""
     from pathlib import Path
 
     files = []
@@ -55,6 +55,6 @@ def paths(modules: Sequence[str]) -> list[Path]:
 
 @cache
 def texts(modules: tuple[str, ...]) -> dict[str, str]:
-    """Return the source code of the given modules, by file path relative to the folder that the
-    function ``load`` takes."""
+    """Return the source code of the given modules. The keys are file paths relative to the folder
+    that the function ``load`` takes."""
     return {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths(modules)}

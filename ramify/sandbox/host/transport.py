@@ -1,5 +1,5 @@
-"""The transport between the host and a guest, the code that runs in the sandbox: a stream of bytes,
-and operations on the guest's process.
+"""The transport between the host and a guest, the code that runs in the sandbox. It is a byte
+stream with operations on the guest's process.
 
 This module moves bytes between a socket and the event loop at the lowest cost, and finds where a
 message ("frame") ends. What the bytes mean is decided by ``session.py``, and what is at the other
@@ -30,17 +30,18 @@ class Transport(Protocol):
 
     caps: SandboxCapabilities
     shared_buffers: HostGuestSharedMemory | None
-    """Buffers for long blobs, if host and guest are on one machine."""
+    """Buffers for long blobs, if host and guest are on the same machine."""
 
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
-        """Start reading. ``received``: called with the bytes that arrive, which it must not keep.
-        ``lost``: called at the end of the stream."""
+        """Start reading. ``received`` is called with the bytes that arrive, and must not keep them.
+        ``lost`` is called at the end of the stream."""
         ...
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers in order. If the other end does not read, some are kept and sent later."""
+        """Send buffers in order. Data that the other end does not read at once is kept and sent
+        later."""
         ...
 
     def pause(self) -> None:
@@ -50,37 +51,38 @@ class Transport(Protocol):
     def resume(self) -> None: ...
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the guest's main thread, if a cell is running there and the
-        transport supports this."""
+        """Raise KeyboardInterrupt in the guest's main thread, if a cell runs there and the
+        transport supports interrupts."""
         ...
 
     def kill(self) -> None:
-        """End the guest, if the transport supports this. The callback ``lost`` is then called as
-        soon as the stream ends."""
+        """Kill the guest, if the transport supports this. The callback ``lost`` is called as soon
+        as the stream has ended."""
         ...
 
     def leftover(self, start: int) -> bytes:
         """Return the output that a dead guest printed but did not send, if the transport can read
-        it. ``start``: the offset in the guest's output file."""
+        it. ``start`` is the offset in the guest's output file."""
         ...
 
     async def exit_reason(self) -> str:
-        """Return the reason why the guest ended, if it is known. Waits briefly for the exit
-        status."""
+        """Return the reason why the guest ended, or an empty text if it is unknown. Waits briefly
+        for the exit status."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest; calling this twice is harmless. The process may take a moment to
-        disappear. Returns an awaitable if the caller must wait for that, otherwise None."""
+        """End the guest. Calling this twice is harmless. Returns an awaitable if the caller must
+        wait until the process is gone, otherwise None."""
         ...
 
 
 _MEANT = {70: "its process could not be set up", 71: "it got no new connection after a fork"}
-"""Exit statuses that this package uses."""
+"""Exit statuses of this package's own processes, and what they mean."""
 
 
 def how_it_ended(status: int) -> str:
-    """Describe an exit status, as ``subprocess`` reports it, in words."""
+    """Describe in words how a process ended. ``status`` is its exit status as ``subprocess``
+    reports it."""
     if status >= 0:
         return _MEANT.get(status, f"its process exited with status {status}")
     try:
@@ -91,17 +93,17 @@ def how_it_ended(status: int) -> str:
 
 
 class ForkingTransport(Transport, Protocol):
-    """A transport to a guest whose process can be forked, so that the session continues as two."""
+    """A transport to a guest whose process can be forked. The session then continues as two
+    processes."""
 
     async def prepare_branch(self) -> None:
-        """Finish everything that must be done before ``fork_branch``. Raises SandboxError if the
+        """Do everything that must be done before ``fork_branch``. Raises SandboxError if the
         session cannot be forked."""
         ...
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
-        """Send the request to fork, allow the guest to create one process, and return the transport
-        to the new process. ``moved``: called if the original session gets a new stream and new
-        files."""
+        """Request a fork, allow the guest to create one process, and return the transport to that
+        process. ``moved`` is called if the original session gets a new stream and new files."""
         ...
 
     def check_apart(self) -> None:
@@ -109,17 +111,16 @@ class ForkingTransport(Transport, Protocol):
         ...
 
     def finish_forking(self, transport: Any) -> None:
-        """Complete a fork: the branch has started or will not start, and no more processes may be
-        created."""
+        """Complete a fork and withdraw the permission to create a process. Call this once the
+        branch has started, or certainly will not start."""
         ...
 
 
 SCRATCH_BYTES = 1 << 18
 _MOST_READS = 16
-"""More reads than a socket can hold data for."""
+"""Maximum number of consecutive reads, more than the data in a socket can fill."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum number of bytes waiting to be sent to a guest; beyond it, the host stops reading from the
-guest until the guest has read."""
+"""Limit on bytes waiting to be sent. Above it, the host stops reading from the guest."""
 
 
 def do_nothing(*_: Any) -> None:
@@ -132,8 +133,8 @@ def do_nothing(*_: Any) -> None:
 
 
 class SandboxSharedBuffers:
-    """The buffers and tasks that all connections of one sandbox share: read buffers, whose data is
-    only valid until the next read, and the tasks that wait for killed processes to end."""
+    """The buffers and tasks that all connections of one sandbox share. Data in the read buffers is
+    valid only until the next read. The tasks wait for killed processes to end."""
 
     __slots__ = ("busy_wait", "endings", "last_used", "num_expected", "shared_buffers", "stream")
 
@@ -141,16 +142,17 @@ class SandboxSharedBuffers:
         self.busy_wait = BusyWait()
         self.endings: set[asyncio.Task[None]] = set()
         self.last_used: SocketStream | None = None
-        """The connection that was written to or read from last."""
+        """The connection that was used last, for reading or writing."""
         self.num_expected = 0
-        """Number of connections that were written to and have not answered yet."""
+        """Number of connections that wait for an answer."""
         self.stream = bytearray(SCRATCH_BYTES)
         self.shared_buffers = ScratchBuffer()
 
 
 class FrameAssembler:
     """An assembler that turns bytes from a guest into complete frames. Each frame is a view that is
-    valid until the next ``feed``. If the caller stops iterating early, the rest is kept."""
+    valid until the next ``feed``. If the caller stops iterating early, the remaining data is kept.
+    """
 
     __slots__ = ("_held", "_max_bytes", "_need")
 
@@ -161,7 +163,7 @@ class FrameAssembler:
         self._need = 0
 
     def is_one(self, data: memoryview) -> bool:
-        """Return True if some data is exactly one frame, and no earlier data is incomplete."""
+        """Return True if ``data`` is exactly one frame and no earlier data is incomplete."""
         size = len(data)
         return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
 
@@ -190,23 +192,23 @@ class FrameAssembler:
                 self._held = bytearray(data[at:])
 
     def keep(self, data: memoryview) -> None:
-        """Store data without handling it, until the next call of ``feed``."""
+        """Store data without handling it until the next call of ``feed``."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
         self._held += data
 
     def held_bytes(self) -> int:
-        """Return the number of bytes in unfinished frames."""
+        """Return the number of bytes held for incomplete frames."""
         return len(self._held) if self._held is not None else 0
 
 
 _MOST_AT_ONCE = 16
-"""Answers in a row that are read without the event loop, so that others wait for at most 1 ms."""
+"""Consecutive answers read without the event loop, so that others wait for at most 1 ms."""
 
 
 class SocketStream:
-    """A byte stream over a socket on the event loop. It uses no asyncio transport, which saves two
-    callbacks per round trip, and can read a quick answer without the loop."""
+    """A byte stream over a socket on the event loop. It bypasses asyncio's transports, which saves
+    two callbacks per round trip. A quick answer is read without the event loop."""
 
     __slots__ = (
         "_backlog",
@@ -230,16 +232,17 @@ class SocketStream:
         self._loop = asyncio.get_running_loop()
         self._shared = shared
         self._scratch = shared.stream
-        """Shared by all streams of an event loop, since ``received`` does not keep its data."""
+        """Read buffer shared by all streams of an event loop, since ``received`` does not keep its
+        data."""
         self._view = memoryview(self._scratch)
         self._is_expected = False
         """True from a ``write`` until data arrives."""
         self._is_quick = False
-        """True if the last ``write`` may be answered without the loop."""
+        """True if the answer to the last ``write`` may be read without the event loop."""
         self._in_a_row = 0
         self._backlog: deque[memoryview] | None = None
         self._unsent = 0
-        """Number of bytes in the backlog."""
+        """Number of bytes that wait to be sent."""
         self._is_paused = False
 
     def start_reading(
@@ -254,14 +257,14 @@ class SocketStream:
         self._read()
 
     def is_lone(self) -> bool:
-        """Return True if no other stream expects an answer, or has been used since this one."""
+        """Return True if this stream was used last and no other stream expects an answer."""
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
 
     def read_at_once(self) -> None:
-        """Read the answer to what was just written, without the event loop, if it comes in about
-        the time that a turn of the loop takes. Do nothing if other streams are in use too, because
-        the loop serves all of them sooner."""
+        """Read the answer to the last ``write`` without the event loop, if it arrives within about
+        the time of one loop iteration. Do nothing if other streams are in use, because the loop
+        then serves all of them sooner."""
         if not self._is_quick or not self._is_expected or self._is_paused:
             return
         if self._backlog is None and self._in_a_row < _MOST_AT_ONCE:
@@ -269,7 +272,7 @@ class SocketStream:
             self._shared.busy_wait.until(self._read)
 
     def _read(self) -> bool:
-        """Read what has arrived, and return False if that is nothing."""
+        """Read the data that has arrived. Returns False if there is none."""
         try:
             count = self._sock.recv_into(self._scratch)
         except (BlockingIOError, InterruptedError):
@@ -296,8 +299,8 @@ class SocketStream:
         self._listen()
 
     def _listen(self) -> None:
-        """Start or stop reading from the guest. A guest that sends requests but does not read the
-        answers must not fill the host's memory with them."""
+        """Start or stop reading from the guest. A guest that sends requests without reading the
+        answers must not fill the host's memory."""
         fd = self._sock.fileno()
         if fd < 0:
             return
@@ -316,19 +319,19 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream, and return a stream over another socket that replaces it."""
+        """Close this stream and return its replacement, a stream over another socket."""
         self.close()
         stream = SocketStream(sock, self._shared)
         stream.start_reading(self._received, self._lost)
         return stream
 
     def lose(self) -> None:
-        """Report the end of the stream, because the other end is gone."""
+        """Report the end of the stream, because the other end has disappeared."""
         self._lost()
 
     def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
         """Send buffers and file descriptors in one message. Raises SandboxError if the socket does
-        not take all bytes at once."""
+        not accept all bytes at once."""
         count = -1
         if self._backlog is None:
             with contextlib.suppress(OSError):
@@ -395,7 +398,7 @@ class SocketStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def close_silently(self) -> None:
-        """Close the stream for good. Data that is still on its way is ignored."""
+        """Close the stream for good, without calling ``lost``. Data still in transit is ignored."""
         self.close()
         self._received = self._lost = do_nothing
 
