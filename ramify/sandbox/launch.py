@@ -1,4 +1,4 @@
-"""Start what the next sandbox needs before it is opened, so that its first session is ready sooner.
+"""Prepare the next sandbox before it is opened, so that its first session is ready sooner.
 
 The fork server of a jail starts while the modules of the jail are still being imported here. What a
 provider starts is decided by its own function ``launch``, if it has one.
@@ -15,8 +15,8 @@ from ramify.sandbox.host.forkserver_process import start_early
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start in the background what the next sandbox with this configuration needs, if its provider
-    supports that, while the caller does other work. Errors are ignored here, because
+    """Start preparing the next sandbox with this configuration in the background, while the caller
+    does other work. Does nothing if its provider does not support that. Errors are ignored, because
     ``open_sandbox`` reports them."""
     with contextlib.suppress(RamifyError, OSError):
         if spec.provider == "jail" and "ramify.sandbox.providers.jail" not in sys.modules:

@@ -66,8 +66,8 @@ class Transport(Protocol):
         ...
 
     async def exit_reason(self) -> str:
-        """Return the reason why the guest ended, or an empty text if it is unknown. Waits briefly
-        for the exit status."""
+        """Return the reason why the guest ended, as far as it is known. Waits briefly for the exit
+        status."""
         ...
 
     def close(self) -> Awaitable[None] | None:

@@ -1,3 +1,2 @@
-"""The confinement of sessions in the jail. This code runs in the fork server, and in the process of
-each session before any user code.
-"""
+"""The confinement of sessions in the jail. This code runs in the fork server, and in each session's
+process before any user code."""

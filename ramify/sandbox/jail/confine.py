@@ -1,4 +1,4 @@
-"""Confine the process of a session before any code of a cell runs. This cannot be undone.
+"""Confine a session's process before any code of a cell runs. This cannot be undone.
 
 The order of the steps matters. The user namespace comes before the limit of processes, which then
 counts this session alone. Mounts come before Landlock, which forbids them. Descriptors come before
@@ -32,11 +32,9 @@ else:
 MAX_THREADS = 512
 """Maximum number of threads and branches of one session together."""
 _ALL_THREADS = 4096
-"""If sessions do not have their own user: maximum number of threads of all processes of their
-user."""
+"""Maximum number of threads of all sessions together, if they share one system user."""
 _SPOOL_BYTES = 32 << 20
-"""Lower bound for the maximum size of a file that a session may write: its raw output is such a
-file."""
+"""Lower bound for the largest file that a session may write, since its raw output is a file."""
 
 
 _OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
@@ -47,34 +45,34 @@ class JailLimits(NamedTuple):
 
     cpu_s: int
     files_bytes: int
-    """Size of its folder; 0: no folder."""
+    """Maximum size of the session's folder in bytes; 0 if it has none."""
     scratch: str
-    """Path of its folder."""
+    """Path of the session's folder."""
 
 
 class JailSessionDescriptors(NamedTuple):
-    """The two descriptors that the zygote, the process that forks sessions, prepares for one
-    session. Each is -1 if it is not used."""
+    """Two descriptors that the zygote, the process that forks sessions, prepares for one session.
+    An unused one is -1."""
 
     scratch: int
-    """The file system of its folder."""
+    """Descriptor of the file system in the session's folder."""
     rules: int
-    """Its Landlock rules."""
+    """Descriptor of the session's Landlock rules."""
 
     def drop_rules(self) -> None:
-        """Close the Landlock rules in the zygote, once the session has inherited them."""
+        """Close the zygote's copy of the Landlock rules, once the session has inherited them."""
         if self.rules >= 0:
             os.close(self.rules)
 
     def drop_scratch(self) -> None:
-        """Release the file system of a session that has ended."""
+        """Release the file system of a finished session's folder."""
         if self.scratch >= 0:
             os.close(self.scratch)
 
 
 class JailSessionConfiner:
-    """The confinement of sessions' processes. What all sessions have in common, such as the
-    compiled system call filter, is prepared once."""
+    """The object that confines sessions' processes. It prepares once what all sessions have in
+    common, such as the compiled system call filter."""
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
@@ -95,7 +93,7 @@ class JailSessionConfiner:
         self._limits = _limits(bounds, own_user)
 
     def prepare_session(self) -> JailSessionDescriptors:
-        """Prepare the folder and the Landlock rules of one session before it is forked. After the
+        """Create one session's folder and Landlock rules before the session is forked. After the
         fork, the same work would copy memory pages."""
         scratch = -1
         if self._has_folder:
@@ -111,8 +109,8 @@ class JailSessionConfiner:
         )
 
     def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
-        """Do the first part of the confinement, while the inherited descriptors are still open:
-        enter new namespaces, mount the session's folder, and apply the Landlock rules."""
+        """Run the first part of the confinement, while the inherited descriptors are still open. It
+        enters new namespaces, mounts the session's folder and applies the Landlock rules."""
         if self._own_user:
             primitives.unshare(
                 _OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace"
@@ -128,9 +126,9 @@ class JailSessionConfiner:
             resource.setrlimit(number, value)
 
     def finish(self, wire: int) -> None:
-        """Do the last part of the confinement: drop all capabilities and install the system call
-        filter. The host receives, over the connection ``wire``, the descriptor at which requests to
-        create a process arrive."""
+        """Run the last part of the confinement: drop all capabilities and install the system call
+        filter. Requests to create a process arrive at a descriptor, which is sent to the host over
+        the connection ``wire``."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
@@ -144,7 +142,7 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return the resources to limit, each with its soft and hard limit. No limit is set above the
+    """Return the resources to limit, each with its soft and hard limit. No limit exceeds the
     current hard limit."""
     limits = {
         "MEMLOCK": 0,
@@ -167,12 +165,11 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Replacement for ``os.register_at_fork`` that ignores the hooks it is given."""
+    """A replacement for ``os.register_at_fork`` that ignores all hooks."""
 
 
 def restore_fork_hooks() -> None:
-    """Restore ``os.register_at_fork``, so that hooks that are registered from now on run after
-    forks."""
+    """Restore ``os.register_at_fork``, so that hooks registered from now on run after forks."""
     os.register_at_fork = _register_at_fork
 
 

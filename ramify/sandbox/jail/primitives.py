@@ -1,5 +1,5 @@
-"""Kernel features for confining a process, one small function each: namespaces, mounts, Landlock
-and capabilities.
+"""Kernel features that confine a process: namespaces, mounts, Landlock and capabilities. Each has a
+small function.
 
 Each system call is made with ctypes, without dependencies, and raises an error with a clear message
 if it fails. Which calls are used, and when, is decided in ``zygote.py`` and ``confine.py``; the
@@ -45,7 +45,7 @@ _syscall.restype = ctypes.c_long
 
 
 class KernelDenied(OSError):
-    """Raised if the kernel refused an operation; ``what`` names the operation."""
+    """Raised if the kernel refused an operation. ``what`` is the name of the operation."""
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(number, f"{what}: {os.strerror(number)}")
@@ -91,14 +91,14 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _PR_GET_TID_ADDRESS = 40
 _EINTR = 4
 _closerange, _close, _dup2, _Socket = os.closerange, os.close, os.dup2, socket.socket
-"""Saved before any cell has run."""
+"""Saved before any cell runs, so that a cell cannot replace them."""
 _forking = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock
 _forking.restype = ctypes.c_long
 
 
 _machine = os.uname().machine
 _tid_place = ctypes.c_ulong()
-"""Where the C library keeps this thread's id; 0 if the kernel does not say."""
+"""Address at which the C library keeps this thread's id; 0 if the kernel does not say."""
 _libc.prctl(
     ctypes.c_int(_PR_GET_TID_ADDRESS),
     *map(ctypes.c_ulong, (ctypes.addressof(_tid_place), 0, 0, 0)),
@@ -118,8 +118,8 @@ _clone_arguments = tuple(
 
 
 def fork_sibling() -> int:
-    """Fork without running any hook of Python or the C library. The new process becomes a sibling:
-    a child of this process's parent, so neither of the two learns how the other ends. Use this only
+    """Fork without running any hook of Python or the C library. The new process is a sibling: a
+    child of this process's parent, so neither of the two learns how the other ends. Use this only
     in a process with one thread."""
     while True:
         try:
@@ -130,8 +130,8 @@ def fork_sibling() -> int:
 
 
 def take_wire(wire: int, *files: int) -> None:
-    """Ask the host for a connection that no other process has, after a fork. The connection's
-    descriptor gets the number ``wire``.
+    """Take over a new, private connection to the host after a fork. The connection's descriptor
+    gets the number ``wire``.
 
     Over the connection, the host sends the standard streams, then the output file and the shared
     buffers, which get the numbers in ``files``. Raises OSError if something is missing.
@@ -152,8 +152,9 @@ def take_wire(wire: int, *files: int) -> None:
 
 
 def request_descriptor(number: int) -> None:
-    """Ask the host for a descriptor with the given number. The host gives it only to a process that
-    has no others, so all descriptors are closed first. Raises OSError."""
+    """Ask the host for a descriptor with the given number. All descriptors are closed first,
+    because the host gives one only to a process that has no others. Raises OSError if the host
+    refuses."""
     while True:
         try:
             _closerange(0, 1 << 20)
@@ -190,8 +191,8 @@ def unmount(target: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and everything below it read-only, without set-uid and devices. Mount flags that
-    the kernel has locked stay as they are."""
+    """Make a mount and everything below it read-only, and disable set-uid programs and device files
+    there. Mount flags that the kernel has locked stay unchanged."""
     attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     what = f"make {target} read-only (mount_setattr, Linux 5.12)"
     syscall(
@@ -206,7 +207,7 @@ def make_read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Make ``root``, which must be a mount, the only file system that this process sees."""
+    """Make ``root`` the only file system that this process sees. It must be a mount."""
     os.chdir(root)
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
     unmount(".")
@@ -214,7 +215,7 @@ def pivot(root: str) -> None:
 
 
 def create_detached_tmpfs(options: dict[str, str]) -> int:
-    """Create a file system in memory that is not mounted yet. Returns a descriptor for
+    """Create an in-memory file system that is not mounted yet. Returns a descriptor for
     ``place_mount`` and ``freeze_filesystem``."""
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
@@ -233,7 +234,7 @@ def place_mount(fd: int, target: str) -> None:
 
 
 def freeze_filesystem(fd: int) -> None:
-    """Make the file system behind a mount read-only, wherever it is mounted. Raises KernelDenied
+    """Make the file system behind a mount read-only wherever it is mounted. Raises KernelDenied
     (busy) while a file in it is open for writing."""
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
@@ -249,7 +250,7 @@ def freeze_filesystem(fd: int) -> None:
 _READ_FILE, _READ_DIR, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE
 _NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
-"""Devices, sockets, fifos and ioctl on devices: not allowed even in a session's own folder."""
+"""Rights that are denied even in a session's own folder: devices, sockets, fifos, device ioctl."""
 
 
 def landlock_version() -> int:
@@ -261,17 +262,17 @@ def landlock_version() -> int:
 
 
 def _rights(version: int) -> int:
-    """Return all file access rights that this version of Landlock can deny, as a bit mask."""
+    """Return a bit mask of all file access rights that this version of Landlock can deny."""
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
 class LandlockRules:
-    """The files that confined processes may read. They are opened once, and can then be used to
-    restrict any number of processes."""
+    """The Landlock rules for the files that confined processes may read. The files are opened once,
+    and the rules can then restrict any number of processes."""
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """Open the files and folders that may be read. ``listed``: folders whose file names may be
-        read, but nothing else."""
+        """Open the files and folders that may be read. In the folders of ``listed``, only the file
+        names may be read."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         # Rights to files; to TCP; to abstract sockets and signals.
@@ -310,7 +311,7 @@ class LandlockRules:
 
 def restrict(rules: int) -> None:
     """Apply a Landlock ruleset to this process permanently. This requires the flag no_new_privs.
-    Afterwards, the process cannot change any mount."""
+    Afterwards the process cannot change any mount."""
     syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
@@ -325,7 +326,7 @@ def drop_capabilities() -> None:
 
 
 def become(uid: int) -> None:
-    """Switch permanently to the user and the group with the id ``uid``, without any other
+    """Switch permanently to the user and group with the id ``uid``, without any supplementary
     groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -333,8 +334,8 @@ def become(uid: int) -> None:
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Map the one user and group of this process's new user namespace to those outside. ``proc``: a
-    descriptor of /proc."""
+    """Map the one user and group in this process's new user namespace to those outside it. ``proc``
+    is a descriptor of /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),
@@ -344,7 +345,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def put(path: str, text: str, folder: int | None = None) -> None:
-    """Write text to a file of the kernel, such as one in /proc. Raises KernelDenied."""
+    """Write text to a kernel file, such as one in /proc. Raises KernelDenied if that fails."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
         try:

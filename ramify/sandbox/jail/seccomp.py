@@ -1,4 +1,4 @@
-"""The system calls that a session may make: an allowlist, compiled into a filter for the kernel.
+"""The allowlist of system calls that a session may make, compiled into a filter for the kernel.
 
 This module contains the list for x86_64 and aarch64 and defines which arguments are checked. The
 host is asked before a process is created. All other calls fail with EPERM, so that Python code sees
@@ -74,45 +74,45 @@ EPERM, ESRCH, EINVAL, ENOTTY, ENOSYS, ENOPROTOOPT, EAFNOSUPPORT = (
     0x50000 | number for number in (1, 3, 22, 25, 38, 92, 97)
 )
 _DONE = 0x50000
-"""The call has no effect and returns 0."""
+"""Answer for a call that has no effect and returns 0."""
 
 _THREAD = 0x10000
 _FORKS = (17, 0x01200000 | 17, *requests.FORKS_APART)
-"""The flags of ``clone`` that are reported to the host: those of ``fork`` (write down and clear the
-child's pid, SIGCHLD at its end), which it never allows, and those of ``primitives.fork_apart``."""
+"""The flags of ``clone`` that are reported to the host. The first two are those of ``fork``, which
+the host never allows. The others are those of ``primitives.fork_sibling``."""
 _NEW_NAMESPACE = 0x7E020080
 _MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 1030, 1032, 1034)
-"""Without those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY),
-and without F_ADD_SEALS."""
+"""Allowed commands. Those that signal or lease to other processes and F_ADD_SEALS are missing."""
 _LOCKS, _LOCKS_OF_FILES = (5, 6, 7), (36, 37, 38)
-"""A lock on a library's file would be seen by all sessions. Locks of a process are ignored: a
-session is the only process that opens its own files, and sqlite needs the calls to succeed."""
+"""Commands that lock files. A process's own locks are ignored, and locks of open files are refused.
+
+A lock on a library's file would be seen by all sessions. A session is the only process that opens
+its own files, and sqlite needs the calls to succeed.
+"""
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _STREAM, _SEQPACKET = 1, 5
 _SIGABRT = 6
 _O_TRUNC, _O_ACCMODE = 0o1000, 3
 _O_OTHER = 0xFFFFFFFF & ~0o6777703
-"""All flags of ``open`` except the access mode, CREAT, EXCL, NOCTTY, TRUNC, APPEND, NONBLOCK,
-DSYNC, DIRECT, LARGEFILE, DIRECTORY, NOFOLLOW, CLOEXEC and SYNC: ASYNC, NOATIME, PATH, TMPFILE and
-what later kernels add."""
+"""All flags of ``open`` that are refused: ASYNC, NOATIME, PATH, TMPFILE, and any that later kernels
+add."""
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Terminal test, terminal size, number of bytes to read, blocking mode, close on exec. Never
-TIOCSTI."""
+"""Allowed requests: terminal test and size, bytes to read, blocking mode, close on exec."""
 _PRCTL_OPTIONS = (15, 16)
-"""The thread's name."""
+"""Allowed options, which set and read the thread's name."""
 _PDEATHSIG, _SIGKILL = 1, 9
 _SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 3, 4, 7, 8, 9, 18, 20, 21, 30, 38, 39)
-"""The socket's kind, error, buffers and times. Not the process at its other end (SO_PEERCRED,
-SO_PEERPIDFD, …)."""
+"""Allowed socket options: kind, error, buffers and timeouts, but not the process at the other end.
+"""
 _MSG_OOB = 1
 _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 """Limits that the guest itself changes, below the hard limit."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the numbers of system calls on a machine, by name. The table has one word
-    ``name=x86_64/aarch64`` for each call; calls that the machine does not have are skipped."""
+    """Return the system call numbers of a machine, by name. Each word of the table is
+    ``name=x86_64/aarch64``. Calls that the machine does not have are left out."""
     column, number_of = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
@@ -127,9 +127,9 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """Compile the system call filter of a session. ``paths``: allow calls that name files.
-    ``changes``: allow calls that change files, which Landlock does not cover fully: it ignores
-    modes and times, and before Linux 6.2 also file lengths."""
+    """Compile the system call filter of a session. With ``paths``, calls that name files are
+    allowed. With ``changes``, so are calls that change files. Landlock does not cover these fully:
+    it ignores modes and times and, before Linux 6.2, file lengths."""
     allowed = numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )
@@ -140,7 +140,7 @@ def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
 
 
 def denying(machine: str, calls: set[int]) -> bytes:
-    """Compile a filter that denies only the given calls, to simulate a less capable kernel."""
+    """Compile a filter that denies only the given calls. It simulates a less capable kernel."""
     return assemble(machine, dict.fromkeys(calls, EPERM), ALLOW)
 
 
@@ -166,8 +166,8 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _own_pid(otherwise: int) -> list[Step]:
-    """Return filter steps that allow a call only if its first argument is process 0, which means
-    the calling process."""
+    """Return filter steps that allow a call only if its first argument is 0, which means the
+    calling process."""
     return [_argument(0), (_EQUAL, 0, 1, 0), _end(ALLOW), _end(otherwise)]
 
 
@@ -176,10 +176,13 @@ def _without(index: int, bits: int) -> list[Step]:
 
 
 def _opening(flags: int) -> list[Step]:
-    """Return the filter steps for a system call that opens a file; ``flags`` is the index of the
-    argument with the open flags. Truncating also requires write access, because Landlock before
-    Linux 6.2 does not cover the right to truncate. Access mode 3 (neither reading nor writing) and
-    ``O_PATH`` are refused, because no version of Landlock denies them."""
+    """Return the filter steps for a system call that opens a file. ``flags`` is the index of the
+    argument with the open flags.
+
+    Truncating also requires write access, because Landlock before Linux 6.2 does not cover the
+    right to truncate. Access mode 3 (neither reading nor writing) and ``O_PATH`` are refused,
+    because no version of Landlock denies them.
+    """
     return [
         _argument(flags),
         (_ANY_BIT, 0, 1, _O_OTHER),
@@ -270,8 +273,8 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Compile rules into a program for the kernel. ``rules``: the answer or the steps for each
-    system call number. ``otherwise``: the answer for all other numbers."""
+    """Compile rules into a filter program for the kernel. ``rules`` gives the answer or the filter
+    steps for each system call number. ``otherwise`` is the answer for all other numbers."""
     bodies: list[list[Step]] = []
     head = [
         (_LOAD, 0, 0, 4),
@@ -295,8 +298,8 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
 def _ranges(
     rules: dict[int, int | list[Step]], otherwise: int
 ) -> list[tuple[int, int | list[Step]]]:
-    """Group the system call numbers into ranges with the same rule. Returns the first number of
-    each range with its rule."""
+    """Group system call numbers into ranges with the same rule. Returns the first number of each
+    range with its rule."""
     ranges: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
     for number in sorted(rules):
         for start, rule in ((number, rules[number]), (number + 1, otherwise)):
@@ -308,8 +311,8 @@ def _ranges(
 
 
 def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]) -> list[Step]:
-    """Return the filter steps of a binary search for the range that contains a system call number.
-    A jump to the steps of a rule holds their negative index until ``assemble`` replaces it."""
+    """Return filter steps that find the range of a system call number by binary search. A jump to
+    the steps of a rule holds their negative index until ``assemble`` replaces it."""
     if len(ranges) == 1:
         rule = ranges[0][1]
         if isinstance(rule, int):
@@ -330,7 +333,7 @@ class _Program(ctypes.Structure):
 
 
 class SeccompFilter:
-    """A compiled system call filter that any number of processes can install."""
+    """A compiled system call filter. Any number of processes can install it."""
 
     def __init__(self, steps: bytes) -> None:
         self._steps = ctypes.create_string_buffer(steps, len(steps))
@@ -338,8 +341,8 @@ class SeccompFilter:
         self._number = _SECCOMP[os.uname().machine]
 
     def install(self, *, listener: bool) -> int:
-        """Install the filter on this process permanently, which requires the flag no_new_privs.
-        ``listener``: return the descriptor at which calls that need an answer arrive."""
+        """Install the filter on this process permanently. This requires the flag no_new_privs. With
+        ``listener``, return the descriptor at which calls that need an answer arrive."""
         flags = 8 if listener else 0
         return primitives.syscall(
             self._number,

@@ -1,4 +1,5 @@
-"""System calls of confined processes about which the kernel asks the host, and the answers.
+"""System calls of confined processes that need the host's decision, and the host's answers. The
+kernel blocks each call until it is answered.
 
 The system call filter of a session (``seccomp.py``) has a listener, a descriptor that the host
 holds. The process is blocked until the host answers there. What is answered is decided in
@@ -16,23 +17,25 @@ import struct
 from typing import NamedTuple
 
 WIRE_CALL = {"x86_64": 187, "aarch64": 213}.get(os.uname().machine, -1)
-"""Number of the system call by which a process asks the host for a wire: ``readahead``. No session
-needs it for its own purpose, and the filters of container engines allow it."""
+"""Number of the system call with which a process asks the host for a connection: ``readahead``.
+
+No session needs this call for its own purpose, and the filters of container engines allow it.
+"""
 _CLONE_PARENT, _KEEP_TID = 0x8000, 0x01200000
 FORKS_APART = (_CLONE_PARENT | signal.SIGCHLD, _CLONE_PARENT | _KEEP_TID | signal.SIGCHLD)
-"""The flags that ``primitives.fork_apart`` passes to ``clone``."""
+"""The flags that ``primitives.fork_sibling`` passes to ``clone``."""
 _RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
 _SET_NUMBER, _AND_ANSWER, CONTINUE = 1, 2, 1
 _ENOENT = 2
 
 
 class SeccompNotification(NamedTuple):
-    """A system call of a confined process, which is blocked until the owner of the system call
-    filter answers."""
+    """A blocked system call of a confined process. It stays blocked until the owner of the system
+    call filter answers."""
 
     id: int
     pid: int
-    """As seen by the listener's owner; 0 if it does not see the process."""
+    """Process id as the filter's owner sees it; 0 if it does not see the process."""
     number: int
     arguments: tuple[int, ...]
 
@@ -43,7 +46,7 @@ def asks_for_wire(request: SeccompNotification) -> bool:
 
 def receive_seccomp_notification(listener: int) -> SeccompNotification:
     """Return the next blocked system call of a confined process. Raises OSError if there is none,
-    or if the process has ended."""
+    or if its process has ended."""
     data = bytearray(80)
     fcntl.ioctl(listener, _RECEIVE, data)
     id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
@@ -51,7 +54,7 @@ def receive_seccomp_notification(listener: int) -> SeccompNotification:
 
 
 def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
-    """Answer a blocked system call, so that the process continues. Returns False if the process no
+    """Answer a blocked system call so that its process continues. Returns False if the process no
     longer waits for the answer."""
     with contextlib.suppress(OSError):
         fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))
@@ -60,8 +63,8 @@ def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags
 
 
 def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
-    """Give a descriptor of this process to a process that is blocked in a system call, under the
-    number ``number``. Raises OSError, also if that process no longer waits.
+    """Copy a descriptor into a process that is blocked in a system call, under the given number.
+    Raises OSError if that fails, for example because the process no longer waits.
 
     ``answers``: also answer the system call, in the same step (Linux 5.14). Otherwise each
     insertion wakes the process and waits for it.
@@ -73,7 +76,7 @@ def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = Fals
 
 def can_insert_descriptors(listener: int) -> bool:
     """Return True if this kernel can insert descriptors into a process that is blocked in a system
-    call (Linux 5.9 and later)."""
+    call. Linux 5.9 and later can."""
     try:
         insert(listener, 0, listener, 0)
     except OSError as error:

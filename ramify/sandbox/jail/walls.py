@@ -1,4 +1,4 @@
-"""Build the isolation ("walls") that all sessions of a jail share. Trying to build it shows which
+"""Build the isolation ("walls") that all sessions of a jail share. The attempt also shows which
 tier, or level of isolation, this machine supports.
 
 This module defines what each tier consists of and tries the strongest one first. The further
@@ -38,8 +38,7 @@ else:
     confine = sys.modules["ramify_jail_confine"]
 
 _ROOT = "/tmp"
-"""Folder in which the new root is assembled; the host's own folder of that name is covered only in
-this namespace."""
+"""Folder in which the new root is assembled. The host's /tmp is hidden in this namespace only."""
 _INSIDE = 1000
 _NOBODY, _FIRST_UID, _UIDS = 65534, 0x70000000, 0x0FFF0000
 _SPACES = (
@@ -50,7 +49,7 @@ _SPACES = (
     | primitives.NEWCGROUP
 )
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
-"""Shared libraries and time zones."""
+"""System folders with shared libraries and time zones."""
 
 
 class TierUnavailable(Exception):
@@ -63,24 +62,25 @@ class TierUnavailable(Exception):
 
 
 class ReachedIsolation(NamedTuple):
-    """The isolation of a zygote, the process from which a jail's sessions are forked: the tier that
-    it has reached, and what is missing for stronger ones."""
+    """The isolation that a zygote has reached. The zygote is the process from which a jail's
+    sessions are forked. The record holds its tier (level of isolation) and what is missing for
+    stronger tiers."""
 
     tier: str
     missing: dict[str, str]
     """Stronger tier -> why it is not available."""
     proc: int
-    """A descriptor of /proc that sessions do not get, or -1."""
+    """A descriptor of /proc that sessions do not get, or -1 if there is none."""
     landlock: int
-    """Version, 0 for none."""
+    """Version of Landlock in use; 0 for none."""
     confinement: Any
     outer: bool
-    """True if this process has no namespace of processes, so that it must end everything itself."""
+    """True if this process has no process namespace, so that it must end all processes itself."""
 
 
 def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> ReachedIsolation:
     """Isolate this process so that it can be the zygote, from which sessions are forked.
-    ``config["tiers"]`` lists the kinds of isolation to try, the strongest first.
+    ``config["tiers"]`` lists the levels of isolation to try, strongest first.
 
     The zygote may have to be a new process. This function then returns only there; the calling
     process calls ``let_go``, waits for the zygote's end, and exits.
@@ -104,7 +104,7 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
 
 
 def _cause(error: BaseException) -> str:
-    """Describe what failed and why, from an exception."""
+    """Describe an exception in one sentence: the operation that failed, and why."""
     why = str(getattr(error, "strerror", None) or error)
     if not isinstance(error, OSError) or not error.errno or hasattr(error, "what"):
         return why
@@ -117,8 +117,9 @@ def _cause(error: BaseException) -> str:
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ReachedIsolation:
-    """Build the isolation of tier A, by namespaces, in a child process, since half-built isolation
-    cannot be removed. Returns only in the child. If the child fails, raises OSError here."""
+    """Build the isolation of tier A, which consists of namespaces, in a child process. A child is
+    needed because half-built isolation cannot be removed. Returns only in the child; raises OSError
+    in this process if the child fails."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -142,7 +143,7 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Rea
 
 
 def _wait_out(pid: int) -> None:
-    """Wait until a child has ended, kill everything that it leaves behind, and exit with its
+    """Wait until a child has ended, kill all processes that it leaves behind, and exit with its
     status."""
     os.closerange(3, 1 << 20)
     primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
@@ -186,8 +187,8 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Stop being root permanently, because the limit on the number of processes does not apply to
-    root, not even in a user namespace."""
+    """Stop being root permanently. The limit on the number of processes does not apply to root, not
+    even in a user namespace."""
     _drop_root()
     primitives.prctl(
         primitives.PR_SET_DUMPABLE, 1
@@ -198,7 +199,7 @@ def _become_nobody(proc: int) -> None:
 
 def _drop_root() -> None:
     """Switch to a user id that owns no files and runs no other process. If this machine does not
-    support such ids, use the traditional unprivileged user with the id 65534."""
+    support such ids, use the traditional unprivileged user with id 65534."""
     uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
     try:
         primitives.become(uid)
@@ -207,8 +208,8 @@ def _drop_root() -> None:
 
 
 def _continue_as_first() -> None:
-    """Fork and continue in the child, which becomes process 1 of its namespace. All other processes
-    there end when it ends."""
+    """Fork and continue in the child, which becomes process 1 of its namespace. When process 1
+    ends, the kernel ends all others there."""
     pid = os.fork()
     if pid:
         _wait_out(pid)
@@ -220,8 +221,8 @@ def _die_with_parent() -> None:
 
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
-    """Build a file system in memory with read-only views of what sessions may see. ``mounts`` maps
-    paths in it to files or folders of the host."""
+    """Build an in-memory file system with read-only views of the files that sessions may see.
+    ``mounts`` maps paths in it to files or folders of the host."""
     places = {path: path for path in readable} | mounts
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
@@ -264,14 +265,14 @@ def _link(path: str) -> None:
 
 
 def scratch_in(shown: list[str]) -> str:
-    """Return the path of a session's private folder. This is /tmp, unless that would hide a path
+    """Return the path of a session's private folder. It is /tmp, unless that would hide a path
     below /tmp that sessions should see."""
     return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """Return the real paths that Python and the requested packages need, without those that are
-    inside another one."""
+    """Return the real paths that Python and the requested packages need. Paths inside another
+    returned path are left out."""
     # The search path of a process without ``site`` is the standard library.
     candidates = [path for path in sys.path if path.startswith("/")]
     candidates += [os.path.join(sys.base_prefix, "lib"), *config["shown"]]
@@ -285,8 +286,8 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork and continue in the child. The parent waits, and ends everything that the child leaves
-    behind."""
+    """Fork and continue in the child. The parent waits, and ends all processes that the child
+    leaves behind."""
     pid = os.fork()
     if pid:
         let_go()
@@ -347,14 +348,14 @@ def _finish(
 
 
 def _landlock(config: dict[str, Any]) -> int:
-    """Return the version of Landlock to use, or 0 to use none."""
+    """Return the version of Landlock to use, or 0 to disable it."""
     newest: int = config["landlock"]
     return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: ReachedIsolation) -> None:
-    """Test the isolation with a trial session, which does what sessions do and then attacks. Raises
-    OSError if the trial session cannot do its work, or if an attack succeeds."""
+    """Test the isolation with a trial session. It does what sessions do, and then tries to attack.
+    Raises OSError if it cannot do its work, or if an attack succeeds."""
     prepared = walls.confinement.prepare_session()
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -388,7 +389,7 @@ def _trial(
     walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
     """Confine this process like a session, then try the known attacks. Returns a bit mask of the
-    attacks that succeeded, or ``_NOT_STARTED`` if the process cannot be confined."""
+    attacks that succeeded, or ``_NOT_STARTED`` if the process could not be confined."""
     fd = wire.detach()
     try:
         walls.confinement.set_up_session_process(prepared)
@@ -407,8 +408,8 @@ def _trial(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Act as the host of a trial session, using all kernel features that a host needs. Returns the
-    error if something is missing, otherwise None."""
+    """Act as the host of a trial session, with all kernel features that a host needs. Returns an
+    error if one is missing, otherwise None."""
     listener = -1
     try:
         wire.settimeout(_TRIAL_S)
@@ -436,8 +437,8 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
 
 
 def _answer_trial(listener: int, file: int) -> bool:
-    """Answer one request of the trial session: refuse to create a process, or give it the file
-    descriptor that it asks for. Returns False if that was the last request or the session has
+    """Answer one request of the trial session. A request to create a process is refused; a request
+    for a file descriptor is granted. Returns False if that was the last request or the session has
     ended."""
     try:
         request = requests.receive_seccomp_notification(listener)
@@ -484,4 +485,4 @@ _ATTACKS = {
     "empty a file": lambda: os.close(os.open(os.devnull, os.O_TRUNC | os.O_ACCMODE)),
     "rename a file": lambda: os.rename(os.__file__, os.__file__),
 }
-"""None of them changes anything, even if it succeeds."""
+"""Attacks to try, by name. Even a successful one changes nothing."""

@@ -1,5 +1,5 @@
-"""The zygote, the isolated fork server of a jail: every session, and every template that holds a
-large context for sessions, is forked from it.
+"""The zygote, the isolated fork server of a jail. Every session is forked from it, and so is every
+template, a process that holds a large context for sessions.
 
 This module decides when the isolation is built, what is reported to the host about it, and what is
 prepared for a session. The fork server in general is ``server/forkserver.py``, and the isolation is
@@ -109,14 +109,13 @@ MORE = (
     "encodings.utf_16",
     "_strptime",
 )
-"""Modules that are also imported ahead of time if sessions cannot read the standard library."""
+"""Modules that are also imported in advance if sessions cannot read the standard library."""
 _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test", "tests"}
 
 
 class InMemoryStdlibImporter:
-    """An importer that finds modules of the standard library in memory. Sessions need it if they
-    may make no system call that names a file, or if their user may not read the library's
-    folder."""
+    """An importer that finds standard library modules in memory. Sessions need it if they may make
+    no system call that names a file, or if their user cannot read the library's folder."""
 
     def __init__(self, folders: list[str]) -> None:
         self._modules: dict[str, tuple[str, bytes]] = {}
@@ -145,7 +144,7 @@ class InMemoryStdlibImporter:
         return spec
 
     def create_module(self, _: ModuleSpec) -> None:
-        """Return None, so that Python creates the module object itself."""
+        """Return None, so that Python itself creates the module object."""
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._modules[module.__name__]
@@ -153,8 +152,8 @@ class InMemoryStdlibImporter:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library available to sessions that cannot read files: import
-    its compiled modules now, and keep the source of the others in memory."""
+    """Make the rest of the standard library available to sessions that cannot read files. Compiled
+    modules are imported now, and the source of the others is kept in memory."""
     import sysconfig
 
     places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
@@ -170,7 +169,7 @@ def _store_library() -> None:
 
 
 class Zygote(forkserver.ForkServer):
-    """The fork server of a jail, which forks confined sessions."""
+    """The fork server of a jail, from which confined sessions are forked."""
 
     def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
         super().__init__(control, config)
@@ -216,7 +215,7 @@ class Zygote(forkserver.ForkServer):
             super().handle(header, fds)
 
     def _freeze(self, id: int, pid: int) -> None:
-        """Make a session's folder read-only, because from now on the session may have branches."""
+        """Make a session's folder read-only, because the session may have branches from now on."""
         prepared = self.children.get(pid)
         try:
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -227,8 +226,8 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def _folders(self) -> list[tuple[int, int]]:
-        """Return the process id of each session that has a folder, with the size of the folder's
-        content in bytes."""
+        """Return the process id of each session that has a folder, with the size of that folder in
+        bytes."""
         found = []
         for pid, prepared in self.children.items():
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -237,8 +236,8 @@ class Zygote(forkserver.ForkServer):
         return found
 
     def kill_orphans(self) -> None:
-        """Do nothing unless the zygote is ending. A session can start no processes except branches,
-        and the host ends these."""
+        """Do nothing until the zygote ends. A session can create no processes except branches, and
+        the host ends these."""
         if self.is_ending and self._walls.outer:
             super().kill_orphans()
 
@@ -262,7 +261,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import what sessions will need, until the configuration arrives."""
+    """Import modules that sessions will need while waiting for the configuration."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:
@@ -310,7 +309,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Deny some system calls to this process, to simulate a kernel or a container that lacks
+    """Deny some system calls to this process. This simulates a kernel or a container that lacks
     them."""
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

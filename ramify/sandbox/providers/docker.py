@@ -1,4 +1,4 @@
-"""The sandbox provider ``docker``: every session runs in a separate container, on a local engine.
+"""The sandbox provider ``docker``. Every session runs in a separate container on a local engine.
 
 A container can do nothing but compute in memory. It has no network, no capabilities, no way to gain
 privileges, a read-only root, and limits on memory, CPU and processes. The provider checks that the
@@ -32,13 +32,13 @@ IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0
 MAX_PROCESSES = 256
 SCRATCH_BYTES = 256 << 20
-"""Maximum size of files in memory at /tmp, which count toward the container's memory."""
+"""Maximum size of the in-memory files at /tmp, which count as the container's memory."""
 _OVERHEAD_BYTES = 128 << 20
 """Memory for Python and the guest, in addition to ``memory_bytes``."""
 _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
-"""Number of capabilities of a container if none is dropped; an engine may list them instead of
-ALL."""
+"""Number of capabilities that a container has by default. An engine may list them instead of ALL.
+"""
 _WHERE = "sandbox 'docker'"
 _FRAME = struct.Struct(">BxxxI")
 _MAX_FRAME_BYTES = 64 << 20
@@ -58,8 +58,7 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "docker"
     image: str = ""
-    """Image of the containers. It must have python3, version 3.11 or later, and ``packages``.
-    Empty: a plain Python."""
+    """Image with Python 3.11 or later as python3, and ``packages``. Empty: a plain Python image."""
 
 
 class DockerService:
@@ -120,11 +119,11 @@ class DockerService:
                 )
 
     async def close(self) -> None:
-        """Do nothing, because no resources are held between sessions."""
+        """Do nothing, because this service holds no resources between sessions."""
 
 
 class DockerContainer:
-    """A running container and its standard input and output. Implements ``remote.ByteStream``."""
+    """A running container with its standard input and output. Implements ``remote.ByteStream``."""
 
     def __init__(self, engine: DockerEngine, id: str, attached: ContainerStdio) -> None:
         self._engine = engine
@@ -147,7 +146,7 @@ async def _remove(engine: DockerEngine, id: str) -> None:
 
 
 def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
-    """Return the request to create a container for a session, in the format of the engine's API."""
+    """Return the request that creates a session's container, in the format of the engine's API."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
         "Image": spec.image or IMAGE,
@@ -182,7 +181,7 @@ def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
 
 
 def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
-    """Raise SandboxError if the engine did not apply a requested protection."""
+    """Raise SandboxError if the engine did not apply a protection that was requested."""
     requested, actual = request["HostConfig"], description.get("HostConfig") or {}
     missing = [
         name
@@ -215,8 +214,8 @@ class DockerEngineError(SandboxError):
 
 
 def find_socket() -> str:
-    """Return the path of the container engine's socket. Raises ConfigError if DOCKER_HOST is not a
-    Unix socket, and SandboxError if no engine is found."""
+    """Return the path of the container engine's Unix socket. Raises ConfigError if DOCKER_HOST
+    names something else, and SandboxError if no engine is found."""
     host = os.environ.get("DOCKER_HOST", "")
     if host and not host.startswith("unix://"):
         raise ConfigError(
@@ -240,7 +239,7 @@ def _usual_places() -> Iterator[str]:
 
 
 class DockerEngine:
-    """A client for the HTTP API of a container engine, over its Unix socket. Every request uses a
+    """A client for the HTTP API of a container engine over its Unix socket. Every request opens a
     new connection. Podman's compatible service works too."""
 
     def __init__(self, path: str) -> None:
@@ -248,7 +247,7 @@ class DockerEngine:
 
     async def ask(self, what: str, method: Method, path: str, body: Any = None) -> Any:
         """Send a request to the engine and return the decoded response. ``what`` names the
-        operation in errors. Raises DockerEngineError if the engine reports an error."""
+        operation in error messages. Raises DockerEngineError if the engine reports an error."""
         data = b"" if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
         async with self._exchange(what, method, path, headers, data) as exchange:
@@ -297,12 +296,12 @@ class DockerEngine:
 
 
 class ContainerStdio:
-    """The standard input and output of a container without a terminal. The engine sends output in
-    frames that name the stream."""
+    """The standard input and output of a container without a terminal. The engine sends the output
+    in frames, which are marked as standard output or standard error."""
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """Take over a connection that no longer speaks HTTP. ``begin``: the bytes that have already
-        arrived on it."""
+        """Take over a connection that has switched from HTTP to raw streams. ``begin`` holds the
+        bytes that have already arrived."""
         self._transport = transport
         loop = asyncio.get_running_loop()
         self._reader = asyncio.StreamReader(loop=loop)
@@ -317,7 +316,7 @@ class ContainerStdio:
         await self._writer.drain()
 
     async def receive(self) -> bytes:
-        """Return the next output, of standard output or standard error, or b"" at the end."""
+        """Return the next output of the container, from either stream, or b"" at the end."""
         try:
             while True:
                 _, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
@@ -333,8 +332,8 @@ class ContainerStdio:
 
 
 def _decoded(data: bytes) -> Any:
-    """Decode the engine's response. The result is a JSON value, a list if there are several lines
-    of JSON (as when pulling an image), or otherwise the text."""
+    """Decode the engine's response as JSON. Several lines of JSON, such as those of an image pull,
+    become a list. A response that is not JSON is returned as text."""
     try:
         return json.loads(data) if data else None
     except (ValueError, RecursionError):

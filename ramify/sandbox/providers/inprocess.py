@@ -1,5 +1,5 @@
-"""The sandbox provider ``inprocess``: sessions run in threads of the host process, for debugging
-with breakpoints.
+"""The sandbox provider ``inprocess``. Sessions run in threads of the host process, so that
+breakpoints work.
 
 The output of a cell goes to its session, and an interrupt is an exception that is set in the
 session's thread. Most other guarantees of a session do not hold: a cell cannot be killed, code
@@ -132,7 +132,7 @@ class ThreadTransport:
             )
 
     def kill(self) -> None:
-        """Close the session's socket. A thread cannot be killed; it ends when it next waits for the
+        """Close the session's socket. A thread cannot be killed: it ends when it next waits for the
         host."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -159,7 +159,8 @@ class ThreadTransport:
 
 class _Router(io.TextIOBase):
     """A replacement for ``sys.stdout`` or ``sys.stderr`` while sessions run in this process. It
-    writes to the session whose thread prints, or otherwise to the host's stream."""
+    sends each print to the session whose thread prints. Prints of other threads go to the host's
+    stream."""
 
     def __init__(self, host: TextIO, name: str) -> None:
         self.host = host
@@ -217,9 +218,9 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: Guest) -> types.ModuleType:
-    """Return the module ``builtins`` of one session. Its ``print`` writes to the session from every
-    thread that runs its code, and its ``import`` finds the modules that were installed in the
-    session."""
+    """Return one session's version of the module ``builtins``. Its ``print`` writes to the session
+    from every thread that runs the session's code. Its ``import`` finds the modules that were
+    installed in the session."""
     own = types.ModuleType("builtins")
     own.__dict__.update(vars(builtins))
 
@@ -243,6 +244,6 @@ def _exit(code: Any = None) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> InprocessSandbox:
-    """Open a sandbox whose sessions are threads of this process. ``base.open_sandbox`` calls
-    this."""
+    """Open a sandbox whose sessions are threads of this process. ``base.open_sandbox`` calls this
+    function."""
     return InprocessSandbox(spec)

@@ -1,4 +1,4 @@
-"""The sandbox provider ``jail``: sessions with full Python that open in milliseconds and have no
+"""The sandbox provider ``jail``. Sessions have full Python and open in milliseconds, but have no
 access to files, the network or other processes.
 
 This module decides which tier (level of isolation) is used, reports what is missing for a stronger
@@ -70,36 +70,35 @@ _REMEDIES = {
     "(linux": "use that kernel or a later one, and allow the call (docker: --security-opt "
     "seccomp=unconfined)",
 }
-"""Part of a reason -> what to do about it; the first that fits counts."""
+"""Part of the reason for a failure -> advice. The first match counts."""
 _OTHER_REMEDY = "allow what was refused (docker: --security-opt seccomp=unconfined)"
 
 
 NEWEST = 1 << 10
-"""A version of Landlock that no kernel has yet: use the kernel's own version."""
+"""Higher than any version of Landlock, which selects the kernel's own version."""
 _WHOLE = (frozenset[int](), NEWEST)
 _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn_from_zygote(server: StartedForkServer) -> None:
-    """Read from a zygote (a jail's fork server) which level of isolation it has reached, and keep
-    the result. The zygote must have been started with ``reports``, and its report not been read
-    before."""
+    """Read which level of isolation a jail's fork server has reached, and cache the result. The
+    server must have been started with ``reports``, and its report must not have been read yet."""
     _probed[_WHOLE] = found = read_walls(server)
     keep_tier(found)
 
 
 def known() -> ProbedTier | None:
-    """Return the level of isolation of this machine if it was determined before, otherwise None.
-    The result holds for a jail that uses all features of the kernel."""
+    """Return the level of isolation of this machine if it was already determined, otherwise None.
+    The result applies to a jail that uses all features of the kernel."""
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
-    """Determine the level of isolation that this machine supports, by starting a jail's fork server
-    for this purpose. The result is cached. ``deny``: numbers of system calls that it must not use.
-    ``landlock``: the newest version of Landlock that it may use."""
+    """Determine the level of isolation that this machine supports, by starting a jail's fork
+    server. The result is cached. ``deny`` holds the numbers of system calls that the server must
+    not use. ``landlock`` is the newest version of Landlock that it may use."""
     if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
@@ -134,8 +133,8 @@ EMPTY = {
 
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
-    """Read the first message of a jail's fork server, which reports the isolation that it has
-    reached. Blocks until the isolation has been built, which takes milliseconds."""
+    """Read the first message of a jail's fork server, which reports the isolation that the server
+    has reached. Blocks for some milliseconds, until the isolation has been built."""
     header = msgspec.json.decode(parse_frame_header(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
@@ -145,8 +144,8 @@ def read_walls(server: StartedForkServer) -> ProbedTier:
 
 
 def _first_frame(sock: socket.socket) -> memoryview:
-    """Read the first message of a jail's fork server, and no byte of the next one, which is read
-    later by another reader."""
+    """Read only the first message of a jail's fork server. All later bytes are left for another
+    reader."""
     reader = FrameReader()
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
@@ -163,8 +162,8 @@ def _first_frame(sock: socket.socket) -> memoryview:
 
 
 def missing_tier_message(tier_needed: str, missing: Mapping[str, str]) -> str:
-    """Return the error message for a machine that does not reach the required level of isolation:
-    what failed, and what to do about it."""
+    """Return the error message for a machine that does not reach the required level of isolation.
+    It says what failed and what to do about it."""
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
     remedies = "; ".join(
         f"for tier {tier} {_remedy(why)}" for tier, why in missing.items() if tier <= tier_needed
@@ -186,7 +185,7 @@ _NOT_HERE = (
     "SandboxSpec(provider='process', allow_weaker=True), --sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
-"""Delay before the next session is prepared: the one just taken runs its first cell meanwhile."""
+"""Delay before the next session is prepared, since the one just taken runs its first cell then."""
 _FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
 WEAKER = {
     "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, "
@@ -196,7 +195,7 @@ WEAKER = {
 
 
 class JailSandbox(ProcessSandbox):
-    """A sandbox whose sessions are confined by the kernel. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions the kernel confines. Implements ``base.Sandbox``."""
 
     def __init__(
         self,
@@ -206,8 +205,8 @@ class JailSandbox(ProcessSandbox):
         landlock: int = NEWEST,
         counts: bool = True,
     ) -> None:
-        """Create a jail and determine its level of isolation. Raises SandboxError if the level is
-        too weak.
+        """Create a jail and determine its level of isolation. Raises SandboxError if that level is
+        too low.
 
         The other parameters simulate a less capable kernel. ``deny``: numbers of system calls that
         must not be used. ``landlock``: the newest version of Landlock to use. ``counts``: use the
@@ -231,9 +230,9 @@ class JailSandbox(ProcessSandbox):
         self._ready: deque[GuestSessionProxy] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._modules: dict[str, str] = {}
-        """Modules that sessions probably install: name -> source."""
+        """Modules that sessions will probably install: name -> source."""
         self._is_used_again = False
-        """True after the first session: from the second on, sessions are kept ready."""
+        """True after the first session. From the second on, sessions are kept ready."""
         self.caps = SandboxCapabilities(
             isolates_files=True,
             isolates_network=True,
@@ -246,7 +245,7 @@ class JailSandbox(ProcessSandbox):
         )
 
     def _uses_whole_kernel(self) -> bool:
-        """Return True if no feature of this kernel has been disabled for a simulation."""
+        """Return True unless a kernel feature was disabled to simulate a less capable kernel."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -256,8 +255,7 @@ class JailSandbox(ProcessSandbox):
         return WEAKER[tier] if tier > spec.tier else None
 
     def describe(self) -> list[str]:
-        """Describe the level of isolation, and how files, network and processes are isolated, in
-        lines of text."""
+        """Describe the isolation of files, network and processes, and its level, line by line."""
         tier, landlock = str(self.reached.tier), self.reached.landlock
         files = {
             "A": "do not exist (mount namespace)",
@@ -297,8 +295,9 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Compare the isolation that a fork server has built and tested with what was expected,
-        perhaps from an earlier process. Raises SandboxError if it is weaker than allowed."""
+        """Compare the isolation that a fork server has built and tested with the expected one. The
+        expectation may come from an earlier process. Raises SandboxError if the isolation is weaker
+        than allowed."""
         found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
         if found != self.reached:
             if self._uses_whole_kernel():
@@ -358,8 +357,8 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
-        """Request the sizes of all sessions' folders from the fork servers, for the memory
-        budget."""
+        """Ask the fork servers for the sizes of all sessions' folders, which count towards the
+        memory budget."""
         places = {session.server_and_pid: session for session in self.sessions}
         with contextlib.suppress(SandboxError):  # a server that is gone has no sessions
             for channel in {channel for channel, _ in places}:
@@ -379,7 +378,7 @@ class JailSandbox(ProcessSandbox):
 
 
 def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
-    """Raise ConfigError if a mount's source does not exist, or its source or target is not
+    """Raise ConfigError if the source of a mount does not exist, or if its source or target is not
     allowed."""
     for source, place in mounts:
         if not os.path.exists(source):
@@ -402,7 +401,7 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
 
 def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
     """Raise ConfigError if a mount is not possible at the level of isolation that was reached.
-    Without their own file system, sessions see a mount under its real path, or not at all."""
+    Without their own file system, sessions can see a mount only under its real path."""
     if reached.tier == "A":
         return
     for source, place in mounts:
@@ -435,8 +434,8 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start the fork server of a jail. ``poorer``: kernel features that it must not use.
-    ``reports``: let its first message say which isolation it has reached."""
+    """Start the fork server of a jail. ``poorer`` holds the kernel features that it must not use.
+    With ``reports``, its first message says which isolation it has reached."""
     config = (
         EMPTY
         | poorer
@@ -457,15 +456,15 @@ def _start(
 
 
 _lock = threading.Lock()
-"""Protects the state below: the report of a zygote is read once, whichever thread needs it."""
+"""Protects the variables below, since several threads may need a fork server's report."""
 launched: dict[JailSpec, StartedForkServer] = {}
 _reported: set[JailSpec] = set()
-"""Specs in ``launched`` whose zygote's report was read."""
+"""Configurations in ``launched`` whose fork server's report was read."""
 
 
 def launch(spec: JailSpec) -> None:
     """Start the fork server for the next jail with this configuration in advance, while the caller
-    has other work to do."""
+    does other work."""
     if sys.platform != "linux" or spec in launched:
         return
     with _lock:
@@ -476,8 +475,8 @@ def launch(spec: JailSpec) -> None:
 
 
 def _read_report(spec: JailSpec) -> None:
-    """Read which isolation a jail's fork server has reached, if one was launched in advance and its
-    report was not read yet."""
+    """Read which isolation a jail's fork server has reached. Does nothing unless one was launched
+    in advance and its report is still unread."""
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
@@ -492,7 +491,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _discard() -> None:
-    """End the fork servers that were launched in advance and never used."""
+    """End the fork servers that were launched in advance but never used."""
     for server in launched.values():
         _end(server)
     launched.clear()
@@ -509,7 +508,7 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: JailSpec) -> Sandbox:
-    """Open a jail; ``base.open_sandbox`` calls this. If the jail is not available and the
+    """Open a jail. ``base.open_sandbox`` calls this function. If no jail is available and the
     configuration accepts weaker isolation, return a process sandbox with a warning instead."""
     try:
         return JailSandbox(spec)

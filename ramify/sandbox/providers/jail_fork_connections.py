@@ -1,5 +1,5 @@
-"""One fork of a session in the jail, as the host sees it: the connections that its two processes
-get.
+"""One fork of a session in the jail, as the host sees it. Each of the two processes gets its own
+connection to the host.
 
 Whether a process may ask for a connection is decided in ``jail_watch.py``. A fork is begun and
 ended by ``jail_transport.py``.
@@ -34,9 +34,9 @@ class JailForkInProgress:
         self._moved = moved
         self._is_begun = False
         self.taker = -1
-        """The process that has taken the branch's wire."""
+        """Id of the process that has taken the branch's connection; -1 if none has."""
         self.old: list[SessionSharedMemory] = []
-        """The files that both processes inherited."""
+        """The memory files that both processes inherited."""
         self._branch = _private_ends(origin)
         try:
             self._new = _private_ends(origin)
@@ -46,14 +46,13 @@ class JailForkInProgress:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def branch_process(self) -> ForkedSession:
-        """Return the process that the fork creates, together with the connection over which the
-        host reaches it."""
+        """Return the branch's process, with the connection over which the host reaches it."""
         host_end, _, files = self._branch
         return ForkedSession(host_end, files, self._origin.channel)
 
     def close_old_connection(self) -> None:
-        """Close the host's old connection to the session, because after the fork two processes
-        could write to it. The process that is about to fork is blocked until this returns."""
+        """Close the host's old connection to the session, because two processes could write to it
+        after the fork. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:
             self._is_begun = True
             self._origin.stream.read_available()
@@ -61,7 +60,7 @@ class JailForkInProgress:
 
     def wire_for(self, pid: int) -> int:
         """Return the socket that a process gets as its new connection to the host, or -1 if it gets
-        none. The files that the process needs were already sent over it."""
+        none. The files that the process needs were already sent over that socket."""
         if pid != self.pid and self.taker >= 0:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
@@ -77,12 +76,12 @@ class JailForkInProgress:
             self._moved()
 
     def give_up_branch(self) -> None:
-        """Close the connection that was meant for the new process, so that the host sees the end of
-        its stream."""
+        """Close the connection that was meant for the branch, so that the host sees the end of its
+        stream."""
         self._branch[1].close()
 
     def close_unclaimed(self) -> None:
-        """Close the sockets and files that no process has taken over."""
+        """Close the sockets and files that neither process has taken over."""
         self.give_up_branch()
         self._new[1].close()
         for files in self.old:
@@ -93,13 +92,13 @@ class JailForkInProgress:
 
 
 _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
-"""Host's end, other end, files."""
+"""The host's end of a connection, the other end, and the shared files."""
 
 
 def _private_ends(origin: ProcessTransport) -> _Ends:
-    """Create a connection for one process and send the files that the process needs over it:
-    standard input, output and buffers. Each process gets its own standard input, since processes
-    that share an open file also share its flags. Raises SandboxError."""
+    """Create a connection for one process, and send over it the files that the process needs:
+    standard input, output and buffers. Each process gets its own standard input, because processes
+    that share an open file also share its flags. Raises SandboxError if that fails."""
     ends = origin.make_branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:

@@ -1,4 +1,5 @@
-"""The connection to a session in the jail, including its requests to create processes.
+"""The connection to a session in the jail. It also handles the session's requests to create
+processes.
 
 A session may send the host a descriptor only once, before it has run any code. Its requests to
 create processes are answered by ``jail_watch.py``.
@@ -33,8 +34,8 @@ _LATER_S = 0.5
 
 
 class ForkableJailTransport(ProcessTransport):
-    """The connection to a process in the jail, which can fork only with the host's help. This is
-    the base class of the connections to sessions and to branches."""
+    """The base class of connections to processes in the jail. Such a process can fork only with the
+    host's help. Subclasses connect to sessions and to branches."""
 
     __slots__ = ("forking", "listener")
 
@@ -65,17 +66,17 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Report that the session has ended in the middle of a fork. At that time it may have no
-        connection by which the host would notice this."""
+        """Report that the session ended in the middle of a fork. At that moment it may have no
+        connection whose end the host would notice."""
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:
                 self.stream.lose()
 
     def check_apart(self) -> None:
-        """Make the memory files that both processes inherited read-only, since they are no longer
-        used. Raises SandboxError if one of them is mapped, because the two processes would then
-        share memory."""
+        """Make the memory files that both processes inherited read-only, because they are no longer
+        used. Raises SandboxError if a process has mapped one of them, because the two processes
+        would then share memory."""
         old = self.forking.old if self.forking is not None else ()
         for fd in (fd for files in old for fd in files.descriptors()):
             try:
@@ -125,8 +126,8 @@ class JailTransport(ForkableJailTransport):
         process: ForkedSession,
         counts: bool,
     ) -> None:
-        """Create a connection. ``counts``: use the kernel's count of a process's open descriptors,
-        if this kernel reports it."""
+        """Create a connection. With ``counts``, use the kernel's count of a process's open
+        descriptors, if this kernel reports it."""
         super().__init__(caps, buffers, process)
         self._is_frozen = False
         self._counts = counts
@@ -138,8 +139,9 @@ class JailTransport(ForkableJailTransport):
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """Receive the first byte, which the confined process sends before it runs any cell. With it
-        arrives the descriptor for the session's requests to create processes."""
+        """Receive the first byte, which the confined process sends before it runs any cell. A
+        descriptor arrives with it, at which the host receives the session's requests to create
+        processes."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):
@@ -161,8 +163,8 @@ class JailTransport(ForkableJailTransport):
         lost()
 
     async def prepare_branch(self) -> None:
-        """Make the session's files read-only, because after the fork it will share them with its
-        branch. Raises SandboxError if a file is open for writing."""
+        """Make the session's folder read-only, because after the fork it is shared with the branch.
+        Raises SandboxError if a file in it is open for writing."""
         if not self._is_frozen:
             try:
                 await self.channel.ask({"op": "freeze", "pid": self._pid})
@@ -174,13 +176,14 @@ class JailTransport(ForkableJailTransport):
 
 
 class JailBranchTransport(ForkableJailTransport, BranchTransport):
-    """The connection to a branch, a process that was forked from a running session. Its requests to
-    create processes arrive together with those of that session. Implements ``Transport``."""
+    """The connection to a branch, a process that was forked from a running session. The branch's
+    requests to create processes arrive together with those of that session. Implements
+    ``Transport``."""
 
     __slots__ = ("origin",)
 
     def set_origin(self, listener: ForkRequestListener, pid: int) -> None:
-        """Record the process that this branch is forked from, and the listener that receives its
+        """Set the process from which this branch is forked, and the listener that receives its
         requests to create processes."""
         self.listener, self.origin = listener, pid
         listener.add_holder()
@@ -193,4 +196,4 @@ class JailBranchTransport(ForkableJailTransport, BranchTransport):
         return pid != self.origin and pid in self.listener.branches and super().accept_process(pid)
 
     async def prepare_branch(self) -> None:
-        """Do nothing, because the files of a branch are read-only from the start."""
+        """Do nothing, because a branch's files are read-only from the start."""

@@ -1,4 +1,4 @@
-"""Watch the sessions of a jail: answer their requests to create a process, and limit the memory of
+"""Watch the sessions of a jail: answer their requests to create processes, and limit the memory of
 all sessions together.
 
 Requests are refused, except once when the host itself has requested a fork. A grant is used up by
@@ -46,8 +46,8 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine in bytes, or of the container that this process runs in if
-    that is less."""
+    """Return the memory of this machine in bytes, or that of the container around this process if
+    it is less."""
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -56,20 +56,20 @@ def machine_bytes() -> int:
 
 
 class JailMemoryBudgetWatcher:
-    """A watcher that limits the memory that all sessions of a jail use together. It measures the
-    memory regularly while there are sessions; if it exceeds the budget, the largest session is
-    ended."""
+    """A watcher that limits the memory of all sessions of a jail together. It measures the memory
+    regularly while there are sessions. If the memory exceeds the budget, it ends the largest
+    session."""
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """Create a watcher without sessions. ``limit_bytes``: the budget of all sessions together;
-        0 means three quarters of the machine's memory. ``ask_folders``: a function that requests
-        the sizes of the sessions' folders and passes them to ``note_folder``."""
+        """Create a watcher without sessions. ``limit_bytes`` is the budget of all sessions
+        together; 0 means three quarters of the machine's memory. ``ask_folders`` requests the sizes
+        of the sessions' folders, which are passed to ``note_folder``."""
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
         self._folders: dict[GuestSessionProxy, int] = {}
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
         self._sessions: dict[GuestSessionProxy, tuple[int, int]] = {}
-        """Session -> (process id, number of private pages at the start)."""
+        """Session -> (process id, number of private memory pages at its start)."""
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, session: GuestSessionProxy, pid: int) -> None:
@@ -121,16 +121,15 @@ def _own_pages(pid: int) -> int:
 _CLONE, _TGKILL, _SETSID = (56, 220), (234, 131), (112, 157)
 _EPERM = 1
 _MOST_FILES = 264
-"""Descriptors of a session have numbers below this (see ``process_setup.limit_files``)."""
+"""Upper bound of a session's descriptor numbers (see ``process_setup.limit_files``)."""
 _PATIENCE = 32
-"""Number of refusals that are answered at once; each further one is delayed slightly longer, so
-that a session cannot keep the host busy."""
+"""Refusals answered at once. Each further one is delayed, so that the host is not kept busy."""
 _SLOWEST_S = 0.05
 
 
 class ForkRequestListener:
-    """A listener that answers the requests of a session and its branches to create processes.
-    Requests are refused, except for a single one after the host itself has requested a fork."""
+    """A listener for the requests of a session and its branches to create processes. It refuses
+    them, except for a single one after the host has requested a fork."""
 
     __slots__ = (
         "_counts",
@@ -144,8 +143,8 @@ class ForkRequestListener:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """Listen at the descriptor of a system call filter. ``counts``: use the kernel's count of a
-        process's open descriptors, if this kernel reports it."""
+        """Listen at the descriptor of a system call filter. With ``counts``, use the kernel's count
+        of a process's open descriptors, if this kernel reports it."""
         self._fd = fd
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
@@ -155,12 +154,12 @@ class ForkRequestListener:
         self._refused = 0
         self._holders = 1
         self.branches: set[int] = set()
-        """Branches that have taken a wire and have not ended."""
+        """Process ids of branches that have taken a connection and have not ended."""
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
-        """Allow a process, given by its id on the host, to create one process. Raises SandboxError
-        if the kernel is too old or the process is not the leader of its session."""
+        """Allow one process to create one other process. ``pid`` is its id on the host. Raises
+        SandboxError if the kernel is too old or the process is not the leader of its session."""
         if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_id(pid) != pid:
@@ -169,8 +168,8 @@ class ForkRequestListener:
         self._forks[pid] = fork
 
     def withdraw(self, pid: int) -> bool:
-        """Withdraw the permission of a process to create another. Returns True if it was not
-        used."""
+        """Withdraw a process's permission to create another. Returns True if the permission was
+        unused."""
         is_unused = pid in self._granted
         self._granted.discard(pid)
         self._forks.pop(pid, None)
@@ -181,8 +180,8 @@ class ForkRequestListener:
         self._holders += 1
 
     def remove_holder(self) -> None:
-        """Remove one session, which has ended, from the count of sessions whose requests arrive
-        here. The last one closes the listener."""
+        """Subtract one ended session from the sessions whose requests arrive here. After the last
+        one, the listener closes."""
         self._holders -= 1
         if not self._holders:
             self.close()
@@ -227,8 +226,8 @@ class ForkRequestListener:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: SeccompNotification) -> None:
-        """Answer a process that asks for its connection to the host after a fork: insert the
-        connection, or refuse if the process may not have one."""
+        """Answer a process that asks for its connection to the host after a fork. It gets the
+        connection, or an error if it may not have one."""
         pid = request.pid
         origin = pid if pid in self._forks else session_id(pid)
         fork = self._forks.get(origin)
@@ -246,7 +245,7 @@ class ForkRequestListener:
             self._refuse(request.id)
 
     def _insert(self, request: SeccompNotification, wire: int) -> bool:
-        """Make a connection the only descriptor of the process that asks for it, and answer the
+        """Make a connection the only descriptor of the process that asks for it, and answer its
         request. Returns False if the process has other descriptors, or no longer waits."""
         number = request.arguments[0]
         with contextlib.suppress(OSError):
@@ -263,7 +262,7 @@ class ForkRequestListener:
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
-        """Answer a request. Returns True if the process that asked has received the answer."""
+        """Answer a request. Returns True if the requesting process has received the answer."""
         return self._fd >= 0 and seccomp_requests.answer_seccomp_notification(
             self._fd, id, error=error, flags=flags
         )
@@ -279,7 +278,7 @@ class ForkRequestListener:
 
 
 def _is_alive(fd: int) -> bool:
-    """Return True if at least one process is left that the system call filter applies to."""
+    """Return True if at least one process with the system call filter is alive."""
     import select
 
     poll = select.poll()
@@ -291,19 +290,21 @@ def _is_alive(fd: int) -> bool:
 # the state of a process, as the kernel reports it
 
 _COUNTS_DESCRIPTORS = os.path.isdir("/proc/self/fd") and os.stat("/proc/self/fd").st_size > 0
-"""Linux 6.2 and later report the number of a process's descriptors to everybody. On others, every
-possible descriptor is replaced."""
+"""True if the kernel reports a process's number of descriptors, as Linux 6.2 and later do.
+
+On other kernels, every possible descriptor is replaced.
+"""
 
 
 def has_one_thread(pid: int) -> bool:
-    """Return True if process ``pid`` has exactly one thread. A second thread could use the
-    permission to fork, or would be missing in the forked session."""
+    """Return True if the process has exactly one thread. A second thread could use the permission
+    to fork, or would be missing in the forked session."""
     return _status(pid)[_NUM_THREADS] == b"1"
 
 
 def has_no_descriptors(pid: int) -> bool:
-    """Return True if a process has no open descriptor. This requires a kernel that reports their
-    number."""
+    """Return True if a process has no open descriptor. This requires a kernel that reports the
+    number of descriptors."""
     try:
         return os.stat(f"/proc/{pid}/fd").st_size == 0
     except OSError:
@@ -311,8 +312,8 @@ def has_no_descriptors(pid: int) -> bool:
 
 
 def session_id(pid: int) -> int:
-    """Return the session id (as set by ``setsid``) of a process, or -1 if there is no such process.
-    A forked process keeps the session id of its parent until it has become a branch."""
+    """Return the session id of a process, as set by ``setsid``, or -1 if there is no such process.
+    A forked process keeps its parent's session id until it has become a branch."""
     return int(_status(pid)[_SESSION])
 
 
@@ -321,8 +322,8 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
-    """Return the fields that /proc reports about a process after its name: state, parent, process
-    group, session, and so on. The name is skipped because it may contain any bytes."""
+    """Return the fields that /proc reports about a process after its name, such as state, parent
+    and process group. The name is skipped because it may contain any bytes."""
     try:
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
     except OSError:
@@ -330,8 +331,7 @@ def _status(pid: int | str) -> list[bytes]:
 
 
 def kill_strays(origin: int, known: set[int]) -> None:
-    """Kill the processes that a session has created, except those that are known to be its
-    branches."""
+    """Kill the processes that a session has created, except for its known branches."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in {origin, *known}:
             status = _status(entry)

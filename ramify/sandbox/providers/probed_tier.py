@@ -1,5 +1,5 @@
-"""The tier (level of isolation) that the jail was found to reach on this machine, and the file in
-which this result is kept.
+"""The tier, or level of isolation, that the jail reached on this machine. A file keeps this result
+for later processes.
 
 Testing the isolation takes a good part of the time of a short question. So a result is used again
 if it was found since this boot, by this user, on this kernel, with the same rights, by the same
@@ -37,33 +37,33 @@ _FACTS = (
 _SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _RIGHTS = ("Uid:", "Gid:", "Cap", "NoNewPrivs:")
 _UNFILTERED = "Seccomp:\t0"
-"""The line of a process without a system call filter. What a filter forbids cannot be read, so a
-result that was found behind one is not kept."""
+"""Line in /proc of a process without a system call filter. Results found behind one are not kept.
+"""
 
 
 class ProbedTier(msgspec.Struct, frozen=True):
-    """The result of testing this machine: the strongest level of jail confinement that works, and
-    why stronger ones do not."""
+    """The result of testing this machine: the strongest tier of the jail that works, and why
+    stronger ones do not."""
 
     tier: str | None
-    """None: not even C."""
+    """The tier: A, B, C, or None if not even C works."""
     missing: dict[str, str]
     """Stronger tier -> what the kernel refused."""
     landlock: int = 0
-    """Version of Landlock in use, 0 for none."""
+    """Version of Landlock in use; 0 for none."""
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
     """The content of the file that keeps a test result for later processes."""
 
     conditions: list[str]
-    """What the result depends on."""
+    """Properties of the machine on which the result depends."""
     found: ProbedTier
 
 
 def kept_tier() -> ProbedTier | None:
     """Return the level of isolation that an earlier process found under the same conditions, or
-    None if there is no such result."""
+    None if there is none."""
     if _UNFILTERED not in _content("/proc/self/status"):
         return None
     with contextlib.suppress(OSError, ValueError), _opened_folder() as folder:
@@ -79,9 +79,9 @@ def kept_tier() -> ProbedTier | None:
 
 
 def keep_tier(found: ProbedTier) -> None:
-    """Keep a test result for later processes, if there is a private folder for it. A result in
-    which something is missing is not kept, because the problem may be solved by the time the next
-    process starts."""
+    """Keep a test result for later processes, if there is a private folder for it. An incomplete
+    level of isolation is not kept, because its cause may be fixed before the next process starts.
+    """
     if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
@@ -104,7 +104,7 @@ def forget_tier() -> None:
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the folder that keeps the test result. Raises PermissionError if another user can write
+    """Open the folder that holds the test result. Raises PermissionError if another user can write
     to it."""
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(above, "ramify")
@@ -128,15 +128,14 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if another user could replace the folder of the kept result by another
-    one."""
+    """Raise PermissionError if another user could replace the folder of the kept result."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("others can write here")
 
 
 def _conditions() -> list[str]:
-    """Return everything that the level of isolation depends on and that can be read in
+    """Return all properties that determine the level of isolation and that can be read in
     microseconds."""
     conditions = [sys.executable, sys.version, *map(str, os.uname())]
     for path in _FACTS:

@@ -1,4 +1,4 @@
-"""The sandbox provider ``process``: every session is a separate CPython process, forked in
+"""The sandbox provider ``process``. Every session is a separate CPython process, forked in
 milliseconds.
 
 This module decides which process a session is forked from: the fork server, or a template process
@@ -49,21 +49,20 @@ WARNING = (
     "network. Do not run hostile code in it."
 )
 _STARTS = 3
-"""Attempts to start a fork server that is killed before it is ready, or before the requested
-session exists."""
+"""Attempts to start a fork server, if it is killed before the requested session exists."""
 _EXIT_S = 2.0
 _GONE_S = 0.2
-"""Seconds until the exit of a killed server is noticed."""
+"""Maximum seconds until the exit of a killed server is noticed."""
 _MAX_TEMPLATES = 8
 _FDS_PER_SESSION = 4
 _FILES_AT_ONCE = 100
-"""Files that a template process maps in one step: the system passes at most 253 descriptors."""
+"""Files that a template maps in one step. The system passes at most 253 descriptors at once."""
 _SPARE_FDS = 128
 
 
 class ProcessSandbox:
-    """A sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The jail is a
-    subclass, which overrides how the fork server is started and how sessions are connected."""
+    """A sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The subclass for
+    the jail overrides how the fork server is started and how sessions are connected."""
 
     warning: str | None = WARNING
 
@@ -93,7 +92,7 @@ class ProcessSandbox:
         ] = {}
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
-        """Starts of templates that are to end."""
+        """Start-up tasks of templates that are to be ended."""
         self.buffers = SandboxSharedBuffers()
         self._is_closed = False
 
@@ -126,7 +125,7 @@ class ProcessSandbox:
 
     async def fork_server(self) -> ForkServerChannel:
         """Return the connection to the fork server. The server is started for the first session,
-        and again if it was killed."""
+        and restarted if it was killed."""
         if self._server is None or _is_gone(self._server):
             self._clean_up(self._server)
             self._server = _watched(self._start())
@@ -154,17 +153,16 @@ class ProcessSandbox:
         raise AssertionError("a start ends well or raises")
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Raise SandboxError if a fork server's report shows that it is not what sessions need.
-        Accepts every server here."""
+        """Raise SandboxError if a fork server's report shows that the server is not what sessions
+        need. This class accepts every server."""
 
     def start(self) -> StartedForkServer:
         """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> ForkServerChannel:
-        """Return the connection to the template process that has decoded a large context. The
-        template is started for the context's first session, and kept as long as the context
-        exists."""
+        """Return the connection to a template, the process that holds a large decoded context. The
+        template is started for the context's first session and lives as long as the context."""
         base = await self.fork_server()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
@@ -217,7 +215,7 @@ class ProcessSandbox:
             self._retire(next(iter(self._templates)))
 
     def _retire(self, key: int) -> None:
-        """Let a template process end as soon as its last session has ended."""
+        """Let a template end as soon as its last session has ended."""
         entry = self._templates.pop(key, None)
         if entry is None:
             return
@@ -237,8 +235,8 @@ class ProcessSandbox:
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
-        """Fork a session from a fork server or a template. ``early``: the session is created in
-        advance, so no caller is waiting for it yet."""
+        """Fork a session from a fork server or a template. With ``early``, the session is created
+        in advance, while no caller waits for it."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
         files = SessionSharedMemory.make(self.buffers.shared_buffers)
@@ -323,7 +321,7 @@ _launched: dict[SandboxSpec, StartedForkServer] = {}
 
 def launch(spec: SandboxSpec) -> None:
     """Start the fork server for the next sandbox with this configuration in advance, while the
-    caller has other work to do.
+    caller does other work.
 
     This is for a command that knows early what it needs; no event loop has to run yet. A server
     that is never used ends with this process.
@@ -335,8 +333,8 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """In a forked child, forget the fork servers that the parent launched for its own sandboxes.
-    Otherwise parent and child would talk to the same server."""
+    """Forget the fork servers that the parent process launched for its own sandboxes. Call this in
+    a forked child; otherwise parent and child would talk to the same server."""
     for server in launched.values():
         server.leave_to_parent()
     launched.clear()
@@ -347,7 +345,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _discard() -> None:
-    """End the fork servers that were launched in advance and never used."""
+    """End the fork servers that were launched in advance but never used."""
     for server in _launched.values():
         server.discard()
         _delete(server.folder)
@@ -355,7 +353,7 @@ def _discard() -> None:
 
 
 def _delete(folder: str) -> None:
-    """Delete the folder of a fork server's sessions. Does nothing for an empty path: the fork
+    """Delete the folder of a fork server's sessions. Does nothing for an empty path, since the fork
     server of a jail has no folder."""
     if folder:
         import shutil
@@ -378,7 +376,7 @@ def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
 
 
 async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if the process was killed by a signal, so that another attempt may succeed."""
+    """Return True if a signal killed the process, so that another attempt may succeed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return await asyncio.to_thread(process.wait, _EXIT_S) < 0
     return False
@@ -394,15 +392,16 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _watched(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task whose exception counts as retrieved, even if all its callers are cancelled, so
-    that asyncio logs no warning about it."""
+    """Start a task whose exception counts as retrieved. Then asyncio logs no warning about the
+    exception even if all callers are cancelled."""
     task = asyncio.ensure_future(start)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceReader]) -> None:
-    """Let a template process map files into its memory. Raises SourceError if one has changed."""
+    """Make a template process map files into its memory. Raises SourceError if one of them has
+    changed."""
     fds: list[int] = []
     try:
         for file in files:
@@ -437,5 +436,5 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """Open a sandbox of plain processes. ``base.open_sandbox`` calls this."""
+    """Open a sandbox of plain processes. ``base.open_sandbox`` calls this function."""
     return ProcessSandbox(spec)

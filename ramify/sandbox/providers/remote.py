@@ -1,4 +1,4 @@
-"""Run sessions on a service that starts commands elsewhere, such as a container engine or a cloud.
+"""Run sessions on a remote service that starts commands, such as a container engine or a cloud.
 
 The guest, the code that runs cells, needs no installation: its files are the first data sent. This
 module defines how the guest's bytes and control messages share one stream, and how streams are read
@@ -43,16 +43,17 @@ from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
 _log = ComponentLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
-"""Seconds from starting the command to the guest's first frame."""
+"""Maximum seconds from starting the command to the guest's first frame."""
 PROVISION_S = 900.0
-"""Seconds to create a box, which may include pulling or building its image."""
+"""Maximum seconds to create a container or machine, including the pull or build of its image."""
 CLOSE_S = 30.0
 _DATA, _INTERRUPT, _KILL = b'{"op":"data"}', b'{"op":"interrupt"}', b'{"op":"kill"}'
 _PIECE_BYTES = 1 << 18
-"""Maximum number of the guest's bytes in one frame: an interrupt waits for no more."""
+"""Maximum number of the guest's bytes in one message. An interrupt waits for one message at most.
+"""
 _MAX_GREETING_BYTES = 1 << 16
 _MAX_FRAME_BYTES = 2 << 20
-"""Maximum size of a frame from the other end, which a hostile guest may have taken over."""
+"""Maximum size of a message from the remote end. A hostile guest may have taken that end over."""
 _MARK = b"ramify-guest-1\n"
 _MODULES = ("guest", "server/process_setup", "server/forkserver", "server/session_supervisor")
 _BOOT = f"""{LOADER}
@@ -76,7 +77,7 @@ _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()
 
 
 def boot_command(carries: Carries) -> list[str]:
-    """Return the command that the service starts for a session: Python 3.11 or later with a clean
+    """Return the command with which the service starts a session: Python 3.11 or later in a clean
     environment."""
     environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     return [
@@ -108,11 +109,11 @@ class SupervisorMessage(msgspec.Struct):
 
     op: Literal["data", "failed", "ended"]
     message: str = ""
-    """Why the guest could not be started."""
+    """Reason why the guest could not be started."""
     status: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    """The guest's exit status; None if it only closed its connection."""
+    """The guest's exit status; None if the guest only closed its connection."""
     start: int = 0
-    """Byte of the guest's output file where the frame's blob begins."""
+    """Offset in the guest's output file at which the message's data begins."""
 
 
 _decoder = msgspec.json.Decoder(SupervisorMessage)
@@ -122,7 +123,8 @@ class ByteStream(Protocol):
     """The standard input and output of one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
-        """Send all data to the command's standard input, in order. Calls never overlap."""
+        """Send all data to the command's standard input, in order. The caller never makes two calls
+        at once."""
         ...
 
     async def receive(self) -> bytes:
@@ -130,20 +132,21 @@ class ByteStream(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the command and delete the box (container or machine) that it ran in."""
+        """End the command and delete the box, the container or machine in which it ran."""
         ...
 
 
 class SandboxService(Protocol):
-    """A service that starts commands in separate boxes, which are containers or machines. It may
-    raise any exception of its SDK; ``RemoteSandbox`` adds what was attempted."""
+    """A service that starts commands in separate boxes, which are containers or machines. Its
+    methods may raise any exception of the service's SDK; ``RemoteSandbox`` adds what was attempted.
+    """
 
     name: str
-    """Name for messages, such as "docker"."""
+    """Name for messages, such as ``docker``."""
     carries: Carries
 
     async def start(self, command: list[str]) -> ByteStream:
-        """Create a fresh box (container or machine) and start a command in it."""
+        """Create a new box, a container or machine, and start a command in it."""
         ...
 
     async def close(self) -> None: ...
@@ -158,12 +161,12 @@ SEPARATE_MACHINE = SandboxCapabilities(
     kill=True,
     starts_processes=True,
 )
-"""What a service promises whose boxes have no network."""
+"""Capabilities of a service whose boxes have no network."""
 
 
 class RemoteSandbox:
-    """A sandbox on a remote service, with a separate box (container or machine) for every session.
-    Implements ``base.Sandbox``."""
+    """A sandbox on a remote service. Every session gets a separate box, which is a container or
+    machine. Implements ``base.Sandbox``."""
 
     def __init__(
         self,
@@ -226,8 +229,7 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """The connection to one session that runs on a remote service. Call ``begin`` before
-    ``start_reading``."""
+    """The connection to one remote session. Call ``begin`` before ``start_reading``."""
 
     shared_buffers: HostGuestSharedMemory | None = None
 
@@ -239,9 +241,9 @@ class RemoteTransport:
         self._service = service
         self._assembler = FrameAssembler(_MAX_FRAME_BYTES)
         self._line = b""
-        """Beginning of a line of base64."""
+        """An incomplete line of base64."""
         self._early = b""
-        """What arrived together with the greeting."""
+        """Data that arrived together with the greeting."""
         self._urgent: deque[bytes] = deque()
         self._backlog: deque[bytes] = deque()
         self._has_work = asyncio.Event()
@@ -255,8 +257,8 @@ class RemoteTransport:
         self._lost: Callable[[], None] = lambda: None
 
     async def begin(self, parcel: bytes) -> None:
-        """Wait for Python to start at the other end, and send it the files of the session's code.
-        If Python does not start, raise SandboxError with the output of the other end."""
+        """Wait for Python to start at the remote end, and send it the files of the session's code.
+        Raises SandboxError, with the output of the remote end, if Python does not start."""
         greeting = bytearray()
         try:
             async with asyncio.timeout(START_S):
@@ -362,8 +364,8 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the data to send next: an urgent message, or as many waiting messages as fit into
-        one piece of full size."""
+        """Return the data to send next. This is an urgent message, or as many waiting messages as
+        fit into one full piece."""
         if self._urgent:
             return self._urgent.popleft()
         parts = [self._backlog.popleft()]
@@ -386,7 +388,7 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _decoded(self, data: bytes) -> bytes:
-        """Decode received data if the stream carries lines of base64; an incomplete line is kept
+        """Decode received data if the stream carries lines of base64, and keep an incomplete line
         for the next call. Otherwise return the data unchanged."""
         if self._service.carries == "bytes":
             return data
@@ -396,7 +398,7 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _take(self, data: bytes) -> None:
-        """Handle each message that the data completes. Waits before a message while the session has
+        """Handle each message that is now complete. Waits before a message while the session has
         paused reading."""
         for view in self._assembler.feed(memoryview(self._decoded(data))):
             if not self._flows.is_set():
@@ -428,7 +430,7 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """A stream that ignores data and is at its end, which replaces the stream of a closed
+    """A stream that ignores all data and is at its end. It replaces the stream of a closed
     transport."""
 
     async def send(self, data: bytes) -> None:
@@ -442,7 +444,7 @@ class _ClosedStream:
 
 
 class SdkCallbackQueue:
-    """A queue for data that an SDK passes to a callback, for services whose ``ByteStream.receive``
+    """A queue for data that an SDK passes to a callback. ``ByteStream.receive`` of the service
     reads from it."""
 
     def __init__(self) -> None:
@@ -453,8 +455,8 @@ class SdkCallbackQueue:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """Wait for the command to end, then mark the end of its data. ``wait``: a function that
-        returns when the command has ended."""
+        """Wait for the command to end, then mark the end of its data. ``wait`` returns when the
+        command has ended."""
         try:
             with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await wait()

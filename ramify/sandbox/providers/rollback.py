@@ -1,5 +1,4 @@
-"""A session that survives a cell that had to be killed, because it continues from a fork that was
-made before the cell.
+"""A session that survives a killed cell. It continues from a fork that was made before the cell.
 
 This module decides when the fork is made and what the caller sees. If a session cannot be forked at
 the moment, for example because threads are alive, it runs its cell without a fork. If that cell is
@@ -20,8 +19,8 @@ from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
-    """A session that is forked before each cell, so that it can be rolled back if the cell must be
-    killed. Implements ``base.Session``."""
+    """A session that is forked before each cell. If the cell must be killed, the session is rolled
+    back to the fork. Implements ``base.Session``."""
 
     def __init__(self, session: GuestSessionProxy) -> None:
         self._session = session
@@ -88,7 +87,7 @@ class RollbackSession:
 
 @contextlib.contextmanager
 def _reporting(why: str) -> Iterator[None]:
-    """Add the reason why the session was not rolled back to a SessionDied that is raised in the
+    """Add the reason why the session was not rolled back to a SessionDied error raised in the
     block."""
     try:
         yield

@@ -1,1 +1,1 @@
-"""The fork server, a trusted process that forks sessions and sets up their processes."""
+"""The fork server, a trusted process. It forks sessions and sets up their processes."""

@@ -1,4 +1,4 @@
-"""The fork server, a small process from which sessions are forked. It never runs inside the host
+"""The fork server, a small process from which sessions are forked. It always runs outside the host
 process.
 
 This module sets up a session's process (process group, limits, folder, descriptors). It ensures
@@ -105,20 +105,20 @@ PRELOAD = (
     "typing",
     "uuid",
 )
-"""Modules that cells often import: imported once here, they cost a session nothing."""
+"""Modules that cells often import. Sessions inherit them from the fork server at no cost."""
 _IDLE_MS = 20
-"""Time without a request after which ``to_import`` is continued."""
+"""Milliseconds without a request after which the modules of ``to_import`` are imported."""
 _USUAL_FDS = [MAX_FILES, MAX_FILES + 1, MAX_FILES + 2]
-"""Descriptors of a session: wire, spool, shared buffers."""
+"""Usual descriptors of a session: its connection, its output file and its shared buffers."""
 _NO_MODULES: dict[str, tuple[str, types.CodeType]] = {}
 _TEMPLATE = None
 BRANCH = False
-"""Marks a process that a session forked: the server prepared nothing for it."""
+"""Marks a branch, which a session forked itself; the server prepared nothing for it."""
 
 
 class ForkServerControl:
-    """The fork server's end of the connection to the host: messages with file descriptors. It
-    trusts the host and may block."""
+    """The fork server's end of its connection to the host, over which messages and file descriptors
+    are sent. It trusts the host and may block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -153,7 +153,7 @@ class ForkServerControl:
 
 class ForkServer:
     """A server that forks sessions and templates on request, and cleans up after them. A template
-    is a process that has decoded a large context; it is a fork server too."""
+    is a process that has decoded a large context. It is a fork server, too."""
 
     def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
         self.control = control
@@ -161,25 +161,27 @@ class ForkServer:
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """A ``branches.JailForkFunctions``, if the host does not send the descriptors for a branch
-        with its request."""
+        """A ``branches.JailForkFunctions``, unless the host sends a branch's descriptors with its
+        request."""
         self._guest: guest.Guest | None = None
-        """The guest of the next session whose descriptors have the usual numbers."""
+        """The prepared guest of the next session whose descriptors have the usual numbers."""
         self._modules: dict[str, tuple[str, types.CodeType]] = {}
         """Modules that every guest has from its start: name -> source and compiled code."""
         self.children: dict[int, Any] = {}
-        """Process id -> what ``prepare`` made for its session; _TEMPLATE for a template."""
+        """Process id -> result of ``prepare`` for its session; _TEMPLATE for a template."""
         self.to_import: list[str] = []
-        """Modules to import while there is nothing else to do, or before a second session is
-        forked. The first session imports for itself. Templates continue with what was left."""
+        """Modules to import when idle, or before a second session is forked.
+
+        The first session imports for itself. Templates continue with the remaining ones.
+        """
         self._num_opened = 0
         self._is_retiring = False
         self.is_ending = False
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        """Handle requests until the host is gone or, for a template, until it has been retired and
-        has no sessions left."""
+        """Handle requests until the host has closed the connection. A template also stops once it
+        has been retired and has no sessions left."""
         self.pid = os.getpid()
         if self.apart is not None:  # its parts then lie on pages that sessions share
             self._guest = self._make_guest(_USUAL_FDS)
@@ -260,8 +262,8 @@ class ForkServer:
         self._opened(header["id"], pid, fds)
 
     def _install(self, header: dict[str, Any]) -> None:
-        """Install a module for all sessions that are forked from now on. Its code is run here, and
-        then lies on pages that sessions share."""
+        """Install a module for all sessions that are forked from now on. The module's code runs
+        here, so that the sessions share its memory pages."""
         name, source = header["module"], header["source"]
         before = self._modules
         try:
@@ -280,8 +282,8 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Prepare what the next session needs before it is forked, and return it. Here this is the
-        session's folder."""
+        """Prepare what the next session needs before it is forked, and return it. In this class,
+        that is the session's folder."""
         self._num_opened += 1
         folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
         os.mkdir(folder, 0o700)
@@ -290,8 +292,8 @@ class ForkServer:
     def set_up_session_process(
         self, prepared: Any, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
-        """Set up the session's process after the fork: move to the prepared folder, close all
-        descriptors except the given ones (connection, output file, shared buffers), and set the
+        """Set up the session's process after the fork. It moves to the prepared folder, closes all
+        descriptors except the given ones (connection, output file, shared buffers), and sets the
         limits. Returns the new descriptor numbers and the memory limits."""
         os.setsid()
         tie_to_parent(self.pid)
@@ -302,8 +304,8 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
 
     def release_after_fork(self, prepared: Any) -> None:
-        """Release, in the server, what only the forked session still needs. Does nothing here;
-        subclasses override it."""
+        """Release the server's own handles of resources that only the forked session still needs.
+        Does nothing here; subclasses override it."""
 
     def remove_session_folder(self, prepared: Any) -> None:
         """Delete the folder of a session that has ended."""
@@ -333,9 +335,9 @@ class ForkServer:
         self.control.send({"op": "failed", "id": id, "message": message})
 
     def _become_template(self, control: int, context: int, num_files: int) -> None:
-        """Turn this process into a template: decode the context from a file descriptor, then serve
-        requests to fork sessions that have it in memory. The host sends ``num_files`` more
-        descriptors, of files that hold texts of the context."""
+        """Turn this process into a template, which decodes the context from a file descriptor and
+        then forks sessions that have it in memory. The host sends ``num_files`` more descriptors,
+        of files that hold texts of the context."""
         quiet_signals()
         tie_to_parent(self.pid)
         self.control.sock.close()
@@ -359,8 +361,8 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map files into memory whose descriptors the host sends. Returns the bytes of their texts,
-        by the digest of the file."""
+        """Map the files whose descriptors the host sends into memory. Returns the bytes of their
+        texts, by the digest of the file."""
         mapped: dict[str, memoryview] = {}
         while len(mapped) < count:
             header, fds = self.control.receive()
@@ -405,8 +407,8 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Collect the exit status of processes that have ended and report it to the host. A
-        session's process group is killed first, while its id cannot have been reused."""
+        """Collect the exit status of ended processes and report it to the host. A session's process
+        group is killed first, while its id cannot have been reused."""
         while True:
             pid = _next_dead()
             if not pid:
@@ -426,15 +428,16 @@ class ForkServer:
                     )
 
     def kill_orphans(self) -> None:
-        """Kill processes that have left the process group of their session. They become children of
-        this process when the session ends, since it is their subreaper."""
+        """Kill processes that have left the process group of their session. When a session ends,
+        they become children of this process, because it is their subreaper."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
                 if pid not in self.children:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """End all sessions and templates, and this process, because the host is gone."""
+        """End all sessions, all templates and this process, because the host has ended or closed
+        the connection."""
         self.is_ending = True
         signal.set_wakeup_fd(-1)
         deadline = time.monotonic() + 2.0
@@ -457,8 +460,8 @@ class ForkServer:
 
 
 def delete_folder(path: str) -> None:
-    """Delete a folder and what is in it, as far as possible. Does nothing for an empty path: the
-    sessions of a jail have no folders of the host."""
+    """Delete a folder and its contents, as far as possible. Does nothing for an empty path, since
+    the sessions of a jail have no folders on the host."""
     if path:
         import shutil  # takes longer to import than the folders of a jail to exist
 
@@ -466,8 +469,8 @@ def delete_folder(path: str) -> None:
 
 
 def _next_dead() -> int | None:
-    """Return the process id of a child that has ended but was not waited for, 0 if there is none,
-    or None if there are no children. The id is not reused until the child is waited for."""
+    """Return the process id of a child that has ended but was not waited for. Returns 0 if there is
+    none, and None if there are no children. The id is not reused until the child is waited for."""
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -476,7 +479,8 @@ def _next_dead() -> int | None:
 
 
 def _in_child(life: Any) -> None:
-    """Run the work of a forked child and exit, so that it never returns into the server's loop."""
+    """Run the work of a forked child and then exit, so that the child never returns into the
+    server's loop."""
     try:
         life()
     except BaseException:  # noqa: BLE001  (whatever happened, it must not continue as a server)
@@ -486,8 +490,8 @@ def _in_child(life: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Run, once and in advance, the code that every session will execute, so that no session has to
-    pay for the first run.
+    """Run the code that every session will execute once in advance, so that no session pays for the
+    first run.
 
     Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
     Code that has already run writes less: it is specialised, and its caches are filled.
@@ -503,7 +507,7 @@ def _warm_up() -> None:
 
 def _rehearse(cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES) -> None:
     """Run some trivial cells in a guest, the code that serves a session, so that later sessions
-    start faster. ``modules``: the source and code of modules that the guest has."""
+    start faster. ``modules`` holds the source and code of the guest's modules."""
     if not hasattr(os, "memfd_create"):
         return
     host, guest_end = socket.socketpair()
@@ -531,7 +535,7 @@ def _rehearse(cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _N
 
 
 def main(control_fd: int) -> None:
-    """Run the fork server until the host is gone."""
+    """Run the fork server until the host closes the connection."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = ForkServerControl(socket.socket(fileno=control_fd))
@@ -550,12 +554,12 @@ def main(control_fd: int) -> None:
 
 
 class PackageNotImportable(Exception):
-    """Raised if a package that sessions should have cannot be imported."""
+    """Raised if a package that sessions should be able to import cannot be imported."""
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
     """Import the modules that sessions will need, after adding folders to the search path. Raises
-    PackageNotImportable."""
+    PackageNotImportable if one cannot be imported."""
     sys.path += [path for path in paths if path not in sys.path]
     for name in names:
         try:
@@ -567,8 +571,8 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def prepare_first_fork(proc: int | None = None) -> None:
-    """Prepare this process for the first fork: adopt orphans, become the first to be killed if
-    memory runs out, and warm up."""
+    """Prepare this process for its first fork: adopt orphans, become the first process to be killed
+    if memory runs out, and warm up."""
     if sys.platform == "linux":
         adopt_orphans()
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Set up the process of a session: its signals, descriptors and limits, and the rule that it dies
-with its parent.
+"""Set up a session's process: its signals, descriptors and limits. The process also dies with its
+parent.
 
 These functions run in the fork server and its children, and use the standard library only. They are
 called by ``forkserver.py``; isolation from the rest of the machine is done in ``jail/``.
@@ -20,9 +20,9 @@ MAX_FILE_BYTES = 256 << 20
 """Maximum size of a file that a session may write, including its raw output."""
 MAX_FILES = 256
 _OUT_OF_REACH = 8
-"""Number of additional descriptors, reserved for the guest."""
+"""Number of additional descriptor numbers that are reserved for the guest."""
 GUEST_BYTES = 32 << 20
-"""Address space reserved for the guest, for when a cell has used up its own."""
+"""Address space in bytes that is reserved for the guest, after a cell has used up its own."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc: Any = None
 _signal: Any = sys.modules["_signal"]
@@ -30,8 +30,8 @@ _SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphans among its descendants, and raise its limit of open
-    files as far as the user may. That limit also applies to descriptors in transit."""
+    """Make this process the parent of orphans among its descendants. Also raise its limit of open
+    files as far as the user may; that limit applies to descriptors in transit, too."""
     global _libc
     import ctypes
 
@@ -42,9 +42,9 @@ def adopt_orphans() -> None:
 
 
 def quiet_signals() -> None:
-    """Reset the handling of SIGCHLD and the wake-up descriptor to the state of a new process. The C
-    module ``_signal`` is used because ``signal`` would create enums, and so write to memory pages
-    that sessions share."""
+    """Reset the SIGCHLD handler and the wake-up descriptor to those of a new process. The C module
+    ``_signal`` is used because ``signal`` would create enums, and so write to memory pages that
+    sessions share."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -62,8 +62,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(parent: int) -> None:
-    """Make this process die with its parent, even if the parent is killed, and adopt the orphans of
-    its own children."""
+    """Make this process die with its parent, even if the parent is killed. Also adopt the orphans
+    of its own children."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
@@ -71,8 +71,8 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close all descriptors except the given ones (connection, output file, …), and move these to
-    high numbers, out of reach of loops that close descriptors. Returns the new numbers.
+    """Close all descriptors except the given ones, and move these to high numbers. Loops in user
+    code that close descriptors do not reach them there. Returns the new numbers.
 
     Standard output and error are redirected to the output file. Standard input is opened again,
     since sessions would otherwise share its flags with the server.
@@ -94,8 +94,8 @@ def keep_only(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session. Returns two limits of address space in bytes: one
-    while a cell runs (in addition to the forked memory), and one for the guest itself."""
+    """Set the resource limits of one session. Returns two limits of address space in bytes: one for
+    the time while a cell runs, in addition to the forked memory, and one for the guest itself."""
     memory = mapped + memory_bytes
     for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
         _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
@@ -109,7 +109,7 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 def limit_files() -> None:
     """Limit the number of open files. This must be the last step of the setup, because the kernel
-    also counts descriptors in transit to the host, from all processes of the user."""
+    also counts the user's descriptors in transit to the host."""
     _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
 
 
@@ -122,9 +122,8 @@ def _limit(number: int, soft: int, hard: int) -> None:
 
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Map the beginning of a file into memory for reading, for as long as this process and its
-    children exist. Unlike ``mmap.mmap``, this keeps no descriptor open, of which sessions have
-    few."""
+    """Map the beginning of a file into memory for reading, for the life of this process and its
+    children. Unlike ``mmap.mmap``, this keeps no descriptor open, because sessions have few."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -137,8 +136,8 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
 
 
 def mapped_bytes(proc: int | None = None) -> int:
-    """Return the size of this process's address space in bytes, or 0 if it cannot be read.
-    ``proc``: a descriptor of /proc, if that has no path here."""
+    """Return the size of this process's address space in bytes, or 0 if it cannot be read. ``proc``
+    is a descriptor of /proc, for a process that cannot open /proc by its path."""
     try:
         fd = os.open(
             "/proc/self/statm" if proc is None else "self/statm",

@@ -1,5 +1,5 @@
 """The session supervisor, the first program in a container or on a cloud machine. It forks the
-guest (the code that runs cells) there and forwards its bytes.
+guest, the code that runs cells, and forwards its bytes.
 
 The command's standard input and output carry both the guest's bytes and the operations on its
 process: interrupt, kill, and the report of its end. So a service only needs to start a command. The
@@ -47,7 +47,8 @@ _CHUNK = 1 << 16
 
 
 class SupervisorChannel:
-    """The messages to and from the host, over standard input and output."""
+    """The channel to the host over standard input and output, which carries messages in both
+    directions."""
 
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
@@ -88,7 +89,7 @@ class SessionSupervisor:
         self._inbox: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Forward data until the guest has ended or the host is gone."""
+        """Forward data until the guest has ended or the host has closed the connection."""
         for work in (self._receive, self._deliver):
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
@@ -112,8 +113,8 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """Forward data to the guest. This runs in a separate thread, because a guest that does not
-        read must not delay the detection of its end."""
+        """Forward data to the guest. This runs in a separate thread, so that the guest's end is
+        noticed even if the guest does not read."""
         with contextlib.suppress(OSError):
             while True:
                 self._sock.sendall(self._inbox.get())
@@ -124,8 +125,8 @@ class SessionSupervisor:
                 os.kill(self._pid, number)
 
     def _reap(self) -> int | None:
-        """Wait for the guest's process and return its exit status as ``subprocess`` reports it, or
-        None if the guest closed its connection but had to be killed."""
+        """Wait for the guest's process and return its exit status as ``subprocess`` reports it.
+        Returns None if the guest closed its connection but had to be killed."""
         has_ended = self._wait(0.3)
         if not has_ended:
             self._signal(signal.SIGKILL)
@@ -170,7 +171,7 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 
 def main(config: dict[str, Any], has_lines: bool) -> None:
     """Run the supervisor until the guest has ended. ``config`` has the keys seed, packages,
-    memory_bytes and max_output_bytes. ``has_lines``: the streams carry only text, as lines of
+    memory_bytes and max_output_bytes. With ``has_lines``, the streams carry only text, as lines of
     base64."""
     wire = SupervisorChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
