@@ -1,4 +1,5 @@
-"""Redact secrets from everything that journals and logs write: the last line of defence for keys.
+"""Redact secrets from everything that journals and logs write. This is the last line of defence for
+keys.
 
     SecretRedactor().redact(text)    known values: journals, which must keep all other text
     redact_likely_secrets(text)      also what looks like a secret: logs, errors, configurations
@@ -30,7 +31,7 @@ from ramify.lazy_pattern import lazy_pattern
 ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12
 _MIN_REMEMBERED_CHARS = 8
-"""A shorter key is a word such as ``EMPTY`` or ``ollama``, which ordinary text contains."""
+"""Minimum length of a secret. Shorter keys, such as ``EMPTY``, occur in ordinary text."""
 MARK = "«redacted»"
 KINDS = "(?:key|token|secret|password|passwd|authorization|credentials?)"
 LOGIN = lazy_pattern(r"//[^/@\s]+@")
@@ -46,19 +47,19 @@ _NAMED = lazy_pattern(
     r"(?![\d.,]{1,7}(?:[\s;)}\"']|$)|none\b|null\b|«)[^\s\"',;&)}]{4,}",
     re.IGNORECASE,
 )
-"""``api_key='…'``, ``x-api-key: …``, ``Authorization: Bearer …``; not short numbers."""
+"""Pattern of named keys: ``api_key='…'``, ``x-api-key: …``, ``Authorization: Bearer …``."""
 _KEY_SHAPED = lazy_pattern(
     r"\b((?:sk|gsk|xai|pplx|nvapi|tvly|glpat|xox[abp])-|(?:hf|ghp|r8|sk_live|sk_test)_"
     r"|github_pat_|AIza|AKIA|Bearer\s+)[\w*.+/=-]{8,}"
 )
 
 _remembered: dict[str, str] = {}
-"""Value -> name of each secret that was given in code."""
+"""Value -> name, for each secret that was given in code."""
 
 
 class SecretRedactor:
-    """A redactor that finds and replaces the secret values of this process, including those that
-    are registered with ``remember`` later."""
+    """A redactor that finds the secret values of this process in text and replaces them. It also
+    covers values that are registered later with ``remember``."""
 
     def __init__(
         self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
@@ -81,8 +82,8 @@ class SecretRedactor:
         self._encoded = [msgspec.json.encode(_clean(form))[1:-1] for form in self._names]
 
     def found_in(self, line: bytes) -> bool:
-        """Return True if an encoded line of JSON contains a secret. This makes one fast search for
-        each secret."""
+        """Return True if an encoded line of JSON contains a secret. The line is searched once for
+        each secret, which is fast."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for secret in self._encoded:  # noqa: SIM110 -- a generator takes twice as long
@@ -115,7 +116,7 @@ class SecretRedactor:
 
     def trim_partial_secret(self, text: str) -> str:
         """Cut off the end of a text if it may be the beginning of a secret, such as ``sk-1`` of
-        ``sk-123…``. This is for text that is shown while it arrives."""
+        ``sk-123…``. Use this for text that is displayed while it arrives."""
         cut = len(text)
         for value in self._names:
             start = text.find(value[:_MIN_BEGINNING], max(0, len(text) - len(value)))
@@ -128,7 +129,7 @@ class SecretRedactor:
 
 
 _MIN_BEGINNING = 4
-"""Characters of a secret that are shown by chance."""
+"""Characters of a secret's beginning that may be displayed. So few also occur by chance."""
 
 
 def remember(name: str, value: str) -> None:
@@ -140,8 +141,8 @@ def remember(name: str, value: str) -> None:
 
 @functools.lru_cache(256)
 def forms_of(value: str) -> tuple[str, ...]:
-    """Return a secret in all forms to search for: unchanged, and as encoded in URLs, JSON, ``repr``
-    and base64."""
+    """Return a secret in all forms in which text may contain it: unchanged, and as encoded in URLs,
+    JSON, ``repr`` and base64."""
     clean = _clean(value)
     in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
@@ -161,9 +162,9 @@ def forms_of(value: str) -> tuple[str, ...]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield the parts that all base64 encodings of texts around a secret, such as ``user:secret``,
-    have in common. Three bytes become four characters, so there is one such part for each of the
-    three offsets."""
+    """Yield the base64 texts that reveal a secret inside a longer encoded text, such as
+    ``user:secret``. Three bytes become four characters, so each of the three possible offsets has
+    its own text."""
     for before in range(3):
         encoded = binascii.b2a_base64(bytes(before) + value, newline=False)
         # The first and last characters also depend on the bytes around the value.
@@ -175,18 +176,19 @@ def _in_base64(value: bytes) -> Iterator[str]:
 
 
 _MIN_BASE64_CHARS = 8
-"""A shorter part of a secret's base64 text may occur in ordinary text."""
+"""Minimum length of a base64 text to search for. Shorter ones occur in ordinary text."""
 
 
 def names_a_secret(name: str) -> bool:
-    """Return True if the name of a field, such as ``api_key`` or ``judge.token``, means that it
-    holds a secret."""
+    """Return True if a field's name says that the field holds a secret, as ``api_key`` and
+    ``judge.token`` do."""
     return _NAME.search(name) is not None
 
 
 def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str:
-    """Redact known secrets in a text, and everything that looks like a secret: logins and keys in
-    URLs, values after names such as ``api_key``, and texts with the form of a provider's key.
+    """Redact known secrets in a text, and everything that looks like a secret. This includes logins
+    and keys in URLs, values after names such as ``api_key``, and texts in the format of a
+    provider's keys.
 
     ``"https://me:pw@host/v1?key=k"`` becomes ``"https://«redacted»@host/v1?key=«redacted»"``.
     """
@@ -197,8 +199,8 @@ def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str
 
 
 def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of everything that ``redact_likely_secrets`` would redact in a text,
-    as half-open ranges of character positions.
+    """Yield the start and end of each span that ``redact_likely_secrets`` would redact, as
+    half-open ranges of character positions.
 
     For ``"https://h/v1?key=k1"``, this yields ``(17, 19)``.
     """
@@ -211,14 +213,14 @@ def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int,
 
 
 def without_url_secrets(text: str) -> str:
-    """Redact logins and keys in the URLs of a text. Call this before known secrets are redacted,
-    because the marks that replace them contain spaces, which a URL cannot."""
+    """Redact logins and keys in the URLs of a text. Call this before known secrets are redacted.
+    The marks that replace secrets contain spaces, which a URL cannot."""
     return QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", text))
 
 
 def _is_secret(value: str) -> bool:
-    """Return True unless a value is a short word, a plain number or the path of a key file, which
-    all occur in ordinary text."""
+    """Return True if a value may be a secret. Short words, plain numbers and paths of key files are
+    not, because they occur in ordinary text."""
     return (
         len(value) >= MIN_CHARS
         and not value.isdigit()
@@ -227,6 +229,6 @@ def _is_secret(value: str) -> bool:
 
 
 def _clean(value: str) -> str:
-    """Replace lone surrogates, which environment variables that are not UTF-8 may contain and
-    encoded lines cannot."""
+    """Replace lone surrogates, which JSON lines cannot contain. They come from environment
+    variables that are not UTF-8."""
     return value.encode("utf-8", "replace").decode()

@@ -1,5 +1,5 @@
-"""A request for an answer, independent of the API over which it arrived: its messages, its
-``ramify`` field with tighter limits, and the progress of its run as text.
+"""A request for an answer, independent of the API over which it arrived. It has messages and the
+field ``ramify`` with tighter limits. The progress of its run is available as text.
 
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
@@ -52,9 +52,9 @@ class AttachedFile(msgspec.Struct, frozen=True):
 
     name: str
     data: str
-    """Content in base64, or a ``data:`` URL."""
+    """Content in base64, or as a ``data:`` URL."""
     where: str
-    """Path of its field, for errors: ``messages[0].content[1].file.file_data``."""
+    """Path of the file's field, for errors, such as ``messages[0].content[1].file.file_data``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits that one request sets for its run. None means the server's limit, which is also
+    """The limits that one request sets for its run. None selects the server's limit, which is also
     the maximum."""
 
     max_turns: int | None = None
@@ -81,7 +81,7 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_reasoning_tokens: int | None = None
 
     def within(self, limits: Limits, most_cost: float | None) -> Limits:
-        """Apply the limits of this request to those of the server, and return the result.
+        """Return the server's limits, lowered to those of this request.
 
         ``most_cost``: the server's maximum cost of a run in dollars. Raises RequestRejected for a
         limit above the server's.
@@ -110,16 +110,17 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     limits: RunLimitOverrides = RunLimitOverrides()
     depth: int | None = None
-    """Alias of ``limits.max_depth``."""
+    """Short form of ``limits.max_depth``."""
     cite: bool = False
-    """Ask for citations, verify them, and return them in the response's ``ramify`` field."""
+    """True to ask for citations, verify them, and return them in the response's ``ramify`` field.
+    """
     resume: str = ""
-    """Id of a run of this request that ended with its server: it continues, and no recorded reply
-    is paid for again."""
+    """Id of an interrupted run of this request to continue. Recorded replies are not paid for
+    again."""
 
     def limit_overrides(self) -> RunLimitOverrides:
-        """Return the limits of the request, including the maximum depth if it is given by the short
-        form ``depth``. Raises RequestRejected if both forms are given."""
+        """Return the limits of the request, including the maximum depth from the short form
+        ``depth``. Raises RequestRejected if both forms are given."""
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
@@ -137,22 +138,22 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None
     """JSON schema that the answer must match."""
     schema_field: str
-    """Field of the schema, for errors."""
+    """Path of the schema's field, for errors."""
     max_tokens: int | None
-    """Maximum tokens of the final answer."""
+    """Maximum number of tokens of the final answer."""
     max_tokens_field: str
     temperature: float | None
     top_p: float | None
     ramify: RamifyRequestFields
     seed: int | None = None
     stops: tuple[str, ...] = ()
-    """Stop sequences: the answer ends before the first of them."""
+    """Stop sequences. The answer ends before the first one that occurs."""
     offer: AnswerOrToolCallType | None = None
-    """Client functions that the answer may call."""
+    """Answer type for the client functions that the answer may call; None if there are none."""
     with_usage: bool = True
-    """Whether the last event of a streamed chat completion has the usage."""
+    """True if the last event of a streamed chat completion contains the usage."""
     is_private: bool = False
-    """If True, the caller wants nothing of this request to be recorded (``store: false``)."""
+    """True if nothing of this request may be recorded (``store: false``)."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -184,7 +185,8 @@ class AnswerRequest(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode the JSON body of a request. Raises RequestRejected, which names the invalid field."""
+    """Decode the JSON body of a request. Raises RequestRejected, with the name of the invalid
+    field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -200,8 +202,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON schema of a request's response format, and the path of the schema's field for
-    error messages. The schema is None if the response is text.
+    """Return the JSON schema in a request's response format, and the path of the schema's field for
+    error messages. The schema is None for a text response.
 
     ``where``: the path of the response format. ``nested``: True for chat completions, which put the
     schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or its
@@ -251,7 +253,7 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """Return the text or the file of this part. Raises RequestRejected for any other kind of
+        """Return the text or the file in this part. Raises RequestRejected for any other kind of
         part."""
         match self.type:
             case "text" | "input_text" | "output_text":
@@ -281,9 +283,9 @@ Content = str | list[ContentPart] | None
 def chat_message(
     role: Role, content: Content, where: str, more: str = "", result_of: str = ""
 ) -> ChatMessage:
-    """Convert a message of the chat completions or the responses API to a ``ChatMessage``.
-    ``more``: text to add after the content. ``result_of``: the name of the tool, if the message is
-    the result of a tool."""
+    """Convert a message of the chat completions or responses API to a ``ChatMessage``. ``more`` is
+    text to add after the content. ``result_of`` is the tool's name if the message is a tool's
+    result."""
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:
@@ -305,29 +307,30 @@ def _attached(name: str | None, data: str | None, where: str) -> AttachedFile:
 
 
 _MOST_CHARS = 2000
-"""Maximum characters of one message of the root."""
+"""Maximum length in characters of the progress text for one reply of the root session."""
 _LINE_CHARS = 200
 
 
 class RunProgressFormatter:
-    """A converter from the events of one run to text that shows its progress."""
+    """A formatter that turns the events of one run into text that shows its progress."""
 
     def __init__(self) -> None:
         self.has_reply = False
-        """Whether a model has answered, which shows that the request is valid."""
+        """True once a model has answered, which shows that the request is valid."""
         self._roots: set[str] = set()
         """Ids of the sessions at depth 0: the root and its branches."""
         self._arrived: dict[str, _ArrivedReply] = {}
-        """Session -> its reply that is arriving."""
+        """Session -> the reply that it is receiving."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """Return the progress text for an event, ending with a newline, or an empty text if there
-        is none."""
+        """Return the progress text for an event. It ends with a newline, or is empty if the event
+        shows no progress."""
         return encodable(self._text(event))
 
     def partial_reply_text(self, part: ReplyTextDelta) -> str:
-        """Return the progress text for a part of a reply that is arriving. It is empty unless the
-        reply belongs to the root, the session that answers the question itself."""
+        """Return the progress text for a part of a reply that is arriving. Only replies to the
+        root, the session that answers the question itself, are shown; for others the text is empty.
+        """
         if part.call not in self._roots:
             return ""
         self.has_reply = True
@@ -382,7 +385,7 @@ class RunProgressFormatter:
 
 
 class _ArrivedReply:
-    """The progress text for one reply of the root session while the reply arrives."""
+    """The progress text for one reply of the root session, built while the reply arrives."""
 
     def __init__(self) -> None:
         self.is_shown = False
@@ -412,7 +415,7 @@ def _line(text: str) -> str:
 
 class RunProgressWatcher:
     """A watcher that collects the progress of one request's run as text. Pass ``apply`` to the run
-    as its event listener, then the run to ``begin``."""
+    as its event listener, then pass the run to ``begin``."""
 
     def __init__(self) -> None:
         self._progress = RunProgressFormatter()
@@ -472,7 +475,7 @@ class RunProgressWatcher:
         return await self._end
 
     async def cancel_run(self) -> None:
-        """Cancel the run if it is still in progress, and wait until it has ended."""
+        """Cancel the run if it is still in progress, and wait until it has stopped."""
         if self._end is not None:
             self._end.cancel()
             with contextlib.suppress(BaseException):

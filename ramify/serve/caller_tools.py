@@ -1,5 +1,5 @@
-"""Functions of the client that an answer may call: ``tools`` in a request, ``tool_calls`` in the
-answer.
+"""Functions of the client that an answer may call. They are the ``tools`` of a request and the
+``tool_calls`` of an answer.
 
     tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
                                                └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
@@ -24,20 +24,20 @@ from ramify.errors import ConfigError
 from ramify.http_server.rejections import RequestRejected
 
 _MOST = 128
-"""Maximum number of functions in a request, the same as OpenAI's."""
+"""Maximum number of functions in a request, as in OpenAI's API."""
 
 
 class ClientFunctionTool(msgspec.Struct, frozen=True):
-    """A function of the client that an answer may call."""
+    """A function in the client's program that an answer may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments, which form an object; None if it takes no arguments."""
+    """JSON schema of its arguments, an object; None if it takes no arguments."""
 
 
 class RequestedToolCall(msgspec.Struct, frozen=True):
-    """One call of a client's function, as requested by an answer."""
+    """One call of a client's function that an answer requests."""
 
     name: str
     arguments: dict[str, Any]
@@ -48,13 +48,13 @@ class RequestedToolCall(msgspec.Struct, frozen=True):
 
 
 class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
-    """An answer that consists of calls of the client's functions."""
+    """An answer that consists of calls to the client's functions instead of a text."""
 
     tool_calls: tuple[RequestedToolCall, ...]
 
 
 class AnswerOrToolCallType(AnswerType, frozen=True):
-    """The type of an answer that may be a text, a value of the response format, or calls of the
+    """The type of an answer that may be a text, a value of the response format, or calls to the
     client's functions."""
 
     functions: tuple[ClientFunctionTool, ...]
@@ -64,7 +64,7 @@ class AnswerOrToolCallType(AnswerType, frozen=True):
 
     @property
     def enforceable_schema(self) -> None:
-        """Always None, because providers cannot enforce a choice between a text and a value."""
+        """Always None. Providers cannot enforce a choice between a text and a value."""
         return None
 
     def read(self, text: str) -> Any:
@@ -117,8 +117,8 @@ def tool_call_answer_type(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallType | None:
-    """Return an answer type for the client functions that a request offers, or None if none may be
-    called.
+    """Return the answer type for the client functions that a request offers. Returns None if the
+    answer may call none of them.
 
     Raises RequestRejected, which names the invalid field.
     """
@@ -162,13 +162,13 @@ def tool_call_answer_type(
 
 
 def new_id() -> str:
-    """Return a new, random id for a function call."""
+    """Return a new random id for a function call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def answer_json(value: Any) -> str:
-    """Convert an answer to JSON text, because a session may answer with a value that is not text,
-    such as a number. Raises TypeMismatch if the value cannot be converted."""
+    """Convert an answer to JSON text. A session may answer with a value other than text, such as a
+    number. Raises TypeMismatch if the value cannot be converted."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -176,8 +176,8 @@ def answer_json(value: Any) -> str:
 
 
 def _named(choice: Any) -> str | None:
-    """Return the name of the function that ``tool_choice`` requires, in either API's format, or
-    None if it requires none."""
+    """Return the name of the function that ``tool_choice`` requires, in the format of either API.
+    Returns None if it requires no specific function."""
     if choice is None or choice in ("auto", "none", "required"):
         return None
     if isinstance(choice, dict) and choice.get("type") == "function":

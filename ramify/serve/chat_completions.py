@@ -1,4 +1,5 @@
-"""The chat completions API of ``ramify serve``: read requests, and write responses and streams.
+"""The chat completions API of ``ramify serve``. This module reads requests and writes responses and
+streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
@@ -31,7 +32,7 @@ from ramify.serve.question_serving import ServedAnswer
 
 PATH = "/v1/chat/completions"
 _CHUNK_CHARS = 8000
-"""Maximum characters of an answer in one event: some clients reject lines above 64 KiB."""
+"""Maximum answer characters in one event, since some clients reject lines above 64 KiB."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -46,7 +47,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "return_token_ids": (False,),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 
 
 class _Tool(msgspec.Struct):
@@ -96,8 +97,8 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read the body of a chat completions request. Raises RequestRejected, which names the invalid
-    field."""
+    """Read the body of a chat completions request. Raises RequestRejected, with the name of the
+    invalid field."""
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -151,7 +152,7 @@ def new_id() -> str:
 def response_body(
     answer: ServedAnswer, request: AnswerRequest, id: str, model: str
 ) -> dict[str, Any]:
-    """Return the response body for an answer that is not streamed."""
+    """Return the response body for an answer that is sent in one piece, not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message |= {"content": None, "tool_calls": _tool_calls(answer)}
@@ -166,7 +167,7 @@ def response_body(
 
 
 class ChatStream:
-    """The events of one streamed chat completion, in the format of the API.
+    """The events of one streamed chat completion, in the format of OpenAI's API.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
     """
@@ -221,7 +222,7 @@ def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _calls_as_text(message: _Message) -> str:
-    """Return the function calls of an earlier message as text."""
+    """Format the function calls of an earlier message as text."""
     calls = [call.function for call in message.tool_calls or ()]
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 
@@ -231,4 +232,4 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 open_stream = ChatStream
-"""The name that ``ApiFormatModule`` in run_server.py requires."""
+"""The name that the interface ``ApiFormatModule`` in run_server.py requires."""

@@ -1,4 +1,4 @@
-"""Convert a conversation to the question and the context of a run.
+"""Convert a conversation to the question and the context of one run.
 
 The last user message is the question. Long texts and attached files move to the context, and a
 placeholder in the question says where to find them. Files are read as ``ramify ask`` reads them.
@@ -29,12 +29,14 @@ from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
 from ramify.sources.text_search import search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
-"""Maximum characters of a text that stays in the question; a longer one moves to the context. For a
-small model, the maximum is as many characters as its window has tokens."""
+"""Maximum length of a text in the question, in characters. A longer text moves to the context.
+
+For a small model, the maximum is as many characters as its context window has tokens.
+"""
 _ENDS_CHARS = 400
-"""Characters of a long question that are shown from each end, where the task is likely to be."""
+"""Characters shown from each end of a long question, since the task is usually there."""
 _MOST_NAMES = 20
-"""Maximum members of an archive that a message names; the model finds the rest in the context."""
+"""Maximum number of archive members named in a message. The model finds others in the context."""
 
 
 class RunPrompt(msgspec.Struct, frozen=True):
@@ -45,14 +47,14 @@ class RunPrompt(msgspec.Struct, frozen=True):
 
 
 class _MovedPiece(msgspec.Struct):
-    """A piece of a message that was moved to the context."""
+    """A piece of a message, such as a file, that was moved to the context."""
 
     names: list[str]
-    """Its keys in the context."""
+    """Keys of the piece in the context."""
     what: str
-    """Short description of the piece."""
+    """Short description of the piece for the model."""
     ends: str = ""
-    """Sentence that quotes the beginning and the end of a long text."""
+    """Sentence that quotes the beginning and end of a long text."""
 
 
 def prompt_of(
@@ -135,7 +137,8 @@ def _piece(
 
 
 def _decoded(part: AttachedFile) -> bytes:
-    """Decode the bytes of an attached file: ``data:text/csv;base64,YQ==`` becomes ``b"a"``."""
+    """Decode the bytes of an attached file. For example, ``data:text/csv;base64,YQ==`` becomes
+    ``b"a"``."""
     head, comma, encoded = (
         part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
     )
@@ -170,8 +173,8 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """Return the text of the question. If all of it was moved to the context, its beginning and end
-    are shown.
+    """Return the text of the question. If the whole question was moved to the context, return its
+    beginning and end.
 
     If the context is a single text, the placeholder is left out, because the prompt mentions
     ``context`` anyway; so the question stays exactly as the user wrote it.

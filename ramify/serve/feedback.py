@@ -1,4 +1,4 @@
-"""The route ``POST /v1/feedback``, with which a user rates a reply that was recorded.
+"""The route ``POST /v1/feedback``. A user rates a recorded reply with it.
 
     {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
 
@@ -35,8 +35,8 @@ _decoder = msgspec.json.Decoder(_Feedback)
 
 
 def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -> None:
-    """Add the feedback route to a web application. Without a recorder, the route answers with an
-    error, because nothing is recorded."""
+    """Add the feedback route to a web application. Without a recorder nothing is recorded, so the
+    route answers with an error."""
 
     async def post(http: web.Request) -> web.StreamResponse:
         async with received(http) as body:

@@ -35,7 +35,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
     key: str | None = None
     sha256: str | None = None
     max_runs: int | None = None
-    """Maximum concurrent runs; None for no limit."""
+    """Maximum number of concurrent runs; None for no limit."""
     max_cost: float | None = None
     """Total budget in dollars; None for no limit."""
     max_tokens: int | None = None
@@ -46,7 +46,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
         return digest_of(self.key) if self.key else (self.sha256 or "").lower()
 
     def fault(self) -> str | None:
-        """Return a description of what is wrong with this entry, or None if it is valid."""
+        """Return a description of the error in this entry, or None if it is valid."""
         if bool(self.key) == bool(self.sha256):
             return "give either key or sha256"
         if len(self.digest()) != 64:
@@ -62,7 +62,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
 
 
 class KeyUsage(msgspec.Struct):
-    """The amounts that a key has spent, and those that are held for its current runs."""
+    """The amounts that an API key has spent, and those reserved for its current runs."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -72,18 +72,18 @@ class KeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """The part of a key's budget that is held for one run."""
+    """The part of a key's budget that is reserved for one run."""
 
     cost: float
     tokens: int
     limits: Limits
-    """Limits of the run: those requested, reduced to the remaining budget."""
+    """Limits of the run, lowered to the remaining budget."""
     is_short: bool = False
-    """Whether less is left of the budget than was requested."""
+    """True if the remaining budget is smaller than the requested limits."""
 
 
 class ApiCaller:
-    """A client of a running server: its key, its usage, and its number of current runs."""
+    """A client of a running server, with its key, its usage and its number of current runs."""
 
     def __init__(self, name: str, key: ApiKey, spent: KeyUsage) -> None:
         self.name = name
@@ -105,14 +105,14 @@ class ApiCaller:
         self.num_runs += 1
 
     def leave(self) -> None:
-        """Stop counting a request, because it is no longer in progress."""
+        """Count a request as finished."""
         self.num_runs -= 1
         if not self.num_runs:
             self.spent.held_cost = 0.0  # so that rounding errors do not add up
 
     def hold(self, limits: Limits) -> BudgetHold:
-        """Hold part of the key's budget for a new run, at most the run's limits. Raises
-        RequestRejected if nothing is left of the budget."""
+        """Reserve part of the key's budget for a new run, up to the run's limits. Raises
+        RequestRejected if the budget is used up."""
         key, spent = self.key, self.spent
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
@@ -135,12 +135,14 @@ class ApiCaller:
         return hold
 
     def release(self, hold: BudgetHold) -> None:
-        """Give back the held budget of a run that did not start or that has been charged."""
+        """Return a reservation to the budget. Call this if the run did not start, or once it has
+        been charged."""
         self.spent.held_cost -= hold.cost
         self.spent.held_tokens -= hold.tokens
 
     def settle(self, hold: BudgetHold, tokens: int, cost: float) -> None:
-        """Release the held budget of a run that has ended, and charge what it actually used."""
+        """Charge a finished run for its actual usage, and return the rest of its reservation to the
+        budget."""
         self.release(hold)
         spent = self.spent
         spent.cost += cost
@@ -169,11 +171,11 @@ class ApiCaller:
 
 
 class ApiKeys:
-    """The API keys of a server with their usage, which is saved to a file if a path is given."""
+    """The API keys of a server and their usage. The usage is saved to a file if a path is given."""
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Read the usage of the given keys from the file. If there are no keys, every client is the
-        same caller without limits.
+        """Load the usage of the given keys from the file. If there are no keys, all clients share
+        one caller without limits.
 
         Raises ConfigError for an invalid key, or if two names have the same key.
         """
@@ -187,28 +189,27 @@ class ApiKeys:
             name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()
         }
         self._others = {name: usage for name, usage in spent.items() if name not in keys}
-        """Usage of keys that are no longer in the key file."""
+        """Usage of keys that the key file no longer contains."""
         digests = {name: key.digest() for name, key in keys.items()}
         if len(set(digests.values())) < len(keys):
             raise ConfigError("two names have the same key: give each its own")
         self.bearer_keys = BearerKeys(digests) if keys else None
-        """The keys that requests must present; None if every client is the same caller."""
+        """The keys that requests must present; None if the server needs no key."""
         self._anyone = ApiCaller("", ApiKey(), KeyUsage())
 
     @classmethod
     def generated(cls) -> tuple[ApiKeys, str]:
-        """Create a new key without limits, which is valid until the server stops. Returns the set
-        of keys and the new key."""
+        """Create a new key without limits that is valid until the server stops. Returns the set of
+        keys and the new key."""
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
     def caller_named(self, name: str) -> ApiCaller:
-        """Return the caller with this name. On a server without keys, return the one caller that
-        stands for all clients."""
+        """Return the caller with this name. Without keys, all clients are one caller."""
         return self.callers.get(name, self._anyone)
 
     def save(self) -> None:
-        """Save the spent and held amounts to the file. Raises StoreError if it cannot be
+        """Save the spent and reserved amounts to the file. Raises StoreError if it cannot be
         written."""
         if self._path is None or not self.callers:
             return
@@ -225,7 +226,7 @@ class ApiKeys:
 
 
 def read_keys(path: str | Path) -> dict[str, ApiKey]:
-    """Read API keys from a TOML file. Raises ConfigError, which names the problem."""
+    """Read API keys from a TOML file. Raises ConfigError, which says what is wrong."""
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         return msgspec.convert(content, dict[str, ApiKey])
@@ -241,7 +242,7 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
 
 
 def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
-    """Read the saved usage of each key. Amounts that were held when the server ended count as
+    """Read the saved usage of each key. Amounts still reserved when the server stopped count as
     spent, because their runs may have used them."""
     if path is None or not path.exists():
         return {}

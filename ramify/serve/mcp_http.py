@@ -1,5 +1,5 @@
-"""The MCP server over HTTP, with the same protection as all other servers of this package: ``ramify
-mcp --http``.
+"""The MCP server over HTTP (``ramify mcp --http``). It is protected like all other servers of this
+package.
 
     POST, GET, DELETE /mcp    MCP's streamable HTTP transport
 
@@ -34,7 +34,7 @@ _MAX_BODY_BYTES = 4 << 20
 
 
 class McpHttpServer:
-    """An MCP server that listens on an address. ``async with`` starts and stops it."""
+    """An MCP server that listens on a network address. ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class McpHttpServer:
         address: ListenAddress | None = None,
         key: str | None = None,
     ) -> None:
-        """Create a server that may read files below ``roots``. Raises ConfigError if one of them
-        does not exist. ``key``: the bearer key that clients must send; by default a new one is
-        generated if the address needs a key."""
+        """Create a server that may read files below the folders ``roots``. Raises ConfigError if
+        one of them does not exist. ``key`` is the bearer key that clients must send; by default a
+        new one is generated if the address needs a key."""
         self.address = address = address or ListenAddress()
         self.key = key or (new_key() if address.needs_key else "")
-        """The key that clients must send; empty if the address needs no key."""
+        """The key that clients must send; empty if the address needs none."""
         self._rlm = rlm
         self._app = server(rlm, roots).streamable_http_app(
             streamable_http_path=PATH,
@@ -100,8 +100,8 @@ class McpHttpServer:
             self._num_in_progress -= http.method == "POST"
 
     async def _exchange(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        """Pass a request to the MCP SDK's ASGI application, and the application's response to the
-        client."""
+        """Pass a request to the MCP SDK's ASGI application, and pass the application's response to
+        the client."""
         response = web.StreamResponse()
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 

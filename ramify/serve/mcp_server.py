@@ -1,5 +1,5 @@
-"""An MCP server with one tool, ``ask``, which answers questions about files (needs the extra
-``mcp``).
+"""An MCP server with the single tool ``ask``, which answers questions about files. It needs the
+extra ``mcp``.
 
     client ── ask(question, paths) ──> read files below the roots ──> run ──> answer
                                                                        └──> progress meanwhile
@@ -35,7 +35,7 @@ from ramify.sources.load_sources import load
 from ramify.types.trajectory import Stop
 
 _PATIENCE_S = 15.0
-"""Maximum seconds between progress messages."""
+"""Maximum time between two progress messages, in seconds."""
 _ABOUT = """\
 Answer a question over files and folders, however large: a recursive language model reads them \
 with code and with calls of its own. Give one whole question, with all that it needs to be \
@@ -88,9 +88,9 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
 
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
-    """Return the real paths of the files or folders that a path names, which may contain wildcards.
-    They lie below the roots, the folders that may be read. Raises ConfigError if nothing is found,
-    or only something outside the roots."""
+    """Return the real paths of the files and folders that ``path`` names. It may contain wildcards.
+    All of them lie below the roots, the folders that may be read. Raises ConfigError if nothing is
+    found inside the roots."""
     for root in roots:
         place = os.path.join(root, path)  # ``path`` itself if it is absolute
         matches = [place] if os.path.lexists(place) else []

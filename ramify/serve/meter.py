@@ -1,5 +1,5 @@
-"""The metering endpoint: an OpenAI-compatible HTTP server in front of one model, which counts what
-each caller spends and lets no caller exceed its budget.
+"""The metering proxy, an OpenAI-compatible HTTP server in front of one model. It counts what each
+caller spends, and keeps every caller within its budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
                  <── reply, with the usage that was booked    │ 402 with a sentence: nothing is left
@@ -52,8 +52,8 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request that opens a seat, which is a caller's account. Limits that are not
-    given are those of the meter."""
+    """The body of a request that opens an account for a caller. Limits that are not given are those
+    of the proxy."""
 
     name: str
     max_calls: int | None = None
@@ -84,7 +84,7 @@ class MeteringProxy:
         reply_tokens: int = REPLY_TOKENS,
         max_in_flight: int = 64,
     ) -> None:
-        """Create a metering server for one model. It starts with ``async with``.
+        """Create a metering proxy for one model. ``async with`` starts it.
 
         ``budget``: the budget of each seat (a caller's account) that is opened without one.
         ``name``: the model's name in requests and replies; the default is the provider's name for
@@ -96,16 +96,17 @@ class MeteringProxy:
         self._budget = budget
         self.address = address or ListenAddress()
         self.key = key or new_key()
-        """The meter's own key: it opens seats, and asks the model as the seat ``default``."""
+        """The proxy's own key. It opens accounts ("seats"), and sends requests as the seat
+        ``default``."""
         self.name = name or bare_name(self._model.name)
         self.seats: dict[str, MeteredModelAccess] = {}
-        """Name of each open seat -> the seat."""
+        """Open seats by name. A seat is the account of one caller."""
         self._reply_tokens = reply_tokens
         self._pool = RateLimitedClientPool(max_in_flight=max_in_flight)
         self._client: Client | None = None
         self._stored: dict[str, StoredResponses] = {}
         self.record_path = record
-        """File in which each request is recorded; None if none is."""
+        """File in which each request is recorded; None for no recording."""
         self._record: MeterLogWriter | None = None
         self._keys = _SeatKeys()
         remember("key of the meter", self.key)
@@ -119,12 +120,12 @@ class MeteringProxy:
 
     @property
     def url(self) -> str:
-        """The base URL for clients of OpenAI's APIs, such as ``http://127.0.0.1:PORT/v1``."""
+        """The base URL for clients of OpenAI's API, such as ``http://127.0.0.1:PORT/v1``."""
         return f"{self._http.url}/v1"
 
     @property
     def upstream_client(self) -> Client:
-        """The client of the model behind the meter. It exists once the meter has started."""
+        """The client of the model behind the proxy. It exists once the proxy has started."""
         assert self._client is not None, "the meter has not started"
         return self._client
 
@@ -161,8 +162,8 @@ class MeteringProxy:
     async def seat(
         self, name: str, budget: ModelAccessBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open a seat, which is a caller's account, until the block ends. If the name is in use, a
-        number is added. Raises ConfigError for a limit in dollars if the model has no price."""
+        """Open a seat, an account for one caller, until the block ends. A name that is in use gets
+        a number. Raises ConfigError for a limit in dollars if the model has no price."""
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         free = next(each for each in names if each not in self.seats)
         seat = self._open(free, budget or self._budget)
@@ -214,8 +215,8 @@ class MeteringProxy:
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
     ) -> Reply:
-        """Forward one request to the model within the budget of a seat. Raises RequestRejected,
-        with status 402 if nothing is left of the budget."""
+        """Forward one request to the model within the budget of a seat, which is one caller's
+        account. Raises RequestRejected with status 402 if the budget is used up."""
         seat.num_requests += 1
         number, began = seat.num_requests, time.perf_counter()
         metered = MeteredRequest(seat, asked, self.upstream_client, self._reply_tokens)
@@ -286,12 +287,12 @@ class MeteringProxy:
 
 
 class _SeatKeys(BearerKeys):
-    """The API keys of all open seats, by which the HTTP server identifies callers."""
+    """The API keys of all open accounts ("seats"). The HTTP server identifies callers by them."""
 
     def __init__(self) -> None:
         super().__init__({})
         self._names: dict[str, str] = {}
-        """Digest of a key -> the name of its seat."""
+        """Digest of a key -> name of the account that it belongs to."""
 
     def add(self, key: str, name: str) -> None:
         self._names[digest_of(key)] = name
@@ -305,8 +306,8 @@ class _SeatKeys(BearerKeys):
 
 
 class MeteredModel:
-    """The metered model as the API routes use it on behalf of one seat, which is a caller's
-    account."""
+    """The metered model as the API routes see it. Each object acts for one caller's account
+    ("seat")."""
 
     def __init__(self, meter: MeteringProxy, seat: MeteredModelAccess) -> None:
         self.name = meter.name
@@ -316,9 +317,9 @@ class MeteredModel:
         self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Send one request for each of ``num_replies`` replies. Each request has the whole prompt,
-        but a response counts its prompt once, so the first reply's usage has the prompt tokens of
-        all requests."""
+        """Send ``num_replies`` separate requests for one reply each. Each request contains the
+        whole prompt, but a response reports its prompt once. The first reply's usage therefore has
+        the prompt tokens of all requests."""
         if num_replies == 1:
             return (await self._meter.ask(self._seat, request),)
         asking = [
@@ -364,8 +365,8 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """Return one request for each reply. If the request has a seed, the request for reply number i
-    has ``seed + i``."""
+    """Return a separate request for each reply. If the request has a seed, the request for reply
+    number i has ``seed + i``."""
     seed = request.sampling.seed
     if seed is None:
         return [request] * num_replies
@@ -376,7 +377,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return the replies with the prompt tokens of all of them in the usage of the first one."""
+    """Return the replies, with the prompt tokens of all of them in the usage of the first one."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -387,8 +388,8 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _state(seat: MeteredModelAccess) -> dict[str, Any]:
-    """Return the state of a seat, which is a caller's account, as the meter reports it over
-    HTTP."""
+    """Return the state of one caller's account ("seat"), in the form in which the proxy reports it
+    over HTTP."""
     return {
         "name": seat.name,
         "requests": seat.usage.calls,

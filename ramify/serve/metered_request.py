@@ -1,5 +1,5 @@
-"""One request to a metered model: the amount that is reserved for it, how its reply is shortened to
-fit the budget of the caller's account ("seat"), and the cost that is charged.
+"""One request to a metered model. This module reserves budget from the caller's account ("seat"),
+shortens the reply to fit, and charges the actual cost.
 
     tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> booked
       │ does not fit: the limit of the reply is lowered to the rest
@@ -34,28 +34,29 @@ from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
 
 REPLY_TOKENS = 8192
-"""Limit of a reply whose caller gave none."""
+"""Default limit of a reply in tokens, for a request without one."""
 EXHAUSTED = "budget_exhausted"
-"""Code of the error for a request beyond the budget."""
+"""Error code for a request that exceeds the budget."""
 _LARGE_CHARS = 1 << 16
-"""Characters of a prompt above which its tokens are counted in a thread."""
+"""Length of a prompt in characters above which its tokens are counted in a thread."""
 
 
 class _ReplyLostAfterPayment(Exception):
-    """Raised to end the retries of a request whose reply was lost after it may have been paid."""
+    """Raised to stop the retries of a request, because its reply was lost and may already have been
+    paid for."""
 
 
 class MeteredRequest:
-    """One request of a caller on its way to the model, whose reply is limited to the caller's
-    budget. Implements ``RequestReservation``."""
+    """One request of a caller to the model, with the reply limited to the caller's budget.
+    Implements ``RequestReservation``."""
 
     def __init__(
         self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
     ) -> None:
         self.sent: Request | None = None
-        """The request as it is sent; None if nothing of the budget is left for it."""
+        """The request as it is sent; None if the budget is used up."""
         self.usage = Usage()
-        """What was booked."""
+        """The usage that was charged."""
         self.cost: float | None = None
         self._seat = seat
         self._client = client
@@ -63,12 +64,12 @@ class MeteredRequest:
         self._asked = asked
         self._num_prompt = asked.max_input_tokens()
         self._is_exact = False
-        """Whether the tokens of the prompt are known, not only a bound on them."""
+        """True if the prompt's exact number of tokens is known, and not only an upper bound."""
         self._lost = ""
         self._reservation: Reservation
 
     async def count_prompt(self) -> None:
-        """Count the tokens of the prompt exactly, if the model's chat template is available in this
+        """Count the exact tokens of the prompt, if the model's chat template is available in this
         process. Otherwise an upper bound is used."""
         rendering: PromptRenderer | None = getattr(self._client, "rendering", None)
         if rendering is None:
@@ -81,7 +82,7 @@ class MeteredRequest:
 
     async def send(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
         """Send the request, shortened to the budget, and return the reply. Raises RequestRejected
-        if nothing is left of the budget, or if the model fails."""
+        if the budget is used up, or if the model fails."""
         try:
             while True:
                 self.sent, self._reservation = self._fitted()
@@ -104,8 +105,8 @@ class MeteredRequest:
             raise rejection_of(error) from None
 
     def _fitted(self) -> tuple[Request, Reservation]:
-        """Return the request with the longest reply that the budget allows, and the reservation for
-        it. Raises RequestRejected if the budget allows no reply."""
+        """Return the request with the longest reply that the budget allows, and the amount to
+        reserve for it. Raises RequestRejected if the budget allows no reply."""
         most = float(self._longest_reply())
         # Rounding of dollars to tokens may need a second look.
         for _ in range(3):
@@ -119,16 +120,16 @@ class MeteredRequest:
         raise self._refused(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Return the maximum number of tokens of the reply, regardless of the budget. If the
-        caller's limit is as large as the model's window, it counts as not given."""
+        """Return the maximum number of tokens of the reply, regardless of the budget. A caller's
+        limit as large as the model's context window counts as no limit."""
         asked, window = self._asked.sampling.max_tokens, self._seat.window
         limit = asked if asked < window else min(self._reply_tokens, window)
         room = window - self._num_prompt
         return min(limit, room) if self._is_exact and room > 0 else limit
 
     def _tokens_over(self, amount: BudgetAmount) -> float:
-        """Return by how many tokens the reply must be shortened to stay within the budget. The
-        result is infinite if no reply is short enough."""
+        """Return the number of tokens by which the reply must be shortened to stay within the
+        budget. The result is infinite if no reply is short enough."""
         ledger, price = self._seat.ledger, self._client.price
         exceeded = ledger.would_pass(amount)
         if exceeded is None:
@@ -144,8 +145,8 @@ class MeteredRequest:
         return max(over, 1)
 
     def _refused(self, amount: BudgetAmount) -> RequestRejected:
-        """Build the error for a request that the budget does not allow, and record the refusal in
-        the caller's account."""
+        """Build the error for a request that exceeds the budget, and record the refusal in the
+        caller's account."""
         seat, ledger = self._seat, self._seat.ledger
         stop = ledger.would_pass(amount) or Stop.MAX_TOKENS
         spent, limit = ledger.spent, ledger.limit
@@ -193,7 +194,7 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """Return the request as it is sent to the model, with its reply limited to ``max_tokens``. It
+    """Return the request that is sent to the model, with the reply limited to ``max_tokens``. It
     asks for log-probabilities only if the caller wants the likeliest tokens, because many models
     refuse to report them."""
     sampling = msgspec.structs.replace(

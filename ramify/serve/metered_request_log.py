@@ -1,5 +1,5 @@
-"""The log file of the metering endpoint: one line of JSON for each request, and each message only
-once.
+"""The log file of the metering proxy. It has one line of JSON for each request, and stores each
+message only once.
 
     {"type":"message","id":"9f3a…","message":{"role":"user","content":"…"}}
     {"type":"request","seat":"oolong/test/3","number":1,"status":200,"messages":["9f3a…"],…}
@@ -27,39 +27,39 @@ _encode = msgspec.json.Encoder().encode
 
 
 class FirstSeenMessage(msgspec.Struct, frozen=True, tag="message"):
-    """A line of the log with a message that did not occur before."""
+    """A line of the log that stores a message when it first occurs."""
 
     id: str
     message: Message
 
 
 class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=True, kw_only=True):
-    """A line of the log about one request to the model, whether it was answered or refused."""
+    """A line of the log about one answered or refused request."""
 
     seat: str
     number: int
-    """Number of the request at its seat, from 1."""
+    """Number of the request within the caller's account, from 1."""
     at: float
-    """Unix time at which it was answered."""
+    """Unix time of the answer, in seconds."""
     status: int
-    """HTTP status of the answer; 499 if the caller did not wait for it."""
+    """HTTP status of the answer; 499 if the caller disconnected first."""
     asked_tokens: int
-    """Maximum tokens of the reply that the caller asked for."""
+    """Limit of the reply that the caller asked for, in tokens."""
     max_tokens: int = 0
-    """Maximum tokens that the model was asked for; 0 if nothing was sent."""
+    """Limit of the reply that the proxy asked the model for, in tokens; 0 if nothing was sent."""
     messages: tuple[str, ...] = ()
-    """Ids of the messages of the prompt."""
+    """Ids of the messages in the prompt."""
     reply: Message | None = None
     usage: Usage = Usage()
     cost: float | None = None
-    """Dollars."""
+    """Cost in dollars; None if unknown."""
     seconds: float = 0.0
     error: str = ""
 
 
 class MeterLogWriter:
-    """A writer for the log file of a metering endpoint, with one line for each request and each new
-    message."""
+    """A writer for the log file of a metering proxy. It writes one line for each request and each
+    new message."""
 
     def __init__(self, path: Path) -> None:
         """Open the log file for appending. Raises StoreError if that fails."""
@@ -70,7 +70,7 @@ class MeterLogWriter:
         except OSError as error:
             raise StoreError(f"the record {path} cannot be opened: {error.strerror}") from None
         self._known: set[bytes] = set()
-        """Digests of the messages that this process has written."""
+        """Digests of the messages that this process has already written."""
 
     def add(
         self,
@@ -86,8 +86,8 @@ class MeterLogWriter:
         seconds: float,
         error: str,
     ) -> None:
-        """Write one request to the log. ``asked``: the request as the caller made it. ``sent``: the
-        request that the model got, or None if nothing was sent."""
+        """Write one request to the log. ``asked`` is the request as the caller sent it. ``sent`` is
+        the request that the model got, or None if nothing was sent."""
         lines = bytearray()
         ids = tuple(self._id_of(message, lines) for message in asked.messages)
         entry = MeterLogEntry(
@@ -112,7 +112,7 @@ class MeterLogWriter:
             self._fd = -1
 
     def _id_of(self, message: Message, lines: bytearray) -> str:
-        """Return the id of a message. If the message is new, the line that stores it is added to
+        """Return the id of a message. For a new message, also add the line that stores it to
         ``lines``."""
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:

@@ -1,4 +1,5 @@
-"""An OpenAI-compatible HTTP server for one local policy: ``ramify serve-policy FOLDER``.
+"""An OpenAI-compatible HTTP server for one local policy, started with ``ramify serve-policy
+FOLDER``.
 
     GET  /health                 {"status": "ok", "version": 0, …}, also while it sleeps
     GET  /metrics                cache usage, under vLLM's metric names
@@ -58,13 +59,13 @@ from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_REPLIES = 1024
-"""Maximum replies in progress, over all requests."""
+"""Maximum number of replies in progress, over all requests."""
 _MAX_PATHS = 4096
 """Number of conversations whose token ids are remembered."""
 
 
 class PolicyServer:
-    """An HTTP server for one policy, which is a local model. ``async with`` starts and stops it."""
+    """An HTTP server for one policy, a local model. ``async with`` starts and stops it."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class PolicyServer:
         recorder: TrafficRecorder | None = None,
         max_replies: int = _MAX_REPLIES,
     ) -> None:
-        """Create a server for one policy. It starts with ``async with``. Raises ConfigError if
-        clients may replace the weights without a key.
+        """Create a server for one policy. ``async with`` starts it. Raises ConfigError if clients
+        could replace the weights without a key.
 
         ``name``: the model's name. ``key``: the bearer key that clients must send; by default the
         server generates one for this start, if its ``address`` needs one. ``recorder``: stores
@@ -186,8 +187,8 @@ class PolicyServer:
 
     @asynccontextmanager
     async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModel]:
-        """Admit one request, and count it as in progress until the block ends. Raises
-        RequestRejected if the server is overloaded, or its engine sleeps or has no valid
+        """Admit one request and count it as in progress until the block ends. Raises
+        RequestRejected if the server is overloaded, or if its engine is asleep or has no valid
         weights."""
         with self._progress.more(1):
             if self._weights is not None:
@@ -208,7 +209,7 @@ class PolicyServer:
 
 
 class _RepliesInProgress:
-    """A counter of the replies that a server is working on, which also limits their number."""
+    """A counter of the replies in progress on one server. It also limits their number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -216,8 +217,8 @@ class _RepliesInProgress:
 
     @contextmanager
     def more(self, num_replies: int) -> Iterator[None]:
-        """Count some replies as in progress until the block ends. Raises RequestRejected if that
-        would be too many."""
+        """Count more replies as in progress until the block ends. Raises RequestRejected if the
+        limit is exceeded."""
         if self._num + num_replies > self._most:
             raise RequestRejected(
                 f"{self._num} replies are in progress, and {self._most} may be at once: try again "
@@ -233,12 +234,12 @@ class _RepliesInProgress:
 
 
 class PolicyAnswerer:
-    """A policy that answers requests, and remembers the exact token ids of its earlier replies, so
-    that conversations continue from them."""
+    """A policy that answers requests. It remembers the exact token ids of its earlier replies, so
+    that later turns of a conversation continue from them."""
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Wrap the client of a policy. ``progress``: the counter of replies in progress; the first
-        reply to each request is already counted when this class gets the request."""
+        """Wrap the client of a policy. ``progress`` counts the replies in progress. The first reply
+        to each request is already counted when this object gets the request."""
         self.name = name
         self._progress = progress
         self.window = client.window
@@ -246,8 +247,8 @@ class PolicyAnswerer:
         self._paths = _KnownPaths()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return the request with the token ids of the longest prefix of its conversation that was
-        seen before."""
+        """Return the request with the remembered token ids of its conversation's longest known
+        prefix."""
         return self._paths.with_known_prefix_ids(request)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
@@ -292,7 +293,7 @@ class PolicyAnswerer:
 
     async def _take(self, request: Request, reply: Reply, schema: JsonSchema | None) -> None:
         """Remember the token ids of a reply. Raises RequestRejected if the reply does not match the
-        request's schema, which the engine does not enforce."""
+        request's schema, since the engine does not enforce it."""
         self._paths.remember(request, reply)
         if schema is None or reply.finish != "stop":
             return
@@ -323,7 +324,7 @@ async def _schema_of(request: Request) -> JsonSchema | None:
 
 
 def _apart(request: Request, num_replies: int) -> list[Request]:
-    """Return one request for each reply. They differ only in their seeds."""
+    """Return a separate request for each reply. The requests differ only in their seeds."""
     sampling = request.sampling
     if sampling.seed is None:
         return [request] * num_replies
@@ -335,7 +336,7 @@ def _apart(request: Request, num_replies: int) -> list[Request]:
 async def _merged(
     streams: Sequence[AsyncGenerator[Message | Reply, None]],
 ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-    """Yield the parts of all streams as they arrive, each with the index of its stream."""
+    """Yield the parts of all streams as they arrive. Each part has the index of its stream."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as parts:
             async for part in parts:
@@ -367,15 +368,15 @@ async def _merged(
 
 
 class _KnownPaths:
-    """The remembered token ids (prompt and sampled) of the last few thousand conversations, each up
-    to a reply."""
+    """The remembered token ids of the last few thousand conversations. Each entry covers a
+    conversation up to a reply, both prompt and sampled tokens."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return the request with the token ids of the longest prefix of its conversation that was
-        seen before."""
+        """Return the request with the remembered token ids of its conversation's longest known
+        prefix."""
         known: KnownPrefix | None = None
         for end, key in _keys(request.tools, request.messages):
             if (ids := self._ids.get(key)) is not None:
@@ -393,8 +394,8 @@ class _KnownPaths:
 
 
 def _keys(tools: Sequence[Tool], messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
-    """Yield the prefixes of a conversation that end with a reply, each as its number of messages
-    and a digest that identifies it."""
+    """Yield each prefix of a conversation that ends with a reply: its number of messages, and a
+    digest that identifies it."""
     digest = hashlib.blake2b(_encode(tools), digest_size=16)
     for index, message in enumerate(messages):
         digest.update(_encode(message))

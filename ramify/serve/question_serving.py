@@ -1,5 +1,5 @@
-"""Answer the questions that a server receives: admit the request, hold part of the key's budget,
-start the run, and charge what it used.
+"""Answer the questions that a server receives. Each request is admitted, part of its key's budget
+is reserved, the run is started, and its actual usage is charged.
 
     capacity? ──> body ──> hold budget ──> run ──> answer, or cancel if the client leaves
                                                      └──> settle budget, count metrics
@@ -49,29 +49,28 @@ _CHARS_PER_TOKEN = 4
 
 
 class ServedAnswer(msgspec.Struct, frozen=True):
-    """The answer to one request, before it is written in the format of an API."""
+    """The answer to one request, independent of the API in which it will be sent."""
 
     text: str
     finish: Literal["stop", "length", "tool_calls", "content_filter"]
-    """Finish reason: ``length`` if a limit cut the run or its answer short, ``content_filter`` if a
-    filter removed the answer."""
+    """Finish reason, such as ``length`` if a limit cut the answer short."""
     usage: Usage
-    """Tokens and calls of the whole tree."""
+    """Tokens and calls of the whole run, including its recursive calls."""
     about: dict[str, Any]
-    """Content of the ``ramify`` field in the response."""
+    """Content of the response's ``ramify`` field."""
     calls: tuple[tuple[str, RequestedToolCall], ...] = ()
-    """(id, call) of each client function to call; the text is empty if there are any."""
+    """Id and call of each requested client function. If there are any, the text is empty."""
 
 
 def length_limit_note(max_tokens: int | None) -> str:
-    """Return a note that tells the model the maximum length of its answer. It is empty if the
-    request has no ``max_tokens``."""
+    """Return a note to the model about the maximum length of its answer. It is empty if the request
+    has no ``max_tokens``."""
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
 def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
-    """Convert the result of a run to the answer that the server sends. Raises RequestRejected if
-    the run was suspended, or ended without an answer."""
+    """Convert a run's result to the answer that the server sends. Raises RequestRejected if the run
+    was suspended, or ended without an answer."""
     if result.stop is Stop.SUSPENDED:
         raise suspended_run_error(f"suspended: {result.error}", result.run_id)
     if result.stop is Stop.CANCELLED and result.answer is None:
@@ -114,7 +113,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
 
 
 def suspended_run_error(why: str, run: str) -> RequestRejected:
-    """Return the error response for a run that was interrupted and can be continued."""
+    """Return the error response for a suspended run, which can be continued."""
     return RequestRejected(
         f"{why}: once the server is back, send the request again with ramify.resume={run!r}, which "
         "pays for no reply twice",
@@ -141,7 +140,7 @@ def failure_of(failure: BaseException | None, error: str | None, run: str) -> Re
 
 
 def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
-    """Cut an answer at the first stop sequence and at its maximum length.
+    """Cut an answer at its first stop sequence and at its maximum length.
 
     Returns the remaining text, and True if the answer was longer than the maximum length.
     """
@@ -152,14 +151,14 @@ def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
 
 
 class ServedQuestion:
-    """One question that is being answered: its request, its held budget, and its run."""
+    """One question that a server is answering: its request, its reserved budget and its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
         self.hold = hold
         self.watch = RunProgressWatcher()
         self.paid_tokens = 0
-        """Tokens of a continued run that are booked already."""
+        """Tokens of a continued run that were charged earlier."""
         self.paid_cost = 0.0
 
     async def answer(self) -> ServedAnswer:
@@ -198,7 +197,7 @@ class ServedQuestion:
 
 
 class ServedQuestions:
-    """The questions that one server is answering, with the limits on their number."""
+    """The questions that one server is currently answering, with limits on their number."""
 
     def __init__(
         self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
@@ -214,16 +213,16 @@ class ServedQuestions:
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
-        """Maximum cost of one run in dollars; None if a model has no known price."""
+        """Maximum cost of one run in dollars; None if the price of a model is unknown."""
 
     @property
     def num_active(self) -> int:
-        """The number of requests in progress, including those whose body is still arriving."""
+        """The number of requests in progress. It includes requests whose body is still arriving."""
         return self._num_admitted
 
     async def prepare_models(self) -> int:
-        """Prepare the models and the sandbox, and return the smallest context window of the models
-        in tokens.
+        """Prepare the models and the sandbox. Returns the smallest context window of the models, in
+        tokens.
 
         Raises ConfigError if a key has a budget in dollars but a model has no known price.
         """
@@ -243,8 +242,8 @@ class ServedQuestions:
 
     @contextmanager
     def admitted(self, caller: ApiCaller) -> Iterator[None]:
-        """Count a request of a caller as active, from before its body is read until its response
-        has been sent.
+        """Count a caller's request as active until the block ends. The block begins before the body
+        is read, and ends when the response has been sent.
 
         Raises RequestRejected if the server is stopping, or if the server or the key has too many
         requests in progress.
@@ -276,8 +275,7 @@ class ServedQuestions:
     async def ask(
         self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
     ) -> AsyncIterator[ServedQuestion]:
-        """Start the run of an admitted request. Leaving the block before the run has ended cancels
-        it.
+        """Start the run of an admitted request. Leaving the block early cancels the run.
 
         Raises RequestRejected if the server is stopping, or the key's budget is spent.
         """
@@ -365,7 +363,7 @@ class ServedQuestions:
     # --- shutdown
 
     async def drain(self, grace_s: float, last_s: float) -> None:
-        """Reject new questions and wait for those in progress.
+        """Reject new questions and wait until the current ones have been answered.
 
         Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
         and get ``last_s`` more seconds.
@@ -378,7 +376,7 @@ class ServedQuestions:
             await self._is_idle_within(last_s)
 
     async def close(self) -> None:
-        """Cancel all runs that are still in progress."""
+        """Cancel all runs that are in progress."""
         self.is_ending = True
         for served in tuple(self._active):
             await served.watch.cancel_run()

@@ -1,5 +1,5 @@
-"""Redact personal data and keys from recorded conversations: in the text, and in the tokens that
-spell it.
+"""Redact personal data and keys from recorded conversations. Both the text and the tokens that
+spell it are redacted.
 
     text   "write to ann@x.org please"   ──> "write to «redacted e-mail» please"
     ids    [ 5, 17, 80, 81, 82, 31 ]     ──> [ 5, 17, x, x, x, 31 ], and which ones they are
@@ -36,27 +36,26 @@ _PHONE_DIGITS = range(8, 16)
 
 
 class RedactedSpan(NamedTuple):
-    """A range of characters in a text that is redacted."""
+    """A range of characters in a text that must be redacted."""
 
     start: int
     end: int
     kind: str
-    """``e-mail``, ``phone``, ``card`` or ``key``; empty for a pattern of the user's own."""
+    """``e-mail``, ``phone``, ``card`` or ``key``; empty for a pattern that the user added."""
 
 
 class RedactionRules:
-    """A set of rules that removes personal data and keys from conversations before they are
-    stored."""
+    """A set of rules that redacts personal data and keys before conversations are stored."""
 
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
-        """Create a redaction. ``patterns``: regular expressions for what to redact, in addition to
-        the default set. ``defaults``: False turns the default set off. Raises ConfigError for a
-        pattern that does not compile, or that matches an empty text."""
+        """Create redaction rules. ``patterns`` are regular expressions to redact in addition to the
+        default rules, which ``defaults=False`` turns off. Raises ConfigError for a pattern that
+        does not compile, or that matches an empty text."""
         self._patterns = [_compiled(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
     def spans(self, text: str) -> list[RedactedSpan]:
-        """Return the parts of a text that are redacted, in order and without overlaps."""
+        """Return the spans of a text that must be redacted, in order and without overlaps."""
         merged: list[RedactedSpan] = []
         for span in sorted(self._found(text)):
             if merged and span.start < merged[-1].end:
@@ -67,12 +66,12 @@ class RedactionRules:
         return merged
 
     def text(self, text: str) -> str:
-        """Return a text with a mark in place of each redacted part."""
+        """Redact a text. Each redacted span is replaced by a mark."""
         return self._marked(text, set())
 
     def message(self, message: Message, removed: set[str]) -> Message:
-        """Return a message with a mark in place of each redacted text. The redacted texts are added
-        to the set ``removed``."""
+        """Redact the texts of a message. Each redacted span is replaced by a mark, and its text is
+        added to the set ``removed``."""
         calls = tuple(
             ToolCall(call.id, call.name, self._marked(call.arguments, removed))
             for call in message.tool_calls
@@ -86,7 +85,7 @@ class RedactionRules:
         )
 
     def value(self, value: Any) -> Any:
-        """Return an answer, which is a JSON value, with every text in it redacted."""
+        """Redact every text in an answer, which is a JSON value."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list | tuple):
@@ -96,8 +95,8 @@ class RedactionRules:
         return value
 
     def cell(self, cell: Cell) -> Cell:
-        """Return the record of a cell with its code, output, value and errors redacted. The
-        reference to its full output is removed, since that is not stored."""
+        """Redact the record of a cell: its code, output, value and errors. The reference to its
+        full output is removed, because that output is not stored."""
         return msgspec.structs.replace(
             cell,
             code=self.text(cell.code),
@@ -110,8 +109,8 @@ class RedactionRules:
     def token_mask(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Return, for each token id, True if the token is part of something that is redacted.
-        ``removed``: texts that were redacted in the messages; they are redacted here as well."""
+        """Return a list with True for each token that is part of a redacted span. ``removed`` holds
+        the texts that were redacted in the messages, which are redacted here as well."""
         text = decode(ids)
         spans = [(span.start, span.end) for span in self.spans(text)]
         for value in removed:
@@ -154,26 +153,29 @@ class RedactionRules:
 
 
 _MAX_SPANS = 256
-"""Spans of one text that are looked for among its ids. If it has more, all ids are redacted, since
-a caller could otherwise keep the server busy."""
+"""Maximum number of spans that are located among a text's tokens.
+
+If a text has more, all its token ids are redacted, since a caller could otherwise keep the server
+busy.
+"""
 
 
 class _PrefixLengths:
-    """A search for how many token ids, counted from the first one, decode to a given number of
-    characters. Only the prefixes that are needed are decoded."""
+    """A search for the number of leading token ids that decode to a given number of characters.
+    Only the prefixes that are needed are decoded."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids = ids
         self._decode = decode
 
     def last_up_to(self, chars: int) -> int:
-        """Return the largest number of token ids whose text has at most ``chars`` characters. An
-        incomplete character at the end of the text counts as one."""
+        """Return the largest number of leading token ids whose text has at most ``chars``
+        characters. An incomplete character at the end counts as one."""
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
 
     def first_from(self, chars: int) -> int:
-        """Return the smallest number of token ids whose text has at least ``chars`` complete
-        characters."""
+        """Return the smallest number of leading token ids whose text has at least ``chars``
+        complete characters."""
         return bisect_left(range(len(self._ids) + 1), chars, key=self._complete)
 
     def _all(self, num: int) -> int:
@@ -197,7 +199,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _has_check_digit(number: str) -> bool:
-    """Return True if the digits of a number pass Luhn's test, as those of all card numbers do."""
+    """Return True if the digits of a number pass the Luhn test. Those of all card numbers do."""
     digits = [int(char) for char in number if char.isdigit()]
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 and any(digits)

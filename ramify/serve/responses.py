@@ -1,4 +1,5 @@
-"""The OpenAI responses API of ``ramify serve``: read requests, and write responses and streams.
+"""The OpenAI responses API of ``ramify serve``. This module reads requests and writes responses and
+streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
@@ -45,7 +46,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "context_management": ([],),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 
 
 class _Item(msgspec.Struct):
@@ -93,7 +94,8 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read the body of a request. Raises RequestRejected, which names the invalid field."""
+    """Read the body of a responses API request. Raises RequestRejected, with the name of the
+    invalid field."""
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     items = (
@@ -138,7 +140,7 @@ def new_id() -> str:
 def response_body(
     answer: ServedAnswer, request: AnswerRequest, id: str, model: str
 ) -> dict[str, Any]:
-    """Return the response body for an answer that is not streamed."""
+    """Return the response body for an answer that is sent in one piece, not streamed."""
     return _final_body(
         _Head(request, id, model),
         _function_calls(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)],
@@ -147,7 +149,8 @@ def response_body(
 
 
 class ResponseStream:
-    """The events of one streamed response in the format of the API, numbered without gaps.
+    """The events of one streamed response in the format of the responses API. Their sequence
+    numbers have no gaps.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
     """
@@ -256,7 +259,8 @@ class ResponseStream:
 
 
 class _Head:
-    """A builder for the bodies of one response, which all have the same id, model and settings."""
+    """A builder for the bodies of one response in its successive states. All have the same id,
+    model and settings."""
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
         self._id = id
@@ -321,8 +325,8 @@ def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _message_of(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
-    """Convert an item of the request to a message. Returns None for earlier reasoning, which is
-    ignored."""
+    """Convert an input item of the request to a message. Returns None for reasoning of earlier
+    turns, which is ignored."""
     match item.type:
         case "message":
             if item.role is None:
@@ -373,4 +377,4 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 open_stream = ResponseStream
-"""The name that ``ApiFormatModule`` in run_server.py requires."""
+"""The name that the interface ``ApiFormatModule`` in run_server.py requires."""

@@ -47,15 +47,15 @@ from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
 from ramify.serve.traffic_recorder import TrafficRecorder
 
 PING = b": waiting\n\n"
-"""Comment in the event stream: clients ignore it, and proxies see that the connection is alive."""
+"""Comment line in an event stream. Clients ignore it, but proxies keep the connection open."""
 _LARGE_BYTES = 1 << 18
-"""Size above which a body is parsed in a thread."""
+"""Size in bytes above which a request body is parsed in a thread."""
 _UNPACKED = 8
-"""Maximum size of unpacked attachments, as a multiple of the maximum body size."""
+"""Maximum unpacked size of attachments, as a multiple of the maximum body size."""
 
 
 class ApiFormatModule(Protocol):
-    """The interface that the modules ``chat_completions`` and ``responses`` have in common."""
+    """The common interface of the modules ``chat_completions`` and ``responses``."""
 
     @property
     def PATH(self) -> str: ...
@@ -80,7 +80,7 @@ APIS: tuple[ApiFormatModule, ...] = (chat_completions, responses)
 
 
 class RunServer:
-    """An HTTP server that answers each request with a recursive run.
+    """An HTTP server that answers each request with a recursive run of language model calls.
 
     ``async with`` starts it, and stops it at once at the end of the block. Call ``drain`` before
     that to let current runs end.
@@ -99,8 +99,8 @@ class RunServer:
         ping_s: float = 15.0,
         open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
     ) -> None:
-        """Create a server whose answers come from the recursive language model ``rlm``. It starts
-        with ``async with``.
+        """Create a server whose answers come from the recursive language model ``rlm``. ``async
+        with`` starts it.
 
         ``name``: the model's name. ``keys``: the API keys that clients may use; without them, the
         server generates a key for this start (``key``) if its ``address`` needs one. ``max_runs``:
@@ -114,7 +114,7 @@ class RunServer:
         """
         self.address = address = address or ListenAddress()
         self.key = ""
-        """The key that this server has made for itself; empty if it has others, or needs none."""
+        """The key that this server generated; empty if it has other keys or needs none."""
         self.keys = keys or ApiKeys({})
         if self.keys.bearer_keys is None and address.needs_key:
             self.keys, self.key = ApiKeys.generated()
@@ -190,8 +190,8 @@ class RunServer:
         await self.close()
 
     async def close(self) -> None:
-        """Stop at once: cancel all runs, and answer their requests with an error. Calling this
-        twice is harmless."""
+        """Stop at once. All runs are cancelled, and their requests get an error. Calling this twice
+        is harmless."""
         if self._is_open:
             self._is_open = False
             await self._questions.close()
@@ -201,7 +201,7 @@ class RunServer:
             await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
-        """Reject new requests and wait for the runs in progress.
+        """Reject new requests and wait for the runs in progress to end.
 
         Runs get ``grace_s`` seconds to end. Then they are asked to finish with their best answer,
         and get ``last_s`` more seconds.
@@ -264,14 +264,14 @@ class RunServer:
         return handle
 
     async def _record(self, id: str, question: ServedQuestion) -> None:
-        """Record the run of a question before the end of its answer is sent."""
+        """Record the run of a question. This happens before the end of its answer is sent."""
         request, running = question.request, question.watch.running
         if self._recorder is not None and running is not None and not request.is_private:
             temperature = request.merged_sampling(self._sampling).temperature
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
     def _notice(self, request: AnswerRequest) -> dict[str, str]:
-        """Return the HTTP headers that tell a client that its run is recorded."""
+        """Return the HTTP headers that inform a client that its run is recorded."""
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 

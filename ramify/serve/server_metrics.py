@@ -1,4 +1,4 @@
-"""The metrics of ``ramify serve``, in the format of Prometheus.
+"""The metrics of ``ramify serve``, in the text format of Prometheus.
 
 Names of keys and models are not labels of metrics: a label should have few values, and the names of
 callers are private.
@@ -26,7 +26,7 @@ _DURATION = "ramify_run_seconds"
 
 
 class ServerMetrics:
-    """The counters of one server since its start."""
+    """The counters of one server since it started."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(

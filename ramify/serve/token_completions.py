@@ -1,4 +1,4 @@
-"""Token completions, which take and return token ids instead of text, in the formats of vLLM and
+"""Completion routes that take and return token ids instead of text, in the formats of vLLM and
 SGLang.
 
 ``POST /v1/completions`` is vLLM's API with ``return_token_ids``; ``POST /generate`` is SGLang's.
@@ -44,7 +44,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
 }
-"""Unsupported field -> the values that have no effect and are accepted."""
+"""Unsupported field -> values that are accepted because they have no effect."""
 _NOT_IN_GENERATE: dict[str, tuple[Any, ...]] = {
     "text": (),
     "stream": (False,),

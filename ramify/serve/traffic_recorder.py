@@ -1,5 +1,5 @@
-"""Record the conversations of a served policy, with their exact token ids and the feedback about
-them, as runs in a store.
+"""Record the conversations of a served policy as runs in a store. Each has its exact token ids and
+the users' feedback.
 
     request ─ reply ──> redact ──> its conversation ──> STORE/runs/RUN_ID.jsonl   one per tree
     POST /v1/feedback ─> reply's id ──> its turn ──────>        … a score of that turn
@@ -78,13 +78,13 @@ _INDEX = (
 )
 _PLACEHOLDER = "x"
 _MAX_PATHS = 8192
-"""Replies that a later request may continue."""
+"""Maximum number of replies that are remembered so that later requests can continue them."""
 _MAX_OPEN = 64
-"""Journals that are kept open."""
+"""Maximum number of journals that are kept open."""
 _CHECK_S = 60.0
-"""Time between two measurements of the store."""
+"""Seconds between two checks of the store's size."""
 _FILL = 0.9
-"""Share of the maximum size to which a store that is too large is reduced."""
+"""Fraction of its maximum size to which an oversized store is reduced."""
 _log = ComponentLogger("serve")
 
 
@@ -93,18 +93,17 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: PolicyArchitectureIdentity
     decode: Callable[[Sequence[int]], str]
-    """Token ids -> their text, special tokens included."""
+    """Decodes token ids to text, including special tokens."""
     placeholder: int
-    """Id that takes the place of a redacted one."""
+    """Token id that replaces a redacted one."""
     temperature: float
-    """Temperature of a request that does not say."""
+    """Temperature of a request that does not set one."""
     fingerprint: str = ""
-    """Fingerprint of the weights at the start."""
+    """Fingerprint of the weights at the server's start."""
 
     @classmethod
     def of(cls, policy: Policy) -> PolicyFactsForRecorder:
-        """Collect the facts that the recorder needs about a policy that is loaded in this
-        process."""
+        """Return the facts that the recorder needs about a policy loaded in this process."""
         from ramify.models.policy_vocabulary_identity import identity_of
         from ramify.models.weights import fingerprint
 
@@ -122,11 +121,11 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on how much recorded traffic is kept, and for how long."""
+    """The limits on the age and the total size of recorded traffic."""
 
     max_bytes: int = 10 << 30
     max_age_s: float | None = None
-    """Seconds after its last event when a conversation is deleted; None: when space is needed."""
+    """Seconds after its last event until a conversation is deleted; None for no limit."""
 
 
 class ReplyNotFoundError(RamifyError):
@@ -134,14 +133,14 @@ class ReplyNotFoundError(RamifyError):
 
 
 class _Conversation:
-    """One run that is being recorded."""
+    """One conversation that is being recorded as a run."""
 
     def __init__(self, run: str, question: str) -> None:
         self.run = run
         self.question = question
         self.started_at = time.time()
         self.num_turns: dict[str, int] = {}
-        """Call -> its turns so far."""
+        """Call -> number of its turns so far."""
         self.usage = Usage()
 
 
@@ -152,8 +151,8 @@ class _RecordedTurn(NamedTuple):
 
 
 class TrafficRecorder:
-    """A recorder that stores conversations in one store. Call its methods from one event loop; the
-    files are written in a separate thread. Call ``close`` at the end."""
+    """A recorder that stores conversations in one store. Call its methods from one event loop, and
+    ``close`` at the end. The files are written in a separate thread."""
 
     def __init__(
         self,
@@ -162,8 +161,8 @@ class TrafficRecorder:
         redaction: RedactionRules | None = None,
         retention: Retention | None = None,
     ) -> None:
-        """Open or create the store in a folder. Raises ConfigError if the folder holds other runs
-        or conversations of another policy, or cannot be written."""
+        """Open or create the store in a folder. Raises ConfigError if the folder contains other
+        runs or another policy's conversations, or cannot be written."""
         self._redaction = redaction or RedactionRules()
         self._retention = retention or Retention()
         self._policy = policy
@@ -177,25 +176,25 @@ class TrafficRecorder:
             ) from None
         self._paths: OrderedDict[bytes, _RecordedTurn] = OrderedDict()
         self._responses: OrderedDict[str, _RecordedTurn] = OrderedDict()
-        """Id of a response -> where its last reply is."""
+        """Id of a response -> the turn of its last reply."""
         self._journals: OrderedDict[str, Journal] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "traffic")
         self._checked_at = 0.0
         self._pruning: threading.Thread | None = None
         self._written = 0
         self.num_recorded = 0
-        """Replies that were stored since the start."""
+        """Number of replies stored since the start."""
         self.num_lost = 0
-        """Replies that could not be stored."""
+        """Number of replies that could not be stored."""
 
     async def record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
-        """Store a reply of a policy, together with its request. ``id``: the id of the response.
-        ``choice``: the number of the reply within it. If storing fails, this is logged and nothing
-        is raised."""
+        """Record a policy's reply together with its request. ``id`` is the id of the response, and
+        ``choice`` is the number of the reply within it. A failure is logged, and nothing is raised.
+        """
         await self._kept(partial(self._record, id, choice, request, reply))
 
     async def _kept(self, work: Callable[[], None]) -> None:
-        """Store a reply by calling ``work`` in the recorder's thread. If the store fails, the reply
+        """Store a reply by calling ``work`` in the recorder's thread. If that fails, the reply
         counts as lost, and nothing is raised."""
         try:
             await self._run(work)
@@ -205,14 +204,14 @@ class TrafficRecorder:
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a run of ``ramify serve``. ``id``: the id of the response with its answer. If
-        storing fails, this is logged and nothing is raised."""
+        """Record a run of ``ramify serve``. ``id`` is the id of the response with the run's answer.
+        A failure is logged, and nothing is raised."""
         await self._kept(partial(self._record_run, id, run, temperature))
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
-        """Store a user's score of a recorded reply, which is identified by the id of the response
-        and the number of the choice. Raises ReplyNotFoundError, and StoreError if the score cannot
-        be written."""
+        """Store a user's score of a recorded reply. The response's id and the number of the choice
+        identify the reply. Raises ReplyNotFoundError, and StoreError if the score cannot be
+        written."""
         await self._run(partial(self._feedback, id, choice, score, note))
 
     async def close(self) -> None:
@@ -302,8 +301,8 @@ class TrafficRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append one reply to the journal of its conversation, or begin a new conversation with it.
-        ``first``: for a further reply to the same request, the turn of the first reply."""
+        """Append one reply to the journal of its conversation, or start a new conversation with it.
+        For a further reply to the same request, ``first`` is the turn of the first reply."""
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
@@ -362,8 +361,8 @@ class TrafficRecorder:
         return place
 
     def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the stored turn that a request continues, which is the one whose token ids its
-        prompt begins with, or None if there is no such turn."""
+        """Return the stored turn that a request continues, or None. The request's prompt begins
+        with the token ids of that turn."""
         known = request.known
         if known is None or (reply.prompt_ids or ())[: len(known.ids)] != known.ids:
             return None
@@ -375,8 +374,8 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """Return the reply as it is stored, with its redacted tokens replaced, and a list with 1
-        for each sampled token that was redacted and 0 for each other one."""
+        """Redact the tokens of a reply. Returns the reply as it is stored, and a list with 1 for
+        each redacted sampled token and 0 for each other one."""
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
         flags = self._redaction.token_mask([*given, *sampled], self._policy.decode, removed)
@@ -431,7 +430,7 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> Journal | None:
-        """Return the journal of a run, and open it if necessary. Returns None if the run does not
+        """Return the journal of a run, opening it if necessary. Returns None if the run does not
         exist."""
         journal = self._journals.get(run)
         if journal is not None:
@@ -466,26 +465,26 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Begin to delete old conversations if the last check of the store was too long ago, or if
+        """Start to delete old conversations if the last check of the store was too long ago, or if
         the store may be full."""
         is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         if self._pruning is None and is_time:
             self._begin_pruning()
 
     def _is_filling(self) -> bool:
-        """Return True if the replies since the last check may have filled the store."""
+        """Return True if the replies stored since the last check may have filled the store."""
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Start a thread that deletes old conversations if necessary, so that no reply has to
-        wait."""
+        """Start a thread that deletes old conversations if necessary, so that no reply has to wait."""
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
         self._pruning.start()
 
     def _prune(self) -> None:
-        """Delete conversations that are too old, and the oldest ones if the store is too large."""
+        """Delete conversations that are too old. If the store is still too large, delete the oldest
+        ones."""
         limits, removed = self._retention, []
         try:
             is_large = self.store.size() > limits.max_bytes
@@ -520,15 +519,15 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Return the turn that a new reply becomes: the next turn of the call that it continues, or the
-    first turn of a new call."""
+    """Return the turn under which a new reply is stored. It is the next turn of the call that the
+    reply continues, or the first turn of a new call."""
     if earlier is not None and conversation.num_turns[earlier.call] == earlier.turn + 1:
         return _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
 def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> AgentCallReason:
-    """Return why a new call begins: as a further sample, as a branch of an earlier call, or as a
+    """Return the reason why a new call begins: a further sample, a branch of an earlier call, or a
     new conversation."""
     if first is not None:
         return AgentCallReason.SAMPLE
@@ -540,12 +539,12 @@ def _key(ids: Sequence[int]) -> bytes:
 
 
 def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
-    """Return the values with a replacement in the positions that are flagged."""
+    """Return a copy of the values with ``blank`` in place of each flagged one."""
     return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the first message of the user, shortened, which listings show as the question."""
+    """Return the user's first message, shortened. Listings show it as the question."""
     return cut(next((each.content for each in messages if each.role == "user"), ""))
 
 
@@ -558,9 +557,9 @@ def _opened(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
-    """Mark a store as the one for the conversations of this policy. Raises ConfigError if it
-    already holds conversations of another policy, or any other runs, since these would be deleted
-    like old conversations."""
+    """Reserve a store for the conversations of this policy. Raises ConfigError if it already
+    contains another policy's conversations or other runs, since these would be deleted like old
+    conversations."""
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

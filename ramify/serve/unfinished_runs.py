@@ -1,4 +1,4 @@
-"""Keeps track of runs that a stopped server left without an answer, so that they can be continued.
+"""Keep track of runs that a stopped server left without an answer, so that they can be continued.
 
     run begins ──▶ STORE/serving/RUN_ID ──▶ removed when the run has ended
                         └── server stops, or is killed ──▶ listed at the next start
@@ -25,9 +25,8 @@ _ID = re.compile(r"[\w-]+")
 
 
 class UnfinishedRuns:
-    """The marks of the runs in progress in one store, by which a restarted server finds unfinished
-    runs.
-    """
+    """Marks for the runs in progress in one store. A restarted server finds unfinished runs by
+    them."""
 
     def __init__(self, store: RunStore | None) -> None:
         self._store = store
@@ -45,8 +44,7 @@ class UnfinishedRuns:
 
     def left(self) -> list[str]:
         """Return the ids of the runs that a stopped server left unfinished and that can be
-        continued, oldest first. Marks of runs that have ended are removed.
-        """
+        continued, oldest first. Marks of finished runs are removed."""
         if self._folder is None or self._store is None:
             return []
         runs = []
@@ -62,8 +60,8 @@ class UnfinishedRuns:
         return runs
 
     def recorded_run(self, run: str, caller: str) -> Trajectory:
-        """Return the recorded run that a caller wants to continue. Raises RequestRejected if this
-        caller did not start the run."""
+        """Return the recorded run that a caller wants to continue. Raises RequestRejected if the
+        run was started by another caller."""
         if self._store is not None and _ID.fullmatch(run):
             with contextlib.suppress(RamifyError):
                 recorded = self._store.load(run)

@@ -1,5 +1,5 @@
-"""HTTP routes that update the weights of a served policy and free its memory, in the formats of
-vLLM and SGLang.
+"""HTTP routes that update a served policy's weights and free its memory, in the formats of vLLM and
+SGLang.
 
     vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
              POST /init_weight_transfer_engine  /start_weight_update  /update_weights
@@ -54,18 +54,16 @@ from ramify.inference.weight_sync.base import (
 
 Body = dict[str, Any]
 _SCHEDULING = "scheduling"
-"""vLLM's tag for a server that answers no request. It is set during every sleep; at level 0 it is
-the only one."""
+"""vLLM's tag for a server that answers no requests; set during every sleep."""
 WAIT_S = 600.0
-"""Seconds that a request waits for a sleeping engine."""
+"""Maximum time that a request waits for a sleeping engine, in seconds."""
 _NAMED = 3
-"""Number of missing tensors that an error names."""
+"""Maximum number of missing tensors that an error names."""
 
 
 class PolicySleep:
-    """The sleep state of one server: which parts of the engine are asleep, and which requests wait
-    for them to wake up.
-    """
+    """The sleep state of one server. It records which parts of the engine are asleep, and which
+    requests wait for them to wake up."""
 
     def __init__(
         self,
@@ -75,11 +73,10 @@ class PolicySleep:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the sleep state of a server, which is awake. ``stop`` stops sampling in one of
+        """Create the sleep state of a server that is awake. ``stop`` stops sampling in one of
         vLLM's modes (``abort``, ``wait`` or ``keep``). ``resume_sampling`` resumes it, unless the
-        server is paused or its weights are being updated, in which case ``is_updating`` returns
-        True. A request waits at most ``wait_s`` seconds for a sleeping engine.
-        """
+        server is paused or ``is_updating`` returns True. A request waits at most ``wait_s`` seconds
+        for a sleeping engine."""
         self._client = client
         self._stop = stop
         self._resume_sampling = resume_sampling
@@ -92,14 +89,12 @@ class PolicySleep:
 
     @property
     def sleeping_parts(self) -> list[str]:
-        """The parts of the engine that are asleep, by vLLM's names for them."""
+        """The parts of the engine that are asleep, under vLLM's names."""
         return sorted(self._asleep)
 
     @property
     def can_serve_requests(self) -> bool:
-        """True if requests can be answered, that is, nothing is asleep and no weights are
-        missing.
-        """
+        """True if requests can be answered: nothing is asleep, and no weights are missing."""
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
@@ -121,7 +116,7 @@ class PolicySleep:
             ) from None
 
     def reason(self) -> str:
-        """Return why the engine cannot serve requests, or an empty string if it can."""
+        """Return the reason why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.sleeping_parts)}): POST /wake_up"
         missing = self._client.missing
@@ -199,9 +194,8 @@ _NOT_WHOLE = "half of the weights are new"
 
 
 class WeightRoutes:
-    """The handlers of the routes and their state: whether sampling is paused, whether an update is
-    in progress, and whether the weights are complete.
-    """
+    """The handlers of the weight routes, with their state. They record whether sampling is paused,
+    whether an update is in progress, and whether the weights are complete."""
 
     def __init__(
         self,
@@ -212,11 +206,10 @@ class WeightRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the routes of a served policy. ``in_flight`` returns the number of requests in
-        progress. ``weight_syncs`` names the user's own weight sync classes, which a trainer may use
-        in addition to the built-in ones. If ``root`` is given, weight files are read only from
-        below that folder. ``wait_s`` is how many seconds a request waits for a sleeping engine.
-        """
+        """Create the weight routes of a served policy. ``in_flight`` returns the number of requests
+        in progress. ``weight_syncs`` are the user's own weight sync classes, which a trainer may
+        use in addition to the built-in ones. Weight files are read only below ``root``, if it is
+        given. ``wait_s`` limits how long a request waits for a sleeping engine."""
         self._client = client
         self._in_flight = in_flight
         self._weight_syncs = {*WEIGHT_SYNCS.ours, *weight_syncs}
@@ -227,9 +220,9 @@ class WeightRoutes:
             client, self._stop_sampling, self._resume_sampling, lambda: self._is_updating, wait_s
         )
         self._num_chunks = 0
-        """Chunks received of the current update."""
+        """Number of chunks received in the current update."""
         self.broken = ""
-        """Reason why the weights are incomplete, or empty."""
+        """Reason why the weights are incomplete; empty if they are complete."""
 
     def add_to(self, app: web.Application) -> None:
         for path, act in {
@@ -261,7 +254,8 @@ class WeightRoutes:
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the process group of the trainer and release its shared memory. Idempotent.
+        """Leave the trainer's process group and release its shared memory. Calling this twice is
+        harmless.
 
         If the process stayed in the group, a later broadcast of the trainer would wait for it.
         """
@@ -393,9 +387,8 @@ class WeightRoutes:
         self._resume_sampling()
 
     def _number(self, version: object) -> int:
-        """Return the version number of an update: ``version`` if that is a number, otherwise the
-        number after the current one.
-        """
+        """Return the version number of an update. It is ``version`` if that is a number, otherwise
+        the number after the current one."""
         text = str(version)
         return int(text) if text.isdigit() else self._client.version + 1
 
@@ -446,9 +439,8 @@ class WeightRoutes:
 
 
 def facts(client: LocalClient, name: str) -> dict[str, Any]:
-    """Return facts about the served policy, which a trainer compares with its own policy before it
-    sends weights.
-    """
+    """Return facts about the served policy. A trainer compares them with its own policy before it
+    sends weights."""
     policy = client.policy
     return {
         "version": __version__,

@@ -216,7 +216,7 @@ class GuestNotebook:
         self.evaluate: Callable[[str, str], Outcome] = self._evaluate
         """Runs a cell's source under a file name. An installed module may replace this function."""
         self.hidden: set[str] = set()
-        """Files that tracebacks leave out, in addition to the guest's own."""
+        """Files that tracebacks skip, in addition to the guest's own."""
         self._flags = 0
         self.reserved: dict[str, Any] = {}
         """Names that are restored after each cell, with their values."""

@@ -63,7 +63,7 @@ def _prctl(option: int, value: int) -> None:
 
 def tie_to_parent(parent: int) -> None:
     """Make this process die with its parent, even if the parent is killed. Also adopt the orphans
-    of its own children."""
+    that its children leave."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
