@@ -476,7 +476,7 @@ class TrafficRecorder:
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Start a thread that deletes old conversations if necessary, so that no reply has to wait."""
+        """Start a thread that deletes old conversations if necessary, so that no reply waits."""
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
