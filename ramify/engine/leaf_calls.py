@@ -1,5 +1,5 @@
-"""Let a strategy ask many small questions in a run. Each question is one recorded plain model call,
-a "leaf call".
+"""Let a strategy, which is code that answers a question in the engine's place, ask a model many
+small questions. Each question becomes one recorded plain model call, a "leaf call".
 
     strategy ── ask_all(leaves) ──> call 0.0, 0.1, 0.2, … of kind "leaf" ──> outcomes, in order
                                     at most two for each slot of the limiter begin at once
@@ -31,26 +31,27 @@ from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import Parent, Stop
 
 _BEGUN_PER_SLOT = 2
-"""Leaves that have begun for each slot of the limiter. One of them waits for the slot."""
+"""Maximum leaf calls started at once per slot of the rate limiter: one runs, one waits."""
 
 
 class LeafRequest(msgspec.Struct, frozen=True):
-    """A request for one leaf call, that is, for one small question that a strategy asks a model."""
+    """One small question that a strategy wants to ask a model, with its token limit and answer
+    type."""
 
     label: str
-    """What it is about, for readers of the record: ``label lines 1-120``."""
+    """Short description of the question, shown to readers of the run: ``label lines 1-120``."""
     prompt: str
     kind: AnswerType | None
-    """Type of its answer; None for text."""
+    """Type of the answer; None for text."""
     max_tokens: int
-    """Most tokens of a reply, without hidden reasoning."""
+    """Maximum tokens of the reply, without hidden reasoning."""
     max_repairs: int = MAX_REPAIRS
-    """How often it is asked again after a reply that does not fit ``kind``."""
+    """How often the question is asked again after a reply that does not match ``kind``."""
 
 
 class LeafCalls:
-    """Asks the small questions of a strategy, called leaf calls, each as one recorded plain model
-    call."""
+    """Asks a model the small questions of a strategy. Each question is one recorded plain model
+    call, called a leaf call."""
 
     def __init__(
         self,
@@ -59,12 +60,12 @@ class LeafCalls:
         question: Question,
         rest: BudgetAmount | None = None,
     ) -> None:
-        """Create the interface through which a strategy asks. ``root`` is the parent of all leaf
-        calls. ``rest`` is the remaining budget if code in a session started the strategy, in which
-        case ``root`` is recorded only when the first leaf call begins; otherwise it is None."""
+        """Prepare to ask questions as child calls of ``root``. ``rest`` is the remaining budget if
+        session code started the strategy, and None otherwise. With ``rest``, ``root`` is recorded
+        only when the first leaf call begins."""
         self.question = question
         self.has_begun = rest is None
-        """Whether ``root`` is recorded."""
+        """True once ``root`` is recorded."""
         self._run = run
         self._root = root
         self._rest = rest
@@ -72,7 +73,6 @@ class LeafCalls:
 
     @property
     def client(self) -> Client:
-        """The client of the model that answers the leaf calls."""
         return self._run.models.plain
 
     @property
@@ -87,8 +87,8 @@ class LeafCalls:
 
     @property
     def budget(self) -> BudgetAmount:
-        """The calls, tokens and dollars that the strategy may use. If several runs share a budget,
-        these are at most the whole shared budget."""
+        """The calls, tokens and dollars that the strategy may use, capped by any budget that
+        several runs share."""
         if self._rest is not None:
             return self._rest
         own = self._run.requests.ledger
@@ -96,14 +96,14 @@ class LeafCalls:
 
     @property
     def reasoning_tokens(self) -> int:
-        """The number of tokens that each reply may use for hidden reasoning, in addition to its own
-        limit."""
+        """Tokens of hidden reasoning that each reply may use, in addition to the request's
+        ``max_tokens``."""
         return self._run.requests.lengths.reasoning_tokens(self.client)
 
     async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
         """Ask ``num`` small questions concurrently, and return their outcomes in order. A question
-        that failed or exceeded a limit also yields an outcome. Raises ReplayDiverged if a repeated
-        run differs from its recording."""
+        that fails or exceeds a limit yields an outcome with its error. Raises ReplayDiverged if a
+        repeated run differs from its recording."""
         self._step += 1
         if num and not self.has_begun:
             self.has_begun = True
@@ -125,9 +125,8 @@ class LeafCalls:
             outcomes[index] = await self._ask(leaf, self.client)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
-        """Ask one question, which the model of the parent call answers, separately from the batches
-        of ``ask_all``. Return the outcome. Raises ReplayDiverged if a repeated run differs from its
-        recording."""
+        """Ask the model of the parent call one question, outside the batches of ``ask_all``, and
+        return the outcome. Raises ReplayDiverged if a repeated run differs from its recording."""
         outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):
             raise outcome.failure
@@ -164,8 +163,8 @@ class LeafCalls:
 
 
 async def _all_done(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait until all coroutines in ``works`` have finished. If one of them raises, cancel the
-    others, wait for them, and raise its error."""
+    """Wait until all coroutines in ``works`` have finished. If one raises, cancel the others, wait
+    for them, and raise its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

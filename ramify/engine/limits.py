@@ -1,4 +1,4 @@
-"""Define the limits of a run, and the budget ledger that keeps its whole tree of calls within them.
+"""Define the limits of a run, and the budget ledger that keeps all of its model calls within them.
 
 Before every attempt to reach a model, the most that it can cost is reserved. Afterwards its actual
 cost is settled. A limit is therefore never exceeded, however many calls are in flight: at all times
@@ -49,8 +49,9 @@ _WRAP_UP_S = 10.0
 
 
 class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True):
-    """Limits for answering one question, counted over its whole tree of calls. A limit of zero is
-    an error, except for ``max_depth`` and ``max_reasoning_tokens``."""
+    """Limits on the calls, tokens, dollars, time and nesting of one question, counted over all of
+    its calls. A limit of zero is an error, except for ``max_depth`` and
+    ``max_reasoning_tokens``."""
 
     max_turns: int = 30
     """Requests of one RLM call. Each child counts its own requests."""
@@ -101,26 +102,28 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
 
     @property
     def last_word_s(self) -> float:
-        """How many seconds before the deadline all other work is cancelled, so that the root call
-        can still give a final answer. This initial value is replaced by measured reply times as
-        soon as the root has received a reply."""
+        """Seconds before the deadline at which all other work is cancelled, so that the root call
+        can still give a final answer. Once the root has received a reply, measured reply times
+        replace this initial value."""
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
     def last_word_tokens(self) -> int:
-        """The length in tokens that is reserved for the root call's final reply."""
+        """Maximum length of the root call's final reply, in tokens, for which budget is
+        reserved."""
         return min(self.max_reply_tokens, 4096)
 
     def retry_patience_s(self, last_word: Stop | None) -> float:
-        """Return for how many seconds a failing request is retried. The time is short for the final
-        request of a run whose user asked it to finish, because that user is waiting. ``last_word``
-        is the reason for a final request, or None."""
+        """Return how many seconds a failing request is retried. The time is short for the final
+        request after the user asked the run to finish, because the user is waiting. ``last_word``
+        is the reason for the final request, or None for other requests."""
         is_awaited = last_word is Stop.CANCELLED
         return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
 
 
 class BudgetAmount(NamedTuple):
-    """An amount of a budget: a number of calls, a number of tokens and a cost in dollars."""
+    """A number of calls, a number of tokens and a cost in dollars: a limit, or an amount to reserve
+    or charge."""
 
     calls: int = 0
     tokens: int = 0
@@ -136,7 +139,7 @@ class BudgetAmount(NamedTuple):
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: BudgetAmount) -> BudgetAmount:
-        """Return the smaller of the two numbers of calls, of tokens and of dollars."""
+        """Return the minimum of two amounts, taken separately for calls, tokens and dollars."""
         return BudgetAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )
@@ -153,8 +156,8 @@ _NOTHING = BudgetAmount()
 def max_request_amount(
     max_input_tokens: int, max_output_tokens: int, price: Price | None
 ) -> BudgetAmount:
-    """Return the maximum amount that one request can use. The cost assumes the highest input price,
-    with or without the provider's cache."""
+    """Return the maximum amount that one request can use. Its cost assumes the highest input price,
+    with or without the provider's prompt cache."""
     cost = 0.0
     if price is not None:
         rates = (price.input, price.cached, price.cache_write)
@@ -164,21 +167,21 @@ def max_request_amount(
 
 
 class LargestOverrun(NamedTuple):
-    """The largest usage that a model has reported for replies that exceeded their reservations.
-    Later requests to the model reserve correspondingly more."""
+    """The largest amounts by which a model's replies have exceeded their reservations. Later
+    requests to the model reserve that much more."""
 
     input_tokens: int = 0
     output_tokens: int = 0
     extra_input: int = 0
-    """Tokens of a prompt beyond its upper bound."""
+    """Prompt tokens beyond the expected upper bound."""
     extra_output: int = 0
-    """Tokens of a reply beyond the maximum that was asked for."""
+    """Reply tokens beyond the maximum that was requested."""
     cost: float = 0.0
-    """Dollars of one reply."""
+    """Highest cost of one reply, in dollars."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> LargestOverrun:
-        """Return the overrun after one more reply, which used ``reported`` although at most
-        ``most`` was expected."""
+        """Return the overrun updated with one more reply. The reply used ``reported`` although at
+        most ``most`` was expected."""
         return LargestOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
@@ -188,8 +191,8 @@ class LargestOverrun(NamedTuple):
         )
 
     def with_overrun(self, most: Usage) -> Usage:
-        """Return ``most``, the expected maximum usage of a request, increased by as much as earlier
-        replies of the model have exceeded it."""
+        """Return the expected maximum usage ``most``, increased by the amount by which earlier
+        replies of the model exceeded their expected maximum."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
@@ -201,8 +204,8 @@ _NO_EXCESS = LargestOverrun()
 
 
 class BudgetLedger:
-    """The budget of one question: what its whole tree of calls has spent, reserved and may still
-    spend. An instance belongs to one event loop."""
+    """Tracks the budget of one question across all of its model calls: the amounts spent, reserved
+    and left. An instance belongs to one event loop."""
 
     def __init__(
         self,
@@ -213,8 +216,8 @@ class BudgetLedger:
         owner: str = "run",
     ) -> None:
         """Open a ledger for the given limits. ``priced`` is True if any model has a price.
-        ``shared`` is the ledger of a budget that several runs share, in which each amount is
-        reserved too. ``owner`` names the owner of the limits in error messages."""
+        ``shared`` is the ledger of a budget that several runs share; each amount is reserved there
+        too. ``owner`` names the owner of the limits in error messages."""
         max_cost = (
             limits.max_cost
             if limits.max_cost is not None
@@ -229,15 +232,16 @@ class BudgetLedger:
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
         self.refusals: dict[Stop, str] = {}
-        """Limit -> a sentence with both numbers about the last request that it ruled out."""
+        """Limit -> a sentence about the last request that it refused, with both numbers."""
         self.reported: set[tuple[Stop, str]] = set()
-        """(a limit, the call that has it; empty if all calls share it), once that is in the log."""
+        """Limits that were already logged, as (limit, call id); the id is empty if all calls share
+        the limit."""
         self.excess: dict[str, LargestOverrun] = {}
         """Model -> its largest reported excess over its reservations."""
         self.last_excess = ""
         """Sentence about the latest excess, with the reported and the reserved amount."""
         self.is_draining = False
-        """True while no request is admitted, because outstanding ones must be settled first."""
+        """True while no request is admitted because outstanding requests must be settled first."""
         self._waiting: deque[tuple[BudgetAmount, asyncio.Future[None]]] = deque()
 
     def _first_exceeded(self, total: BudgetAmount) -> Stop | None:
@@ -252,22 +256,22 @@ class BudgetLedger:
 
     def would_pass(self, amount: BudgetAmount) -> Stop | None:
         """Return the limit that ``amount`` would exceed even if all outstanding requests turned out
-        to be free, or None."""
+        to be free. Return None if there is no such limit."""
         return self._first_exceeded(self._committed().plus(amount))
 
     def _committed(self) -> BudgetAmount:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
-        """Return how many more requests may be sent, not counting those that are in flight or kept
-        for the final answer."""
+        """Return how many more requests may be sent. Requests in flight and the one reserved for
+        the final answer are already subtracted."""
         own = self.limit.calls - self._committed().plus(self.outstanding).calls
         return own if self.shared is None else min(own, self.shared.calls_left())
 
     def hold(self, amount: BudgetAmount) -> Stop | None:
-        """Hold back ``amount`` for the run's final answer, replacing the amount that was held back
-        before. If this would exceed a limit, change nothing and return that limit; otherwise return
-        None."""
+        """Hold back ``amount`` for the run's final answer, in place of any amount held back before.
+        Return None on success. If a limit would be exceeded, change nothing and return that
+        limit."""
         committed = self.spent.plus(self.outstanding)
         exceeded = self._first_exceeded(committed.plus(amount))
         if exceeded is None:
@@ -278,8 +282,8 @@ class BudgetLedger:
 
     @property
     def is_waiting_for_excess(self) -> bool:
-        """True while no request may be sent, because a reply has used more than was reserved for it
-        and the requests in flight must be settled first."""
+        """True while no request may be sent because a reply used more than its reservation. The
+        requests in flight must be settled first."""
         return self.is_draining or (self.shared is not None and self.shared.is_draining)
 
     async def reserve(self, amount: BudgetAmount) -> None:
@@ -297,8 +301,8 @@ class BudgetLedger:
             raise
 
     def reserve_sent(self, amount: BudgetAmount) -> None:
-        """Reserve the amount of a request that an earlier process has already sent, whether or not
-        it fits."""
+        """Reserve budget for a request that an earlier process has already sent, even if a limit is
+        then exceeded."""
         if self.shared is not None:
             self.shared.reserve_sent(amount)
         self.outstanding = self.outstanding.plus(amount)
@@ -332,8 +336,9 @@ class BudgetLedger:
         return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
-        """Replace a reservation by what was actually used. If the reservation was too small, others
-        may be too, so no request is admitted until all outstanding ones are settled."""
+        """Replace a reservation with the amount that was actually used. If the reservation was too
+        small, others may be too, so no request is admitted until all outstanding ones are
+        settled."""
         if self.shared is not None:
             self.shared.settle(reserved, usage, cost)
         self.outstanding = self.outstanding.minus(reserved)
@@ -341,9 +346,9 @@ class BudgetLedger:
         self._book(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
-        """Count spending that was not reserved in this ledger, such as replies that a resumed run
-        had already received. If ``is_recorded`` is True, a shared budget is not charged, because it
-        has counted the spending before."""
+        """Charge spending that was not reserved in this ledger, such as replies that a resumed run
+        had already received. If ``is_recorded`` is True, a shared budget is not charged again,
+        because it has already counted this spending."""
         if self.shared is not None and not is_recorded:
             self.shared.charge(usage, cost)
         self._book(usage, cost)
@@ -422,8 +427,8 @@ class BudgetLedger:
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
     def limit_usage(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum of each finite limit, for progress bars
-        and for messages to the model."""
+        """Return the name, the amount spent and the maximum of each finite limit. Progress bars and
+        messages to the model show these numbers."""
         rows = [
             ("calls", self.spent.calls, self.limit.calls),
             ("tokens", self.spent.tokens, self.limit.tokens),
@@ -437,14 +442,14 @@ class BudgetLedger:
 
 
 class Reservation:
-    """The budget reserved for one request, which is reserved again for each attempt to send it. The
-    amount grows if the model has reported more usage than expected for earlier requests."""
+    """The budget reserved for one request, reserved again for each attempt to send it. The amount
+    grows if the model has reported more usage than expected for earlier requests."""
 
     def __init__(self, ledger: BudgetLedger, model: str, most: Usage, price: Price | None) -> None:
-        """Prepare a reservation in ``ledger``. ``most`` is the maximum usage of the request if the
-        model respects the limits that the request states."""
+        """Prepare a reservation in ``ledger``, without reserving yet. ``most`` is the maximum usage
+        of the request if the model respects the limits stated in it."""
         self.usage = most
-        """Usage to record for an attempt that reports none."""
+        """Usage recorded for an attempt that reports none."""
         self.amount = BudgetAmount()
         self._ledger = ledger
         self._model = model
@@ -456,13 +461,13 @@ class Reservation:
 
     @property
     def cost(self) -> float | None:
-        """The cost in dollars to record for an attempt that reports no usage; None if the model has
-        no price."""
+        """Cost in dollars that is recorded for an attempt without reported usage; None if the model
+        has no price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def recompute(self) -> bool:
-        """Recompute the reserved amount if the model has reported a larger excess since the last
-        time. Return True if the amount has changed."""
+        """Recompute the reserved amount if the model has since reported a larger excess. Return
+        True if the amount has changed."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         if excess is self._excess:
             return False
@@ -476,8 +481,8 @@ class Reservation:
         return self.amount != before
 
     async def reserve(self) -> None:
-        """Wait until the amount for one attempt fits the budget, and reserve it. Raises
-        LimitReached if it can never fit."""
+        """Wait until one attempt fits the budget, and reserve its amount. Raises LimitReached if it
+        can never fit."""
         self.recompute()
         while True:
             reserved = self.amount
@@ -488,7 +493,8 @@ class Reservation:
 
     def is_still_valid(self) -> bool:
         """Return True if the attempt may still be sent with this reservation. Otherwise release the
-        reservation, because another reply has used more than was reserved for it."""
+        reservation; it is invalid because another reply used more than was reserved for that
+        reply."""
         if not self._ledger.is_waiting_for_excess:
             return True
         self.release()
@@ -499,9 +505,9 @@ class Reservation:
         self._ledger.release(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
-        """Record the usage of an attempt, or the upper bound if the usage is unknown. If the
-        attempt used more than was reserved, return a sentence that says so, in which ``request``
-        names the request."""
+        """Record the usage of an attempt, or its upper bound if the usage is unknown. Return a
+        warning if the attempt used more than was reserved, and an empty string otherwise.
+        ``request`` names the request in the warning."""
         if usage.unknown_calls:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)
@@ -511,7 +517,8 @@ class Reservation:
         return self._ledger.last_excess if is_excess else ""
 
     def record_excess(self, usage: Usage, cost: float | None, request: str) -> None:
-        """Make later requests to the model reserve at least as much as this attempt has used."""
+        """Record the usage of an attempt that exceeded its reservation, so that later requests to
+        the model reserve at least as much."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (

@@ -1,5 +1,5 @@
-"""Represent a call in progress and its history: the messages of the conversation so far, and their
-length in tokens as far as it is known.
+"""Represent a model call in progress and its message history. The history also has token counts and
+token ids, as far as they are known.
 
 A fork of a call, and the next question of a conversation, continue with a copy of the history. What
 the turns of a call ask and run is decided in ``rlm_call.py``; what all calls of a run share is in
@@ -22,31 +22,30 @@ if TYPE_CHECKING:
 
 
 class CallMessageHistory(msgspec.Struct):
-    """The conversation of a call so far: its messages, and their token counts and token ids as far
-    as they are known."""
+    """The conversation of a call so far: its messages, with token counts and token ids as far as
+    they are known."""
 
     keeps_ids: bool = True
-    """If False, replies are recorded without token ids."""
+    """False if replies are recorded without token ids."""
     messages: list[Message] = []
-    """Prompt and reply of every turn."""
+    """Prompt and reply messages of every turn."""
     surprisals: list[float | None] = []
     """Mean of -log-probability per sampled token (nats) of each reply; None for a reply without
     log-probabilities."""
     counted: tuple[int, int] | None = None
-    """(number of messages, their tokens as counted by the server) up to the last reply."""
+    """Number of messages up to the last reply, and their tokens as counted by the server."""
     max_tokens: list[int] = msgspec.field(default_factory=lambda: [0])
     """Number of messages -> upper bound on their tokens, as far as it is known."""
     bounded_for: str = ""
     """Model for which ``max_tokens`` holds."""
     ids: tuple[int, ...] = ()
-    """Token path: ids of the whole conversation, as the model received and sampled them. Empty if
-    the last reply came without ids."""
+    """Token ids of the whole conversation, as the model received and sampled them. Empty if the
+    last reply came without ids."""
     replies: list[tuple[int, int]] = []
-    """(number of messages, number of ids) up to and including each reply of the path."""
+    """For each reply: the numbers of messages and of token ids up to and including it."""
 
     def copy(self) -> CallMessageHistory:
-        """Return an independent copy of the history, so that the conversation can be continued in
-        two ways."""
+        """Return an independent copy of the history, so that the conversation can branch."""
         return msgspec.structs.replace(
             self,
             messages=list(self.messages),
@@ -56,8 +55,8 @@ class CallMessageHistory(msgspec.Struct):
         )
 
     def up_to(self, num_messages: int, num_turns: int) -> CallMessageHistory:
-        """Return a copy that contains only the first ``num_messages`` messages and ``num_turns``
-        turns. This is correct only if no later turn has changed earlier messages."""
+        """Return a copy with only the first ``num_messages`` messages and ``num_turns`` turns.
+        Correct only if no later turn has changed earlier messages."""
         if num_messages == len(self.messages):
             return self.copy()
         replies = [each for each in self.replies if each[0] <= num_messages]
@@ -73,9 +72,9 @@ class CallMessageHistory(msgspec.Struct):
         )
 
     def max_input_tokens(self, reused: int, new: Request) -> int:
-        """Return an upper bound on the prompt tokens of a request that consists of the first
-        ``reused`` messages of the history and the messages of ``new``. The server's own count is
-        used for messages that it has seen, and the number of bytes for the others."""
+        """Return an upper bound on the prompt tokens of a request. Its prompt is the first
+        ``reused`` messages of the history followed by ``new``. Messages that the server has seen
+        count with its token count, the others with their number of bytes."""
         num_new = new.max_input_tokens()
         by_bytes = self._max_tokens_of_first(reused, new.model) + num_new
         if self.counted is None or self.counted[0] != reused:
@@ -85,8 +84,8 @@ class CallMessageHistory(msgspec.Struct):
         return min(by_bytes, self.counted[1] + 4 * reused + num_new)
 
     def _max_tokens_of_first(self, num: int, model: str) -> int:
-        """Return an upper bound on the tokens of the first ``num`` messages for ``model``. The
-        result for each message is kept until another model is asked for."""
+        """Return an upper bound on the tokens of the first ``num`` messages for ``model``. Results
+        are cached until another model is asked for."""
         if model != self.bounded_for:
             self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
@@ -95,13 +94,13 @@ class CallMessageHistory(msgspec.Struct):
         return bounds[num]
 
     def known_tokens(self) -> int:
-        """Return the number of tokens in the conversation so far as counted by the server, or 0 if
-        the server did not report it."""
+        """Return the tokens of the conversation so far as counted by the server, or 0 if the server
+        reported no count."""
         return self.counted[1] if self.counted else 0
 
     def known_ids(self, reused: int) -> KnownPrefix | None:
-        """Return the token ids of the longest known prefix of the conversation that ends with a
-        reply and lies within its first ``reused`` messages. Return None if there is none."""
+        """Return the token ids of the longest known prefix of the conversation. The prefix ends
+        with a reply and lies within the first ``reused`` messages. Return None if there is none."""
         for num_messages, num_ids in reversed(self.replies):
             if num_messages <= reused:
                 return KnownPrefix(num_messages, self.ids[:num_ids])
@@ -109,8 +108,8 @@ class CallMessageHistory(msgspec.Struct):
 
     def strip_stored_ids(self, reply: Reply) -> tuple[Reply, int]:
         """Remove the prompt token ids from ``reply`` that the call has already stored. Return the
-        shortened reply and the number of ids removed. If the call does not keep token ids, all
-        per-token data is removed."""
+        shortened reply and the number of ids removed. If the call does not keep token ids, remove
+        all per-token data."""
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
             per_token = dict.fromkeys((*names, "top_logprobs"))
@@ -122,7 +121,7 @@ class CallMessageHistory(msgspec.Struct):
 
     def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
         """Add a turn to the history. The prompt of the turn was the first ``reused`` messages of
-        the history followed by ``new``. Both ``reply`` and ``reused_ids`` come from
+        the history followed by ``new``. ``reply`` and ``reused_ids`` come from
         ``strip_stored_ids``."""
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self.max_tokens[reused + 1 :]
@@ -146,8 +145,8 @@ class CallMessageHistory(msgspec.Struct):
 
 
 class LiveCall:
-    """A call in progress: its question, its place in the tree of calls, and its conversation so
-    far."""
+    """A model call in progress: its question, its position in the call tree, and its conversation
+    so far."""
 
     def __init__(
         self,
@@ -161,8 +160,8 @@ class LiveCall:
         context: SharedContext | None = None,
         history: CallMessageHistory | None = None,
     ) -> None:
-        """Create a call that has not taken a turn yet. If it continues an earlier call, ``history``
-        holds the messages of that call, and the new call may change it."""
+        """Create a call that has not taken a turn yet. To continue an earlier call, pass its
+        messages as ``history``; the new call may change that object."""
         self.id = id
         self.kind = kind
         self.client = client
@@ -174,9 +173,10 @@ class LiveCall:
         self.turn = 0
         """Index of the next turn."""
         self.num_turns_before = 0
-        """For a branch: turns of the original call before the branch point."""
+        """For a branch: the number of turns that the original call took before the branch point."""
         self.shrunk: tuple[int, str] | None = None
-        """(tokens of the next reply, the limit that does not allow more), in a small budget."""
+        """Token limit of the next reply if a nearly used budget lowered it, and the name of the
+        limit that did."""
         self.num_children = 0
         self.num_forks = 0
 
@@ -187,8 +187,8 @@ class LiveCall:
 
     @property
     def mean_surprisals(self) -> Sequence[float | None]:
-        """The surprisal of each reply so far: the mean negative log-probability per sampled token,
-        in nats; None for a reply without log-probabilities."""
+        """For each reply so far, the mean negative log-probability per sampled token, in nats. None
+        for a reply without log-probabilities."""
         return self.history.surprisals
 
     @property
@@ -196,9 +196,8 @@ class LiveCall:
         return ":" in self.id
 
     def next_child(self) -> str:
-        """Return the id for the next child call. Ids are assigned in the order in which children
-        are created, because a replay can repeat that order, but not the order in which they
-        finish."""
+        """Assign and return the id of the next child call. Ids follow the order in which children
+        are created, which a replay can repeat, rather than the order in which they finish."""
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
@@ -207,9 +206,9 @@ class LiveCall:
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a fork of this call that continues from the current state. If ``num_turns`` is
-        given, the fork instead continues from the end of the first ``num_turns`` turns, at which
-        the call had ``num_messages`` messages."""
+        """Return a copy of this call that continues separately from the current state. If
+        ``num_turns`` is given, the copy continues from the end of that turn instead, when the call
+        had ``num_messages`` messages."""
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(

@@ -1,5 +1,5 @@
-"""Write the unfinished replies of a run to a file while they arrive, for web pages that show the
-run live.
+"""Write the unfinished replies of a run to a file as they arrive, for web pages that show the run
+live.
 
     no page:   two looks per second for the file that a page creates, and nothing per piece
     a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
@@ -18,7 +18,7 @@ from ramify.clients.base import ReplyPiece
 from ramify.store.live_text import MAX_CHARS, ArrivingReply, LiveReplyFileWriter
 
 _LOOK_S = 0.5
-"""Seconds between two looks whether a page follows the run."""
+"""Seconds between checks for a web page that follows the run."""
 _WRITE_S = 0.25
 """Seconds between two writes."""
 _TAIL_CHARS = 2 * MAX_CHARS
@@ -27,13 +27,13 @@ _TAIL_CHARS = 2 * MAX_CHARS
 
 class LiveReplyWriter:
     """Writes the unfinished replies of one run to a file, several times per second while a web page
-    is following the run. An instance belongs to the run's event loop."""
+    follows the run. An instance belongs to the run's event loop."""
 
     def __init__(
         self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveReplyFileWriter
     ) -> None:
-        """Start to check whether a page follows the run. ``replies`` is a function that returns the
-        replies that have only partly arrived."""
+        """Start checking for a web page that follows the run. ``replies`` returns the replies that
+        have only partly arrived."""
         self._replies = replies
         self._file = file
         self._num_ticks = 0
@@ -61,8 +61,8 @@ class LiveReplyWriter:
 
 
 def join_pieces(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
-    """Join the pieces of an unfinished reply, and return the last part of its text and of its
-    reasoning. The reasoning is omitted if it is followed by a long text."""
+    """Join the pieces of an unfinished reply. Return the end of its text and the end of its
+    reasoning, without the reasoning if a long text follows it."""
     texts: list[str] = []
     thoughts: list[str] = []
     num_chars = num_thoughts = 0

@@ -1,5 +1,5 @@
-"""Define the state that all calls of a run share while it is in progress: budget, models, tools,
-contexts and prompts.
+"""Define the state that all model calls of a run share: budget, models, tools, contexts and
+prompts.
 
     RLM.start ──> RunHandle ──> RlmCall (root) ──> ModelRequests.ask ──> recorded?
                                     │                    ^               └──> RateLimitedClientPool
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("engine")
 _REFUSED_CHARS = 200
-"""Characters of the reason why the last answer was not accepted, in the reason of a run."""
+"""Maximum characters quoted from the reason why the last answer was not accepted."""
 _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE)
 
 
 def store_context(blobs: RunBlobs, context: SharedContext) -> None:
-    """Store a context with its run. A folder of blobs takes it piece by piece, so that it is not in
-    memory a second time."""
+    """Store a context with its run. A folder of blobs receives it piece by piece, so that memory
+    never holds a second copy."""
     if isinstance(blobs, BlobStore):
         blobs.put_pieces(context.pieces(), context.nbytes, context.digest)
     else:
@@ -63,8 +63,8 @@ def store_context(blobs: RunBlobs, context: SharedContext) -> None:
 
 
 class SharedRunState:
-    """The state that all calls of a run in progress share: its budget, models, tools, contexts and
-    prompts. An instance belongs to one event loop."""
+    """The state that all calls of a run share: its budget, models, tools, contexts and prompts. An
+    instance belongs to one event loop."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SharedRunState:
         self.recorder = recorder
         self.recording = recording
         self.prepare_session = question.on_session
-        """Prepares each new session, if the question has such a function."""
+        """Function that prepares each new session, or None."""
         self.pictures = RunPictures(setup.blobs, question.pictures)
         self._context_has_pictures = bool(question.pictures)
         under_way: set[TurnRequest] = set()
@@ -110,7 +110,7 @@ class SharedRunState:
         self.ending.start()
 
     def release_resources(self) -> None:
-        """Release the event-loop resources of the finished run."""
+        """Release the resources that the finished run holds on its event loop."""
         self.ending.finish()
         if self._arriving is not None:
             self._arriving.close()
@@ -124,9 +124,9 @@ class SharedRunState:
         return self.setup.scaffold
 
     def continue_past_limit(self, call: LiveCall) -> None:
-        """When a resumed run has higher limits, continue ``call`` past the turn at which a limit
-        ended the recorded run. Events that the recorded run had after that turn remain charged, but
-        are otherwise ignored."""
+        """Let ``call`` continue past the turn at which a limit ended the recorded run, if the
+        resumed run has higher limits. Recorded events after that turn remain charged but are
+        otherwise ignored."""
         for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
             for event in gone.events:
                 self.recorder.emit(event, is_written=True)
@@ -142,8 +142,8 @@ class SharedRunState:
             self.recorder.emit(resumed, is_written=gone.is_recorded)
 
     def must_stop(self, call: LiveCall) -> Stop | None:
-        """Return the reason why ``call`` may not take another regular turn, or None if it may. A
-        repeated run stops at the turn at which the recorded run stopped."""
+        """Return the reason why ``call`` must stop before another regular turn, or None if it may
+        continue. A repeated run stops at the turn at which the recorded run stopped."""
         if self.recording is not None:
             recorded = self.recording.request(call.id, call.turn)
             if recorded is not None:
@@ -153,22 +153,22 @@ class SharedRunState:
         return self.ending.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
     def was_cell_skipped_at_end(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """Return True if the recorded run did not execute this cell (piece of code) because the run
-        was about to end. A repeated run must then skip it too."""
+        """Return True if the recorded run skipped this cell (piece of code) because the run was
+        about to end. A repeated run must then skip it too."""
         return self.recording is not None and self.recording.was_cell_skipped_at_end(
             call.id, turn, cell
         )
 
     def limit_usage(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum for each limit that all calls of the
-        run share, including the time in seconds."""
+        """Return the name, the amount spent and the maximum of each limit that all calls of the run
+        share. Time counts in seconds."""
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
         return [*self.requests.ledger.limit_usage(), ("seconds", spent, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
-        """Return how much of each limit ``call`` may still use, by the name of the limit. The part
-        that is kept for the root call's final reply is not included."""
+        """Return what ``call`` may still use, as a mapping from the name of each limit to the
+        remaining amount. The amount kept for the root call's final reply is not included."""
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
         seconds = self.ending.seconds_left() - self.ending.last_word_s
@@ -218,8 +218,7 @@ class SharedRunState:
 
     def reason(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
         """Return one sentence that explains why a call with ``num_turns`` turns ended, with the
-        numbers of the limit that it reached. Return an empty string if the call ended with a final
-        answer."""
+        numbers of the limit that it reached. Empty if the call ended with a final answer."""
         limits, stop, ending = self.setup.limits, outcome.stop, self.ending
         if stop is Stop.FINAL:
             return ""
@@ -254,8 +253,8 @@ class SharedRunState:
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
-        """Log a warning when a call ends at a limit. Each limit is reported once, although all
-        calls share most limits and therefore end at them together."""
+        """Log a warning when a call ends at a limit. Each limit is reported once, because most
+        limits are shared and end all calls together."""
         limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
         reported = self.requests.ledger.reported
         if stop not in _LIMITS or limit in reported:
@@ -270,8 +269,7 @@ class SharedRunState:
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
         """Return the first message of ``call``, which presents its question and its context.
-        ``is_next`` is True if the call continues a conversation in which an earlier question was
-        asked."""
+        ``is_next`` is True if the call continues a conversation after an earlier question."""
         scaffold = self.setup.scaffold_at(call.depth)
         if is_next and not scaffold.first:
             return f"The next question: {call.question}"
@@ -280,7 +278,7 @@ class SharedRunState:
         return scaffold.first_message(call.question, value, facts, about)
 
     def context_facts(self, call: LiveCall) -> ContextFacts:
-        """Return facts about the context of ``call``, such as its size. They are computed once per
+        """Return facts about the context of ``call``, such as its size. Results are cached per
         context, because child calls often share a large one."""
         context = call.context
         if context is None:
@@ -296,8 +294,8 @@ class SharedRunState:
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:
-        """Return the system message of ``call``. Calls at the same depth whose contexts look alike
-        share one message, which is created only once."""
+        """Return the system message of ``call``. Calls at the same depth with similar contexts
+        share one cached message."""
         place = call.depth, self.context_facts(call)
         if place not in self._system_prompts:
             self._system_prompts[place] = self._new_system_prompt(call)
@@ -318,8 +316,9 @@ class SharedRunState:
         return self.setup.scaffold_at(call.depth).system_prompt(facts)
 
     def _has_pictures(self, depth: int) -> bool:
-        """Return True if sessions at ``depth`` can show pictures to a model. This depends only on
-        what is known before the run starts, because a repeated run must get the same prompts."""
+        """Return True if sessions at ``depth`` can show pictures to a model. The result depends
+        only on what is known before the run starts, because a repeated run must get the same
+        prompts."""
         has_tool = PAGE_PICTURE in self.tools_at(depth).functions
         sees = any(self.models.sees(client) is not False for client in self.models.all)
         return sees and (self._context_has_pictures or has_tool)
@@ -349,8 +348,8 @@ class SharedRunState:
 
 
 def _refused(outcome: CallOutcome) -> str:
-    """Return the end of a sentence about a call without an answer: the answer that it tried to give
-    last, and why that was not accepted. Empty if there is none."""
+    """Return the end of an error sentence about a call without an answer: the last answer it tried
+    to give and why that was not accepted. Empty if it tried none."""
     if outcome.answer is not None or not outcome.refused_answer:
         return ""
     return f"; its last attempt to answer: {one_line(outcome.refused_answer)[:_REFUSED_CHARS]}"

@@ -1,5 +1,5 @@
-"""Give a session the tools of MCP servers as Python functions, through the official MCP SDK (the
-extra ``mcp``).
+"""Offer the tools of MCP servers in a session as Python functions, through the official MCP SDK
+(the extra ``mcp``).
 
     with ramify.McpTools("uvx mcp-server-git", "https://host/mcp") as tools:
         ramify.RLM("openai:gpt-5-mini", tools=tools).completion("What changed last week?")
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 CONNECT_S = 120.0
-"""Time for a server to start: some download themselves first."""
+"""Seconds that a server may take to start. Some download themselves first."""
 _MOST_CHARS = 600
-"""Maximum characters of a tool's description that a model is shown."""
+"""Maximum characters of a tool's description that the model sees."""
 _TYPES: dict[str, type] = {
     "string": str,
     "integer": int,
@@ -51,8 +51,8 @@ _TYPES: dict[str, type] = {
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """A mapping from names to the tools of one or more MCP servers. Pass it as ``RLM(tools=…)``,
-    alone or combined with other tools as ``{**tools, "own": own}``.
+    """A mapping of names to the tools of one or more MCP servers. Pass it as ``RLM(tools=…)``,
+    alone or combined with other tools: ``{**tools, "own": own}``.
 
     Creating it connects to the servers and blocks until all are connected (in an event loop, use
     ``await asyncio.to_thread(McpTools, …)``). The connections last until ``close``.
@@ -73,7 +73,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
             raise ConfigError("no MCP server: give a command or an address")
         need_extra("MCP servers")
         self.servers = tuple(map(redacted_server, servers))
-        """The servers for the run's record, without the values of environment variables."""
+        """Servers as written to the run's record, without the values of environment variables."""
         self._functions: dict[str, Callable[..., Any]] = {}
         self._connections = [_McpConnection(server, timeout_s, start_s) for server in servers]
         self._finalizer = weakref.finalize(self, _close, self._connections)
@@ -115,8 +115,8 @@ class McpTools(Mapping[str, Callable[..., Any]]):
 
 
 class _McpConnection:
-    """One connection to an MCP server. It is held by a separate task, because the SDK requires that
-    a connection is closed by the task that opened it."""
+    """One connection to an MCP server, held open by its own asyncio task. The SDK requires that the
+    task that opens a connection also closes it."""
 
     def __init__(self, server: str, timeout_s: float, start_s: float) -> None:
         self._server = server
@@ -129,8 +129,7 @@ class _McpConnection:
         self._stop: asyncio.Event | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect to the server and return the list of its tools. Raises ConfigError if that
-        fails."""
+        """Connect to the server and return its list of tools. Raises ConfigError on failure."""
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task = asyncio.ensure_future(self._hold_open(ready))
@@ -175,8 +174,8 @@ class _McpConnection:
 
 
 def need_extra(what: str) -> None:
-    """Raise ConfigError if the MCP SDK is not installed. ``what`` names the feature that requires
-    it."""
+    """Raise ConfigError if the MCP SDK is not installed. ``what`` names the feature that needs the
+    SDK."""
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
@@ -184,7 +183,7 @@ def need_extra(what: str) -> None:
 
 
 def redacted_server(server: str) -> str:
-    """Return the server's command or address without its secrets, for the record of a run. For
+    """Remove the secrets from a server's command or address, so that it can be recorded. For
     example, ``"TOKEN=abc serve --x"`` becomes ``"TOKEN= serve --x"``, and an address loses its user
     and query."""
     if _is_address(server):
@@ -206,8 +205,8 @@ def _is_address(server: str) -> bool:
 
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
-    """Split a server's command line into the environment variables set in front of it and the words
-    of the command. Raises ConfigError if the command itself is missing."""
+    """Split a server's command line into its leading environment variables (``NAME=VALUE``) and the
+    words of the command. Raises ConfigError if there is no command."""
     try:
         words = shlex.split(server)
     except ValueError as error:
@@ -248,7 +247,7 @@ def _client(server: str, errors: Any) -> Client:
 
 
 async def _all_tools(client: Client) -> list[Tool]:
-    """Return all tools of a server, which lists them page by page."""
+    """Return all tools of a server, reading its list page by page."""
     tools: list[Tool] = []
     cursor: str | None = None
     for _ in range(100):
@@ -279,8 +278,8 @@ def _unreachable(server: str, error: BaseException, errors: Any, start_s: float)
 def _function(
     owner: McpTools, connection: _McpConnection, tool: Tool, name: str
 ) -> Callable[..., Any]:
-    """Return the function through which a session calls an MCP tool. The function holds a reference
-    to ``owner``, so that the connection stays open as long as the function exists."""
+    """Return a Python function that calls an MCP tool. The function keeps a reference to ``owner``,
+    so the connection stays open as long as the function exists."""
     schema = tool.input_schema
     signature = _signature(schema)
 
@@ -301,7 +300,7 @@ def _function(
 
 def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
     """Return the Python signature of a tool with the given JSON schema. Required parameters come
-    first, and names that are invalid in Python are passed in ``**more``."""
+    first. Names that are invalid in Python are passed through ``**more``."""
     required = set(schema.get("required", ()))
     fields = schema.get("properties", {})
     usable = [
@@ -324,7 +323,7 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
 
 
 def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """Return one paragraph that describes a tool and its parameters to the model."""
+    """Return one paragraph for the model that describes a tool and its parameters."""
     about = " ".join((tool.description or tool.title or "a tool of an MCP server").split())
     fields = [
         (name, field.get("description")) for name, field in schema.get("properties", {}).items()
@@ -337,8 +336,8 @@ def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _value(result: CallToolResult, tool: Tool) -> Any:
-    """Return the result of a tool as a Python value for the session. Raises RuntimeError with the
-    tool's message if the tool failed."""
+    """Convert the result of an MCP tool to a Python value for the session. Raises RuntimeError with
+    the tool's message if the tool failed."""
     texts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise RuntimeError("\n".join(texts) or "the tool failed without a word")

@@ -1,5 +1,5 @@
-"""Handle the requests that the calls of a run make to their models. Each one is answered from the
-recording of an earlier run or from the cache, or is sent to the model.
+"""Handle the requests that a run's calls make to their models. Each request is answered from an
+earlier recording or from the cache, or sent to the model.
 
     ask ──> recorded? ──> cached? ──> reserve ── announce ── send ── settle ──> reply
                                          └─ retried, rate limited: ``RateLimitedClientPool``
@@ -52,8 +52,8 @@ _LEAST_REPLY_TOKENS = 512
 
 
 class ModelRequests:
-    """The only way from the calls of a run to a model. It reserves the budget of each request,
-    records it, sends it, and records the reply."""
+    """Sends all model requests of a run. For each request, it reserves the budget, records the
+    request, sends it, and records the reply."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ModelRequests:
         cache: ReusableReplies | None,
         read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
-        """Prepare to make the requests of one run.
+        """Prepare to send the requests of one run.
 
         ``cache`` finds replies of earlier runs to equal requests. ``read_picture`` returns the
         bytes of one of the run's pictures, given its digest. ``under_way`` is a set shared with the
@@ -88,13 +88,13 @@ class ModelRequests:
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
         self._last_word: Reservation | None = None
-        """What is held for the root's final request."""
+        """Reservation for the root call's final request."""
         self._last_word_limit: int | None = None
-        """Tokens of the reply for which that is enough; None if nothing was held."""
+        """Maximum tokens of the reply that this reservation covers; None if nothing was held."""
         self._has_excess = False
-        """Whether a reply used more than was reserved."""
+        """True once a reply used more than was reserved."""
         self._repeated: set[tuple[str, int]] = set()
-        """(call, turn) of the recorded attempts that were repeated."""
+        """(call, turn) of each turn whose recorded attempts were repeated."""
 
     async def ask(
         self,
@@ -110,8 +110,7 @@ class ModelRequests:
         asked: Sampling | None = None,
     ) -> Reply:
         """Take the next turn of ``call``: send a request, and return the model's reply. The prompt
-        consists of the first ``reused`` messages of the call (all if None) and the messages in
-        ``new``.
+        consists of the call's first ``reused`` messages (None: all) followed by ``new``.
 
         ``known`` holds the token ids of the first messages of the prompt, if more of them are known
         than the call itself has stored. ``asked`` is the sampling that an external agent asks for,
@@ -185,8 +184,8 @@ class ModelRequests:
         return reply
 
     def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
-        """Return the sampling options for a reply of at most ``max_tokens`` tokens. The stop texts
-        that an external agent asked for are added to those of the run."""
+        """Return the sampling options for a reply of at most ``max_tokens`` tokens. Stop strings
+        requested by an external agent are added to those of the run."""
         sampling = self.lengths.sampling_of(call.client)
         if asked is not None:
             stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
@@ -197,7 +196,7 @@ class ModelRequests:
         return sampling
 
     def arriving_replies(self) -> list[ArrivingReply]:
-        """Return the replies of which a part has arrived."""
+        """Return the replies that have only partly arrived."""
         return [
             join_pieces(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
@@ -205,30 +204,30 @@ class ModelRequests:
         ]
 
     def remove_in_flight(self, turn: TurnRequest) -> None:
-        """Remove ``turn`` from the requests that may still be answered, because its outcome is now
-        recorded. If the run is being suspended and this was the last such request, the run ends."""
+        """Remove ``turn`` from the requests in flight, because its outcome is recorded. If the run
+        is being suspended and this was the last such request, the run ends."""
         self.under_way.discard(turn)
         self.ending.finish_suspension_if_idle()
 
     def warn_of_excess(self, call: LiveCall, text: str) -> None:
-        """Record a note that a reply used more than was reserved. Only the first such note is a
-        warning, because some models do this with every reply."""
+        """Record that a reply used more than was reserved. Only the first such record is a warning,
+        because some models exceed every reservation."""
         is_first, self._has_excess = not self._has_excess, True
         prefix = "warning: " if is_first else ""
         note = f"{prefix}{text}; later requests to it reserve as much"
         self.recorder.note(call.id, note, is_warning=is_first)
 
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
-        """Return the maximum number of tokens in a reply of ``call``, including hidden reasoning.
-        ``longer`` multiplies the part that is not reasoning."""
+        """Return the maximum tokens of a reply of ``call``, hidden reasoning included. ``longer``
+        multiplies the part without reasoning."""
         full = longer * self.visible_reply_token_limit(call)[0] + self.lengths.reasoning_tokens(
             call.client
         )
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
-        """Return the maximum number of tokens in a reply of ``call``, not counting hidden
-        reasoning, and the name of the setting that determines this maximum."""
+        """Return the maximum tokens of a reply of ``call``, without hidden reasoning, and the name
+        of the setting that determines this maximum."""
         is_plain = call.kind in ("lm", "leaf") and call.parent is not None
         return self.lengths.visible_reply_token_limit(call.client, call.depth, is_plain)
 
@@ -240,9 +239,9 @@ class ModelRequests:
     def hold_last_word(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
     ) -> Stop | None:
-        """Before the root call takes its next turn, hold back the cost of the final request that
-        may have to follow it. ``new`` holds the messages of the next turn. Return the limit that
-        the two would exceed, or None.
+        """Hold back the cost of the root call's final request before the root takes its next turn.
+        ``new`` holds the messages of that turn. Return the limit that both requests together would
+        exceed, or None.
 
         The prompt of the final request will also contain the reply and the observation of the next
         turn. If the budget is small, that reply is shortened and the observation is left out of the
@@ -270,8 +269,8 @@ class ModelRequests:
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
         """Hold back budget for the root's final request, which may follow the next turn.
-        ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of the
-        output of its code. Return the limit that either request would exceed, or None."""
+        ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of its
+        code's output. Return the limit that either request would exceed, or None."""
         asked = Request(tuple(new), model=call.client.name)
         prompt = call.history.max_input_tokens(len(call.messages), asked)
         most = Usage(
@@ -293,9 +292,9 @@ class ModelRequests:
         return Reservation(self.ledger, call.client.name, most, call.client.price)
 
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
-        """Return how many tokens, up to ``limit``, the budget allows for the reply to ``prompt``.
-        If it does not even allow a short reply, return ``limit``, so that the request fails with
-        the usual error."""
+        """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``. If even a
+        short reply is too expensive, return ``limit``, so that the request fails with the usual
+        error."""
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
         tokens, given = limit, asked.max_input_tokens()
         while tokens >= _LEAST_REPLY_TOKENS:
@@ -308,15 +307,15 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Hold back more of the budget for the root call's final answer. Called when a reply has
-        used more than was reserved for it, because the final answer may do the same."""
+        """Hold back more budget for the root call's final answer. Called after a reply used more
+        than was reserved for it, because the final answer may do the same."""
         if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
             self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
-        """Return the reply to this request from the recorded run or from the cache, and the number
-        of its prompt's token ids that are already stored. Return None if there is no such reply. If
-        the recorded run got an error instead, raise it."""
+        """Return the reply to this request from the recorded run or from the cache, and how many of
+        its prompt token ids are already stored. Return None if there is no such reply. Raises the
+        recorded error if the recorded run received an error instead."""
         call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
@@ -343,8 +342,8 @@ class ModelRequests:
         return None
 
     def _repeat_attempts(self, recording: RecordedRunIndex, turn: TurnRequest) -> None:
-        """Record and charge the recorded attempts of this turn that failed or were in flight,
-        because they may have been billed.
+        """Record and charge this turn's recorded attempts that failed or were in flight, because
+        the provider may have billed them.
 
         This happens once per turn, even if the turn has several prompts because the first did not
         fit the window.
@@ -369,7 +368,7 @@ class ModelRequests:
 
     def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that has just arrived, and add it to the cache. Return the reply without
-        the token ids that are already stored, and their number."""
+        the token ids that are already stored, and the number of those ids."""
         reply = recordable(reply, self.setup.scaffold.stop, turn.most())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
@@ -377,8 +376,8 @@ class ModelRequests:
 
 
 class TurnRequest:
-    """The request of one turn. It reserves budget for each attempt, and records the attempts and
-    the reply."""
+    """The model request of one turn. It reserves budget for each attempt, and records the attempts
+    and the reply."""
 
     def __init__(
         self,
@@ -388,7 +387,7 @@ class TurnRequest:
         reused: int,
         last_word: Stop | None,
     ) -> None:
-        """Create the request of the next turn of ``call``. The first ``reused`` messages of its
+        """Create the request for the next turn of ``call``. The first ``reused`` messages of its
         prompt are already part of the conversation. ``last_word`` is the reason if this is the
         final request of the call."""
         self.call = call
@@ -412,14 +411,14 @@ class TurnRequest:
         )
         self._reservation = Reservation(requests.ledger, model, most, call.client.price)
         self.arrived: list[ReplyPiece] = []
-        """Reply to the attempt in progress, as far as it has arrived."""
+        """The part of the reply that has arrived in the attempt in progress."""
         self._excess = ""
-        """A sentence, if the reply used more than was reserved."""
+        """A warning if the reply used more than was reserved, or an empty string."""
 
     def use_recorded_prompt(self, recording: RecordedRunIndex) -> None:
-        """Use the recorded prompt instead of the new one if the two differ only in the limits that
-        they mention. If the limits of the run have changed, system messages are not compared,
-        because the rest of their text follows from settings that have already been compared."""
+        """Use the recorded prompt if it differs from the new one only in the limits that both
+        mention. If the limits of the run have changed, system messages are not compared: their
+        other text follows from settings that were compared already."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return
@@ -435,7 +434,6 @@ class TurnRequest:
             self._new, self.digest = recorded.prompt, recorded.prompt_hash
 
     def announce(self) -> None:
-        """Record that the request is about to be sent."""
         call, recorder = self.call, self._requests.recorder
         recording = self._requests.recording
         if recording is not None:  # a concurrent call may have diverged meanwhile
@@ -471,8 +469,8 @@ class TurnRequest:
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
-        """Pass on a piece of the reply that has just arrived, for those who follow the run live.
-        The reply itself is recorded once it is complete or the attempt has failed."""
+        """Pass a newly arrived piece of the reply to those who follow the run live. The reply is
+        recorded only once it is complete or the attempt has failed."""
         if piece.text or piece.reasoning:
             run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
@@ -512,7 +510,8 @@ class TurnRequest:
         self._attempted(error, usage, cost)
 
     def book_recorded(self, reply: Reply) -> None:
-        """Charge the budget for a reply that the run received before it was interrupted."""
+        """Charge the budget for a recorded reply, which the run received before it was
+        interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost
@@ -521,14 +520,15 @@ class TurnRequest:
         ledger.charge(usage, reply.cost, is_recorded=True)
 
     def charge_in_flight(self) -> None:
-        """Charge the maximum cost of an attempt that was in flight when the recorded run was
-        interrupted, because the provider may have billed it."""
+        """Charge the maximum cost of a recorded attempt that was in flight when the run was
+        interrupted. The provider may have billed it."""
         usage, cost = self.most()
         self._requests.ledger.charge(usage, cost)
         self._attempted("in flight when the run was cut off; sent again", usage, cost)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return the usage and the cost that are reserved, which are upper bounds."""
+        """Return upper bounds on the usage and the cost of the request, which are the reserved
+        amounts."""
         return self._reservation.usage, self._reservation.cost
 
     @property
@@ -552,15 +552,15 @@ class TurnRequest:
 
 
 def _free(reply: Reply) -> Reply:
-    """Return a copy of ``reply`` without usage and cost, because it is reused and not paid for
+    """Return a copy of ``reply`` without usage and cost, because a reused reply is not paid for
     again."""
     cost = None if reply.cost is None else 0.0
     return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
 def request_hash(model: str, request: Request) -> str:
-    """Return a hash of everything that determines the reply to a request: the model, the prompt,
-    the sampling options, the schema and the tools."""
+    """Return a hash of everything that determines the reply to a request: model, prompt, sampling
+    options, schema and tools."""
     import hashlib
 
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
@@ -568,7 +568,7 @@ def request_hash(model: str, request: Request) -> str:
 
 
 def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
-    """Return the error for a reply of ``call`` that was truncated at its token limit. ``text`` is
+    """Create the error for a reply of ``call`` that was truncated at its token limit. ``text`` is
     the part that arrived."""
     limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
     if not text.strip() and limit > for_text:
@@ -579,7 +579,7 @@ def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) ->
 
 
 def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCut:
-    """Return the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
+    """Create the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
     names the option that raises this limit, and ``text`` is the part that arrived."""
     return ReplyCut(
         f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
@@ -589,8 +589,8 @@ def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCu
 
 
 def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
-    """Prepare a reply for the record: replace characters that cannot be encoded, and restore a
-    closing tag that the server removed as a stop text. If the server reported no usage, use the
+    """Prepare a reply for recording. Replace characters that cannot be encoded, and restore a
+    closing tag that the server removed as a stop string. If the server reported no usage, use the
     upper bounds in ``most``."""
     message = encodable_message(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
@@ -602,7 +602,7 @@ def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | N
 
 
 def filtered(model: str, reply: Reply) -> ReplyFiltered:
-    """Return the error for a reply that was stopped by a content filter or in which the model
+    """Create the error for a reply that was stopped by a content filter, or in which the model
     refused to answer."""
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
@@ -620,8 +620,8 @@ def filtered(model: str, reply: Reply) -> ReplyFiltered:
 
 
 def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
-    """Raise ConfigError if a cost limit is set although a model has no known price, because the
-    limit could not be enforced."""
+    """Raise ConfigError if a cost limit is set but some model has no known price. The limit could
+    not be enforced."""
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Parse a model's reply into an action, in a helper process if the reply is long, so that the event
-loop is never blocked.
+"""Parse a model's reply into an action without blocking the event loop. Long replies are parsed in
+a helper process.
 
     short reply ─────────────────▶ Scaffold.read ───────────▶ ParsedReply
     long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ParsedReply
@@ -17,8 +17,8 @@ from ramify.engine.scaffold import Scaffold
 from ramify.types.message import Message, encodable_message
 
 _LONG_CHARS = 100_000
-"""Longer replies are parsed in a helper process. A usual reply of 8,192 tokens has about 30,000
-characters."""
+"""Replies with more characters are parsed in a helper process. A reply of 8,192 tokens usually has
+about 30,000 characters."""
 _MANY_CALLS = 100
 
 
@@ -29,7 +29,7 @@ class _Reading(msgspec.Struct, array_like=True):
 
 
 class ParsedReply(msgspec.Struct, array_like=True):
-    """A parsed model reply: the action that it asks for and, for a long reply, its prose."""
+    """A parsed model reply: the action that it asks for, and the prose of a long reply."""
 
     action: ParsedAction
     prose: str | None = None
@@ -38,8 +38,8 @@ class ParsedReply(msgspec.Struct, array_like=True):
 
 
 async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ParsedReply:
-    """Parse a reply. A long reply is parsed in a helper process; if that fails or takes too long,
-    the result has an empty action that states the error."""
+    """Parse a model's reply. A long reply is parsed in a helper process. If that fails or takes too
+    long, the result has an empty action that states the error."""
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
     from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper
@@ -58,8 +58,7 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
 
 
 def read_in_helper(reading: bytes) -> bytes:
-    """Parse one encoded reply, and return the encoded result. This function runs in the helper
-    process."""
+    """Parse one encoded reply in the helper process, and return the encoded result."""
     given = _decode_reading(reading)
     action = given.scaffold.read(given.message, given.is_cut)
     return _encode(ParsedReply(action, prose_of(given.message.content)))

@@ -1,5 +1,5 @@
-"""The texts of the messages that a model receives after the first one: the results of its code,
-warnings and the request for a final answer.
+"""Write the messages that a model receives after its first one: the results of its code, warnings,
+and the request for a final answer.
 
 Prompts only grow, so everything that changes from turn to turn (the turn count, the remaining
 limits) is stated here.
@@ -85,7 +85,7 @@ CONTINUE = "Summary of the work so far (the session and its variables are as you
 def cut(text: str, max_chars: int, length: int, where: str) -> str:
     """Truncate a long text in the middle, and state how many characters were cut and where the
     whole text is. A text of at most ``max_chars`` characters is returned unchanged. ``length`` is
-    the true length, in case ``text`` itself is already incomplete.
+    the original length, in case ``text`` itself is already incomplete.
 
     >>> cut("abcdefghij", 4, 10, "in outputs[1]")
     'ab\\n[… 6 of 10 characters cut; the whole is in outputs[1] …]\\nij'
@@ -99,7 +99,7 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
 
 def shortened(message: Message, share: int, terse_chars: int) -> Message:
     """Return ``message`` with its content shortened to 1 / ``share`` of its length. The head and
-    the tail remain, with a note on the true length; with ``terse_chars`` set, only the head
+    the tail remain, with a note on the original length. If ``terse_chars`` is not 0, only the head
     remains.
 
     >>> shortened(Message("user", "abcdefgh"), 4, 90).content
@@ -133,12 +133,12 @@ def cell_report(cell: Cell) -> str:
 
 
 NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
-"""Reasons of a last word after which no cell is run."""
+"""Stop reasons after which no code runs in reply to the final request."""
 
 
 def last_word(stop: Stop, num_deaths: int) -> str:
     """Return the message that asks the model for its final answer. ``stop`` is the reason why the
-    call ends, and ``num_deaths`` the number of sessions that it has lost."""
+    call ends, and ``num_deaths`` is the number of its sessions that died."""
     reasons = {
         Stop.CANCELLED: "You are asked to finish.",
         Stop.ERROR: LAST_SESSION.format(deaths=num_deaths),
@@ -148,17 +148,17 @@ def last_word(stop: Stop, num_deaths: int) -> str:
 
 
 def nudge(num_idle: int, max_idle: int) -> str:
-    """Return the reminder for a model that has sent ``num_idle`` messages in a row with neither
-    code nor an answer. After ``max_idle`` such messages, the call ends."""
+    """Return a reminder for a model that has sent ``num_idle`` messages in a row with neither code
+    nor an answer. After ``max_idle`` such messages, the call ends."""
     left = max_idle - num_idle
     more = "one more message" if left == 1 else f"{left} more messages"
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
 def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes that tell the model where values of its last cell are kept: replies that arrived
-    before the cell or one of its calls failed, and values that the cell assigned to reserved
-    names."""
+    """Return notes that tell the model which variables hold values from its last cell (piece of
+    code). Such values are replies that arrived before a failure, and values that the cell assigned
+    to reserved names."""
     texts = []
     replies = note.get("replies")
     match replies:
@@ -176,9 +176,9 @@ def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
 def observation(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
-    """Return the message that the model receives after its cells of one turn have run. It contains
-    their reports, notes, warnings about limits and the turn number, where ``turn`` counts from
-    1."""
+    """Return the message that the model receives after the code of one turn has run. It contains
+    the reports of the code, notes, warnings about limits and the turn number ``turn``, which counts
+    from 1."""
     body = (
         "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
         if len(reports) > 1
@@ -191,8 +191,8 @@ def observation(
 
 
 def terse(cell: Cell, max_chars: int) -> str:
-    """Return a short form of a cell's result, in at most ``max_chars`` characters: its output, and
-    the line that names its error. The error line gets at least half of the space.
+    """Return the result of a cell (piece of code) in at most ``max_chars`` characters: its output,
+    and the line that names its error. The error line gets at least half of the space.
 
     >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
     'ab\\n7\\nValueError: no'
@@ -207,8 +207,7 @@ def terse(cell: Cell, max_chars: int) -> str:
 
 
 def _named(error: str) -> str:
-    """Return the line of a traceback that names the error, which is the first line after the list
-    of source lines.
+    """Return the line of a traceback that names the error: the first line after the source lines.
 
     >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
     'ValueError: no'
@@ -223,13 +222,14 @@ def _named(error: str) -> str:
 
 
 _LAST = {"turns": 1, "calls": 2}
-"""Limit -> its rest when the next turn is the last: one call is kept for the final reply."""
+"""Limit -> amount left when only one more turn is possible. One call is kept for the final
+reply."""
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
-    """Return warnings for the model about limits that are nearly used up, one line each. Each limit
-    is mentioned when a quarter is left, when a tenth is left, and when only one more turn is
-    possible. ``told`` records which warnings have been given, and is updated."""
+    """Return one warning for the model per limit that is nearly used up. Each limit is mentioned
+    when a quarter is left, when a tenth is left, and before the last turn. ``told`` stores the
+    warnings already given, and is updated."""
     lines = []
     for name, spent, limit in standing:
         left = limit - spent
@@ -259,8 +259,8 @@ _LIMITS = lazy_pattern(
 
 
 def without_limits(message: Message) -> Message:
-    """Return ``message`` without the numbers that state the limits of the run, so that prompts of
-    runs with different limits can be compared."""
+    """Return ``message`` without the numbers of the run's limits, so that prompts of runs with
+    different limits can be compared."""
     return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
 
 
@@ -269,7 +269,7 @@ def _amount(value: float) -> str:
 
 
 def count_text_chars(value: Any) -> int:
-    """Return the number of characters of all texts in a context."""
+    """Return the total number of characters of all texts in a context."""
     if isinstance(value, str | bytes | MappedText):
         return len(value)
     if isinstance(value, Mapping):
@@ -282,7 +282,7 @@ def count_text_chars(value: Any) -> int:
 
 
 def render_context(value: Any) -> str:
-    """Return a context as plain text, for a model that receives it in its prompt."""
+    """Return a context as plain text, for a model that receives it inside its prompt."""
     if isinstance(value, str):
         return value
     if picture_digest(value) is not None:

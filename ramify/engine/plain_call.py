@@ -1,5 +1,5 @@
 """Build the prompt of a plain model call, which needs no Python session, and check the reply. If
-the reply does not have the required form, the model is asked up to two more times.
+the reply does not match the required type, ask the model up to two more times.
 
     question, context ──> messages ──> reply ──┬── fits ──> answer
                               ^                └── "That does not fit the schema: …"
@@ -27,7 +27,8 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop
 
 AskModel = Callable[[list[Message], int | None], Awaitable[Reply]]
-"""Sends new messages after the first n messages of the call so far (None: after all of them)."""
+"""Function that sends new messages after the first n messages of the call so far (None: after
+all)."""
 MAX_REPAIRS = 2
 """Number of times that a reply is requested again because it does not match its schema."""
 LONG_CHARS = 5_000
@@ -37,9 +38,8 @@ LONG_CHARS = 5_000
 def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
-    """Return the messages that precede the prompt, and the prompt itself, for the plain call that
-    answers ``question``. ``text`` and ``examples`` are the user's instructions and examples for the
-    run."""
+    """Return the messages before the prompt, and the prompt itself, for the plain call that answers
+    ``question``. ``text`` and ``examples`` are the user's instructions and examples for the run."""
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
@@ -50,7 +50,7 @@ def direct_prompt(
 
 
 def with_answer_format(prompt: str, kind: AnswerType | None) -> str:
-    """Return ``prompt`` followed by a description of the required form of the answer, if there is
+    """Return ``prompt``, followed by a description of the required answer format if there is
     one."""
     return f"{prompt}\n\n{kind.json_only_instruction()}" if kind else prompt
 
@@ -65,7 +65,7 @@ async def answer_plainly(
 ) -> CallOutcome:
     """Ask a model a question without a Python session, and return the outcome. If the reply does
     not match the answer type ``kind``, show the model the error and ask again. Without an answer
-    type, ask again after an empty reply or a tool call.
+    type, ask again only after an empty reply or a tool call.
 
     ``first`` holds the messages of the first request. Nothing is raised if the model fails: the
     outcome then holds the error.

@@ -1,4 +1,4 @@
-"""Warn about a question that a policy was not trained for.
+"""Warn if a trained policy is asked a question that lies outside its training task.
 
 A policy that was trained from random weights knows nothing but its task. Asked about anything else
 it still answers, and nothing in the answer shows that it is a guess. ``policy.json`` names the
@@ -19,15 +19,15 @@ from ramify.engine.scaffold import card_of
 from ramify.tasks.question_form import question_form
 
 _OF_A_TASK = "task"
-"""Key in the settings of a run that is an attempt at an item of a task."""
+"""Setting that is present in a run's configuration if the run is an attempt at a task item."""
 
 
 def out_of_scope(
     model: Model | Client, question: str, context: Any, config: Mapping[str, Any]
 ) -> str | None:
-    """Return a warning if ``model``, which answers the root call, was trained for another kind of
-    question. Returns None if it was not, or for a client that the caller made, such as that of a
-    training run. ``config`` has the settings and the metadata of the run."""
+    """Return a warning if ``model``, which answers the root call, was trained only for another kind
+    of question. Otherwise return None. Clients that the caller created, such as that of a training
+    run, are not checked. ``config`` holds the settings and the metadata of the run."""
     if not isinstance(model, Model) or _OF_A_TASK in config:
         return None
     card = card_of(model)

@@ -1,5 +1,5 @@
-"""Gather the facts that the prompt of a call states from the settings, models and limits of its
-run.
+"""Gather the facts that the prompt of a call states. They come from the run's settings, models and
+limits.
 
     RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
@@ -32,8 +32,8 @@ from ramify.errors import ConfigError
 from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
 
 ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
-"""(model, depth, True for a plain call) -> (tokens of a reply, additional tokens of hidden
-reasoning)"""
+"""Function of (model, depth, True for a plain call) that returns the maximum reply tokens and the
+additional tokens for hidden reasoning."""
 
 
 def facts_of(
@@ -48,9 +48,9 @@ def facts_of(
     *,
     has_pictures: bool = False,
 ) -> PromptFacts:
-    """Return the facts that the prompt of a call at ``depth`` states. ``limit`` is the budget of
-    the whole run. ``has_pictures`` is True if the call's session has pictures and some model of the
-    run may be able to read them."""
+    """Gather the facts that the prompt of a call at ``depth`` states. ``limit`` is the budget of
+    the whole run. ``has_pictures`` is True if the session has pictures that some model of the run
+    may be able to read."""
     limits = setup.limits
     has_children = depth < limits.max_depth
     roles: dict[int, list[str]] = {}
@@ -95,8 +95,8 @@ def facts_of(
 
 
 def check_instructions(setup: RlmSetup, models: RunModels) -> None:
-    """Raise ConfigError if the user's instructions cannot be added to every prompt: they are too
-    long for a model's window, or the prompt format has no system message."""
+    """Raise ConfigError if the user's instructions cannot be added to every prompt. Reasons are
+    that they are too long for a model's window, or that the prompt format has no system message."""
     num = len(user_instructions(setup.instructions, setup.examples))
     if not num:
         return
@@ -125,9 +125,9 @@ def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
 def _fitting_chars(
     model: ModelFacts, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
-    """Return the length in characters of the longest prompt that the model can read together with
-    its reply, and that costs at most half of the run's budget. The engine reserves one token for
-    each byte."""
+    """Return the maximum length of a prompt, in characters, that the model can read and the budget
+    allows. The prompt must fit the window together with its reply, and may cost at most half of the
+    run's budget. The engine reserves one token per byte."""
     by_window = CHARS_PER_TOKEN * (model.window - reply_tokens)
     by_tokens = limit.tokens // 2 - reply_tokens
     fitting = [by_window, by_tokens]

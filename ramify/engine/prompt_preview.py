@@ -59,14 +59,13 @@ class PromptPreview(msgspec.Struct, frozen=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """The estimated number of tokens in the prompt, assuming four bytes per token as in English
-        text."""
+        """Estimated number of tokens in the prompt, at four bytes per token as in English text."""
         return (
             sum(len(message.content.encode("utf-8", "replace")) for message in self.messages) // 4
         )
 
     def text(self) -> str:
-        """Return all messages as one text, each under a line that names its role."""
+        """Return all messages as one text, each below a line with its role."""
         parts = [f"[{message.role}]\n{message.content}" for message in self.messages]
         parts += [f"[tool]\n{json.dumps(msgspec.to_builtins(tool))}" for tool in self.tools]
         return "\n\n".join(parts)
@@ -75,7 +74,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return self.text()
 
     def rendered(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the prompt as the tokenizer's chat template renders it."""
+        """Return the prompt as text, rendered with the tokenizer's chat template."""
         tools: Any = [
             {"type": "function", "function": msgspec.to_builtins(tool)} for tool in self.tools
         ]
@@ -91,21 +90,20 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return list(ids)
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """Return the cost of one request with these numbers of tokens, in dollars. Return None if
+        """Return the cost in dollars of one request with the given numbers of tokens, or None if
         the price is unknown."""
         return None if self.price is None else self.price.of(Usage(input_tokens, output_tokens))
 
 
 class _PreviewEnd(ModelError):
-    """Raised to end the preview's run as soon as the wanted request is known."""
+    """Raised to end the preview's run once the requested prompt has been built."""
 
 
 class _PreviewPool(RateLimitedClientPool):
-    """A client pool that sends nothing. It keeps the first request that a call at a given depth
-    makes."""
+    """A client pool that sends nothing. It keeps the first request of a call at a given depth."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
-        """Create a pool that waits for the first request of a call at ``depth``. Calls above that
+        """Create a pool that captures the first request of a call at ``depth``. Calls above that
         depth receive ``reply_above`` as the model's reply."""
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth

@@ -1,5 +1,5 @@
-"""Write the prompt of a session: this module holds the facts about a run that the prompt may state,
-and the sentences that state them.
+"""Write the prompt of a session: define the facts about a run that a prompt may state, and the
+sentences that state them.
 
     PromptFacts ──> sections() ──> {"task": …, "example": …, "models": …}  ──> Scaffold.system
     ContextFacts ──> first_message(): the question, and the context's size, shape, head and tail
@@ -45,34 +45,33 @@ ContextKind = Literal[
     "conversation",
     "value",
 ]
-"""``table``: a ``Table``; ``frame``: one that is a DataFrame in the session; ``array``: of
-numbers."""
+"""Kind of a context. ``table`` is a ``Table``, ``frame`` a table that is a DataFrame in the
+session, and ``array`` an array of numbers."""
 
 CHARS_PER_TOKEN = 3
-"""Characters of a token, rounded down: so many fit a window in any common language."""
+"""Characters per token, rounded down so that the estimate is safe for any common language."""
 _TYPICAL_CHARS = 4
-"""Characters of a token in English text, for estimates that are called estimates."""
+"""Characters per token in English text, for figures that are marked as estimates."""
 _PART_CHARS = 50_000
-"""Size of a part in the worked example, if the model can read it: larger parts are read less
-carefully."""
+"""Maximum size of a part in the worked example: models read larger parts less carefully."""
 _HEAD_CHARS = 300
 _TAIL_CHARS = 200
 _NUM_NAMES = 8
 _NUM_CHECKED = 1_000
-"""Names that are looked at to find out whether they are those of files."""
+"""Maximum number of names that are checked for being file names."""
 _NUM_KEYS = 12
 _NUM_COLUMNS = 40
 _NUM_ROWS = 3
 _MANY_ITEMS = 10_000
-"""Items of a longer list are not looked at one by one."""
+"""Lists with more items are not inspected item by item."""
 _FILE_NAME = re.compile(r"[^\n]*[^\s/]\.[A-Za-z]\w{0,7}|[^\n/]+(/[^\n/]+)+")
 _TABLE = (
     "`len({0})`, `{0}.types`, `{0}['name']` (a column, a sequence), `{0}[i]` (a dict), `{0}[i:j]` "
     "(a Table); iterating gives dicts, `{0}.rows()` tuples."
 )
-"""What a session can do with a table."""
+"""Description of what code in a session can do with a table."""
 _DATABASE = "SQLite database "
-"""Beginning of the text that ``sources/sqlite.py`` writes about a database."""
+"""Prefix of the text by which ``sources/sqlite.py`` describes a database."""
 
 
 # --- facts ----------------------------------------------------------------------------------------
@@ -83,17 +82,17 @@ class ContextFacts(msgspec.Struct, frozen=True):
 
     kind: ContextKind = "none"
     chars: int = 0
-    """Characters of all its texts."""
+    """Total characters of all texts in the context."""
     shape: str = ""
-    """Type, size and structure, as the end of the sentence that begins "`context` is"."""
+    """Type, size and structure, as the end of a sentence that begins "`context` is"."""
     databases: tuple[str, ...] = ()
-    """Names by which ``sql`` knows its databases; empty for a single one."""
+    """Names by which the tool ``sql`` addresses the databases; empty for a single one."""
     type: str = "str"
-    """Name of its Python type."""
+    """Name of the context's Python type."""
     bytes_per_char: float = 1.0
-    """UTF-8 bytes of a character on average: other scripts take more tokens for a character."""
+    """Mean UTF-8 bytes per character. Non-Latin scripts take more tokens per character."""
     mapped: bool = False
-    """True if some of its texts stay in their files: they are ``MappedText``."""
+    """True if some texts of the context stay in their files (``MappedText``)."""
 
 
 class PromptModelFacts(msgspec.Struct, frozen=True):
@@ -103,34 +102,34 @@ class PromptModelFacts(msgspec.Struct, frozen=True):
     alias: str
     """Short name that ``model=`` accepts."""
     chars: int
-    """Characters of a prompt that fit its window and the budget, with room for a reply."""
+    """Maximum characters of a prompt that fits the window and the budget, with room for a reply."""
     reply_tokens: int
     """Maximum tokens of a reply, without hidden reasoning."""
     price: Price | None = None
     vision: bool | None = None
-    """Whether it reads images; None if that is unknown."""
+    """Whether the model reads images; None if unknown."""
     roles: tuple[str, ...] = ()
-    """Its parts in this call: "you", "`llm_query`", "your children"; empty for a model that is only
-    asked by name."""
+    """Roles of the model in this call: "you", "`llm_query`", "your children". Empty for a model
+    that is only used by name."""
 
 
 class BudgetFacts(msgspec.Struct, frozen=True):
-    """The limits of a run that the prompt of a call states, as they are when the call starts."""
+    """The limits that the prompt of a call states, with their values when the call starts."""
 
     turns: int = 30
     """Turns of this call."""
     calls: int = 1000
     tokens: int = 20_000_000
     dollars: float = math.inf
-    """Infinite if no model has a price and no limit was given."""
+    """Dollar limit; infinite if no model has a price and no limit was given."""
     seconds: float = 1800.0
     max_depth: int = 1
     max_children: int = 64
-    """Children of one call that run at once."""
+    """Maximum children of one call that run at once."""
 
 
 class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An example for the prompt: a question, and the answer that the user wants for such a
+    """An example for the prompt: a question, and the answer that the user wants to such a
     question."""
 
     question: str
@@ -141,12 +140,12 @@ class MountedPath(msgspec.Struct, frozen=True):
     """One of the user's files or folders that code in the session can read."""
 
     path: str
-    """Its path in the session."""
+    """Path of the file or folder inside the session."""
     is_folder: bool
 
 
 class PromptFacts(msgspec.Struct, frozen=True):
-    """Everything that the system message of one call may state."""
+    """All facts that the system message of one call may state."""
 
     depth: int = 0
     context: ContextFacts = ContextFacts()
@@ -157,15 +156,15 @@ class PromptFacts(msgspec.Struct, frozen=True):
     children: bool = False
     """True if the call may start children."""
     tools: str = ""
-    """One line for each tool; see ``ToolSet.describe``."""
+    """Description of the tools, one line each; see ``ToolSet.describe``."""
     tool_names: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     mounts: tuple[MountedPath, ...] = ()
     has_network: bool = True
-    """False only if the sandbox says that it isolates the network."""
+    """False only if the sandbox is known to isolate the network."""
     full_python: bool = True
     output_chars: int = 10_000
-    """Characters of a cell's output that the model is shown."""
+    """Maximum characters of a cell's output that the model sees."""
     instructions: str = ""
     examples: tuple[PromptExample, ...] = ()
 
@@ -174,8 +173,8 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 def as_examples(given: object) -> tuple[PromptExample, ...]:
-    """Convert the user's examples to ``PromptExample`` objects. They may be given as pairs, as
-    dicts or as such objects. Raises ConfigError for an example without a question or an answer."""
+    """Convert the user's examples to ``PromptExample`` objects. Each one may be a pair, a dict or
+    already such an object. Raises ConfigError for an example without a question or an answer."""
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
@@ -219,8 +218,8 @@ def context_facts(
     packages: Collection[str] = (),
 ) -> ContextFacts:
     """Return facts about the context ``value``, which has ``chars`` characters of text in
-    ``num_bytes`` bytes. The session's tools and packages matter because a database is queried with
-    the tool ``sql``, and a table becomes a DataFrame if pandas is available."""
+    ``num_bytes`` bytes. The session's tools and packages matter: ``sql`` queries a database, and a
+    table becomes a DataFrame if pandas is available."""
     if value is None:
         return ContextFacts()
     density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
@@ -410,8 +409,7 @@ def many(number: int, noun: str) -> str:
 
 
 def first_message(question: str, context: ContextFacts, about: str = "") -> str:
-    """Return the first message of a call. It contains the question and a description of the
-    context."""
+    """Return the first message of a call, with the question and a description of the context."""
     parts = [f"Question: {question}"]
     if context.kind != "none":
         parts.append(f"`context` is {context.shape}")
@@ -422,8 +420,8 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 
 def marker_replacements(facts: PromptFacts) -> dict[str, str]:
-    """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. The
-    text is empty if it does not apply to this run."""
+    """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. A
+    marker that does not apply to this run gets an empty text."""
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),
@@ -459,8 +457,7 @@ def fenced(code: str) -> str:
 
 
 def first_example(facts: PromptFacts) -> str:
-    """Return the first code example of the prompt, which takes a first look at the given kind of
-    context."""
+    """Return the first code example of the prompt, which inspects a context of the given kind."""
     context = facts.context
     match context.kind:
         case "none":
@@ -551,8 +548,8 @@ def _names(facts: PromptFacts) -> str:
 
 
 def _mapped(context: ContextFacts) -> str:
-    """Return the part of the prompt that explains which str operations work on a large text that
-    stays in its file. Return an empty string if the context has no such text."""
+    """Return the part of the prompt that explains which string operations work on a large text that
+    stays in its file. Empty if the context has no such text."""
     if not context.mapped:
         return ""
     what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
@@ -664,19 +661,18 @@ def _method(facts: PromptFacts) -> str:
 
 
 class _Parts(NamedTuple):
-    """The size and the number of the parts into which the prompt's example code cuts the
-    context."""
+    """The size and number of the parts into which the prompt's example code splits the context."""
 
     size: int
-    """Characters of one part."""
+    """Characters per part."""
     most: int | None
-    """Maximum number of parts to ask about; None if all of them can be asked about."""
+    """Maximum number of parts to ask about; None if the budget covers all of them."""
 
 
 def _parts(facts: PromptFacts) -> _Parts | None:
-    """Choose the size and the number of parts for the example code in the prompt, so that the model
-    behind ``llm_query`` can read a part and the budget covers all of them. Return None if that is
-    impossible."""
+    """Choose the size and number of parts for the example code in the prompt. The model behind
+    ``llm_query`` must be able to read a part, and the budget must cover all of them. Return None if
+    that is impossible."""
     sub, budget = facts.model_of("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
@@ -695,8 +691,7 @@ def _parts(facts: PromptFacts) -> _Parts | None:
 
 
 def round_down_to_two_digits(number: int) -> int:
-    """Round a number down to two significant digits: ``round_down_to_two_digits(23_456)`` is
-    23,000."""
+    """Round a number down to two significant digits: 23,456 becomes 23,000."""
     unit: int = 10 ** max(0, len(str(number)) - 2)
     return number // unit * unit
 
@@ -716,13 +711,12 @@ _TEXTS: dict[ContextKind, str] = {
         "text = \"\\n\".join(f\"{each['role']}: {each['content']}\" for each in context)"
     ),
 }
-"""Kind -> code that makes one text of the context; empty if it is one."""
+"""Kind of context -> code that turns the context into one text; empty if it already is one."""
 
 
 def batch_example(facts: PromptFacts) -> str:
-    """Return the worked example of the prompt, which cuts the context into parts, asks about all
-    parts at once and combines the replies. Return an empty string if no size of parts suits the
-    budget."""
+    """Return the worked example of the prompt. Its code splits the context into parts, asks about
+    all parts at once and combines the replies. Empty if no size of parts suits the budget."""
     parts = _parts(facts)
     if parts is None:
         return ""
@@ -751,7 +745,7 @@ _COMBINE = (
     'found = [reply for reply in replies if reply.strip() != "NONE"]',
     "print(len(parts), len(found), found[:5])",
 )
-"""Last lines of the worked example: they ask about ``parts``."""
+"""Last lines of the worked example, which ask about ``parts``."""
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
@@ -793,8 +787,7 @@ def _limits(facts: PromptFacts) -> str:
 
 
 def user_instructions(text: str, examples: Sequence[PromptExample]) -> str:
-    """Return the user's instructions and examples in the form in which they are added to a
-    prompt."""
+    """Format the user's instructions and examples for a prompt."""
     parts = []
     if text.strip():
         parts.append(f"Instructions of the user:\n{text.strip()}")

@@ -51,8 +51,7 @@ _MAX_DEPTH = 200
 
 def call_end(text: str, start: int) -> int | None:
     """Return the index of the parenthesis that closes a function call whose arguments begin at
-    ``start``. Return None if the call is not closed, or if the text in between is not valid
-    Python."""
+    ``start``. Return None if the call is not closed or its arguments are not valid Python."""
     expected = [")"]
     position = start
     while position < len(text):
@@ -93,8 +92,8 @@ class StringScanner:
         self._position = start
 
     def is_inside(self, place: int) -> bool:
-        """Return True if the position ``place`` is inside a string literal. Positions must be given
-        in ascending order."""
+        """Return True if the position ``place`` is inside a string literal. Query positions in
+        ascending order."""
         text = self._text
         while self._position < place:
             if unquoted := _UNQUOTED.match(text, self._position, place):

@@ -1,4 +1,4 @@
-"""Build the question of a run, and the options with which it is asked, from the user's arguments.
+"""Build the question of a run, and the options for asking it, from the user's arguments.
 
 completion(text, "how many?")          context = text, question = "how many?"
 completion("How many days has May?")   no context: the question is answered directly
@@ -41,16 +41,15 @@ from ramify.types.message import Message, encodable
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""
 _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vision")
-"""Keywords of ``Model``, which users look for elsewhere."""
+"""Keyword arguments of ``Model`` that users often pass elsewhere by mistake."""
 _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
-"""Types of the parts of a message that are not text, as providers name them."""
+"""Provider names for the parts of a message that are not text."""
 PAGE_PICTURE = "page_picture"
-"""Name of the tool of sources that shows a page of a PDF. A question about a short context can do
-without it."""
+"""Name of the tool that shows a page of a PDF. Questions about a short context do not need it."""
 _MAX_PATH_CHARS = 255
-"""A longer context is not checked for being the name of a file."""
+"""Longer contexts are not checked for being the name of a file."""
 _LONG_QUESTION_CHARS = 2000
-"""A shorter question may well be longer than its context."""
+"""Shorter questions may be longer than their context without a warning."""
 MAX_BARE_PROMPT_CHARS = 20_000
 """A longer prompt without a query becomes the context."""
 _BARE = "The task and its data are in `context`. Read it and do what it asks."
@@ -71,7 +70,8 @@ class SourceContext(Protocol):
 
 
 DirectChoice = bool | Literal["always"]
-"""Whether one plain call, without a session, may answer a question, or must."""
+"""Whether one plain model call, without a session, may answer a question (bool) or must
+(``always``)."""
 ALWAYS: Literal["always"] = "always"
 
 
@@ -88,13 +88,12 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """
 
     model: ModelSpec | Sequence[ModelSpec] | None = None
-    """Model, or one model per depth; None means that of the RLM."""
+    """Model, or one model per depth; None means the model of the RLM."""
     sub_model: ModelSpec | Sequence[ModelSpec] | None = None
-    """Model for everything below the root; a list adds models that a session can choose by
-    name."""
+    """Model for all calls below the root. A list adds models that a session can choose by name."""
     limits: Limits | None = None
-    """What the question may use: turns, depth, calls, tokens, dollars, seconds. All runs of an RLM
-    share its ``max_concurrency``."""
+    """Limits of the question: turns, depth, calls, tokens, dollars, seconds. All runs of an RLM
+    share ``max_concurrency``."""
     sampling: Sampling | None = None
     """Temperature and other sampling settings, for example a seed for each attempt."""
     answer_type: Any = None
@@ -102,11 +101,11 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     cite: bool = False
     """Ask for citations, and check them against the context."""
     instructions: str = ""
-    """Instructions that are added to the prompt of each session, or of the direct call: the form of
-    the answer, the meaning of a column."""
+    """Instructions added to the prompt of each session or direct call, such as the form of the
+    answer."""
     examples: Sequence[Any] = ()
-    """Questions with the answers that are wanted to them, added in the same place: (question,
-    answer) pairs, or dicts with these keys."""
+    """Example questions with their wanted answers, added to the same prompts: (question, answer)
+    pairs, or dicts with these keys."""
     cache: bool = False
     """Reuse stored replies to identical requests. Needs a store."""
     search: BranchSearch | int | None = None
@@ -114,28 +113,29 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     (continuations of the first turn, by majority vote; 1 for none), ``Branches`` or a
     ``BranchSearch``."""
     on_event: Listener | None = None
-    """Plain function that is called with each event of the run."""
+    """Function called with each event of the run; it must not be ``async``."""
     metadata: Mapping[str, Any] | None = None
     """Saved with the configuration of the run."""
     direct: DirectChoice = True
-    """If False, the root has a session even if the context is short. ``"always"``: one plain call
-    answers, however long the context is."""
+    """If False, the root has a session even for a short context. With ``"always"``, one plain call
+    answers a context of any length."""
     strategy: Strategy | None = None
-    """Answers the question in place of a session, such as a ``ramify.plans.PlanStrategy``."""
+    """Code that answers the question in place of a session, such as a
+    ``ramify.plans.PlanStrategy``."""
     mode: Mode | None = None
     """``free`` (a session), ``plan`` (a ready plan that the words of the question ask for),
     ``direct`` (one plain call), or ``auto``, which chooses by rules and at most one call. None:
     ``direct`` and ``strategy`` decide."""
     budget: BudgetLedger | None = None
-    """Budget that several runs share, as the rows of a map do: every request reserves there, too.
-    A stored run that it ends is suspended, and can be resumed."""
+    """Budget shared by several runs: every request also reserves there. A stored run that exhausts
+    it is suspended, and can be resumed."""
 
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
-        """Return a copy in which the options that are set in ``options``, and then those in
-        ``changes``, replace the current ones. Raises ConfigError for an unknown name, and suggests
-        the nearest option or keyword in ``more``."""
+        """Return a copy with the options that are set in ``options``, overridden by those in
+        ``changes``. Raises ConfigError for an unknown name, and suggests the nearest option or
+        keyword in ``more``."""
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -160,12 +160,12 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mode", lambda value: isinstance(value, str), "a mode: auto, free, plan or direct"),
     ("budget", lambda value: isinstance(value, BudgetLedger), "the Ledger of several runs"),
 )
-"""Option, whether a value has the right type, and the right type in words."""
+"""Options, each with a check of its type and the allowed types in words."""
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return advice for an error about an unknown option: the option with the nearest name, or the
-    option to which the nearest name belongs as a field."""
+    """Return advice for an error about an unknown option. It names the option with the nearest
+    name, or the option that has a field of that name."""
     options = [*RunOptions.__struct_fields__, *more]
     places = {
         **{f: f"limits=ramify.Limits({f}=…)" for f in Limits.__struct_fields__},
@@ -181,7 +181,7 @@ def _place_of(name: str, more: Iterable[str]) -> str:
 
 
 def _check_kinds(options: RunOptions) -> None:
-    """Raise ConfigError if an option has a value of the wrong type or one that contradicts another
+    """Raise ConfigError if an option has a value of the wrong type or contradicts another
     option."""
     for name, is_right, needed in _KINDS:
         value = getattr(options, name)
@@ -230,7 +230,8 @@ class RlmKeywords(TypedDict, total=False):
 
 
 class RunKeywords(RlmKeywords, total=False):
-    """The fields of ``RunOptions`` that may be given as keyword arguments with one question."""
+    """The fields of ``RunOptions`` that can be passed as keyword arguments with a single
+    question."""
 
     model: ModelSpec | Sequence[ModelSpec] | None
 
@@ -243,65 +244,65 @@ def _set_fields(options: RunOptions) -> dict[str, Any]:
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question with everything that is needed to answer it, such as its context, its tools and
-    the type of its answer."""
+    """One question with everything needed to answer it, such as its context, tools and answer
+    type."""
 
     text: str
     context: Any
-    """Value that the session gets; None for a question without a context."""
+    """Value that the session receives; None for a question without a context."""
     about: str = ""
-    """What the model learns about the context in addition to its size and beginning."""
+    """Text about the context for the model, in addition to its size and beginning."""
     tools: Mapping[str, Any] = {}
-    """Functions that come with the sources."""
+    """Functions that belong to the sources of the context."""
     kind: AnswerType | None = None
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Prepares each new session before its first cell."""
     on_context: Callable[[SharedContext], None] | None = None
-    """Gets the encoded context before it is used."""
+    """Called with the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
-    """Holds the conversations with the model in place of the engine's loop."""
+    """Task code that holds the conversations with the model, in place of the engine's loop."""
     strategy: Strategy | None = None
-    """Answers the question by leaf calls in place of the engine's loop."""
+    """Code that answers the question with many small model calls, in place of the engine's loop."""
     direct: DirectChoice = True
-    """True if one direct call may answer it. If False, the root always has a session. ``always``:
-    it never has one."""
+    """True if one direct call may answer, False if the root always has a session, ``always`` if it
+    never has one."""
     mode: Mode | None = None
-    """Mode that chooses ``direct`` or ``strategy`` when the run begins."""
+    """Mode that decides ``direct`` or ``strategy`` when the run begins."""
     chosen_mode: ModeChosen | None = None
-    """Choice that a repeated run has recorded."""
+    """Mode choice recorded by the run that is being repeated."""
     instructions: str = ""
     """Instructions of the task, which are added to those of the user."""
     examples: tuple[PromptExample, ...] = ()
     before: tuple[Message, ...] = ()
     """Messages before the question: a system message, few-shot examples, earlier turns."""
     warnings: tuple[str, ...] = ()
-    """About the sources: files that are not in the context."""
+    """Warnings about the sources, such as files that are not in the context."""
     pictures: Mapping[str, PictureSource] = {}
-    """Pictures of the context: digest -> bytes, or their place."""
+    """Pictures of the context: digest -> their bytes, or where these are stored."""
     needs_session: bool = False
-    """True if a part of the context is only there through a tool, such as the pages of a scan."""
+    """True if a part of the context, such as scanned pages, can be read only through a tool."""
     read: Mapping[str, Any] = {}
     """Record of the sources: ``sources.base.RecordedSources`` as plain values."""
     sources: Mapping[str, Any] = {}
-    """What a repeated run needs to load the tools of the sources again:
-    ``LoadedContext.recorded_sources``."""
+    """Data from which a repeated run reloads the tools of the sources
+    (``LoadedContext.recorded_sources``)."""
 
     @property
     def has_required_tools(self) -> bool:
-        """True if the question comes with tools that are needed to answer it. Only a session can
-        offer tools, so one plain call is then not enough."""
+        """True if the question comes with tools that are needed to answer it. A plain model call is
+        then not enough, because only a session can offer tools."""
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
 
     def asked_with(self, options: RunOptions) -> Question:
-        """Return a copy of the question with the mode, the strategy and the ``direct`` setting of
+        """Return a copy of the question with the mode, strategy and ``direct`` setting of
         ``options``."""
         return msgspec.structs.replace(
             self, direct=options.direct, strategy=options.strategy, mode=options.mode
         )
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
-        """Return True if one plain model call can answer the question: its context is small enough
+        """Return True if one plain model call can answer the question, because its context is small
         and nothing requires a session. Raises ConfigError if the question demands a plain call but
         requires a session."""
         needs_session = (
@@ -327,7 +328,7 @@ class Question(msgspec.Struct, frozen=True):
 
 def source_or_value(prompt: Any) -> Any:
     """Convert a prompt to a value that a session can hold. The result of ``ramify.load`` is
-    returned unchanged; a path or an open file is read now."""
+    returned unchanged. Paths and open files are read immediately."""
     # The columns of a DataFrame are attributes, and could be called like those of a source.
     is_frame = hasattr(type(prompt), "__arrow_c_stream__")
     if isinstance(prompt, str) or (isinstance(prompt, SourceContext) and not is_frame):
@@ -339,14 +340,14 @@ def source_or_value(prompt: Any) -> Any:
 
 
 async def read_if_file(prompt: Any) -> Any:
-    """Read a prompt that is a path or an open file, in a thread. Return any other prompt
+    """Read a prompt that is a path or an open file, in a thread. Any other prompt is returned
     unchanged."""
     return await asyncio.to_thread(source_or_value, prompt) if needs_io(prompt) else prompt
 
 
 class _SourceFacts(NamedTuple):
-    """What a loaded source provides for a question in addition to the context: a description,
-    tools, pictures, warnings and the record of where its texts come from."""
+    """What a loaded source adds to a question besides the context: a description, tools, pictures,
+    warnings and the record of where its texts come from."""
 
     about: str = ""
     tools: Mapping[str, Any] = {}
@@ -358,7 +359,7 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Combine the facts about this source with those about another source that it wraps."""
+        """Combine these facts with those of another source that this source wraps."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},
@@ -488,8 +489,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
 
 def _is_path(text: str) -> bool:
-    """Return True if a context is the name of a file, or of a folder with a slash, so that the
-    caller probably meant the content."""
+    """Return True if a context looks like the name of a file or folder, so that the caller probably
+    meant its content. A folder name must contain a slash."""
     if len(text) > _MAX_PATH_CHARS or "\n" in text or "\0" in text:
         return False
     return os.path.isfile(text) or (os.sep in text and os.path.isdir(text))
@@ -497,7 +498,7 @@ def _is_path(text: str) -> bool:
 
 def _refuse_pictures(context: Any) -> None:
     """Raise ConfigError if the context is a list of chat messages with images or files. A session
-    would receive these as encoded text, which costs thousands of tokens per image."""
+    would receive them as encoded text, at thousands of tokens per image."""
     for message in context if isinstance(context, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in [message, *(content if isinstance(content, list) else ())]:
@@ -510,8 +511,8 @@ def _refuse_pictures(context: Any) -> None:
 
 
 def opening(system: str, before: Sequence[Message]) -> list[Message]:
-    """Return the messages that precede a question. ``system`` and all system messages in ``before``
-    are joined into one, because a prompt may have only one system message."""
+    """Return the messages that precede a question. Joins ``system`` and all system messages in
+    ``before`` into one, because a prompt may have only one system message."""
     texts = [system, *(message.content for message in before if message.role == "system")]
     text = "\n\n".join(filter(None, texts))
     others = [message for message in before if message.role != "system"]

@@ -1,5 +1,5 @@
-"""Make a plain model call as part of a run. Its requests are budgeted, recorded and sent like those
-of every other call.
+"""Make a plain model call as part of a run, with requests that are budgeted, recorded and sent like
+those of every other call.
 
     ask_plain(run, call, prompt, kind) ──> answer_plainly ──> run.requests.ask ──> CallOutcome
 
@@ -33,10 +33,10 @@ async def ask_plain(
     sampling: Sampling | None = None,
     max_repairs: int = MAX_REPAIRS,
 ) -> CallOutcome:
-    """Ask the model of ``call`` one question, without a session, and record the requests in the
-    run. The messages in ``before`` precede the prompt, to which ``pictures`` are attached.
-    ``sampling`` may lower the maximum length of the reply. A failed model does not raise: the
-    outcome holds the error."""
+    """Ask the model of ``call`` one question without a session, and record the requests in the run.
+    The messages in ``before`` precede the prompt, and ``pictures`` are attached to it. ``sampling``
+    may lower the maximum reply length. If the model fails, the outcome holds the error and nothing
+    is raised."""
     run.continue_past_limit(call)
     first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
     schema = kind.enforceable_schema if kind else None

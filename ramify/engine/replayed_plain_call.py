@@ -1,4 +1,5 @@
-"""Repeat a plain model call from the journal of a resumed run, without the full work of a new call.
+"""Repeat a plain model call from the journal of a resumed run, at a fraction of the work of a new
+call.
 
     id, prompt ──> request of the journal with this prompt, its reply and the end of its call
                      ├── all there ──> charged, added to the trajectory ──> CallOutcome
@@ -60,7 +61,7 @@ def repeat_plain(
 
 
 def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
-    """Return the outcome if ``reply`` is certainly a complete answer of the type ``kind``, and None
+    """Return the outcome if ``reply`` is certainly a complete answer of type ``kind``, and None
     otherwise."""
     text = reply.message.content
     if reply.finish != "stop" or len(text) > LONG_CHARS:
@@ -76,8 +77,8 @@ def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
 def _is_within_reservation(
     run: SharedRunState, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
-    """Return True if ``reply`` certainly used no more than would be reserved for its request. Only
-    then can later reservations not depend on it."""
+    """Return True if ``reply`` certainly used no more than its request would reserve. Only then
+    does it not affect later reservations."""
     limit, usage = run.requests.reply_tokens(call), reply.usage
     if sampling is not None:
         limit = min(limit, sampling.max_tokens)
@@ -96,8 +97,8 @@ def _record(
     replied: ReplyReceived,
     outcome: CallOutcome,
 ) -> None:
-    """Charge the repeated call and add it to the record of the run. The events are emitted one by
-    one only if a listener receives them, since the journal already has them."""
+    """Charge the repeated call and add it to the record of the run. Events are emitted one by one
+    only if a listener receives them, since the journal already has them."""
     recorder, reply, ledger = run.recorder, replied.reply, run.requests.ledger
     if recorder.needs_events:
         run.begin_call(call)

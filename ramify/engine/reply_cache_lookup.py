@@ -1,4 +1,5 @@
-"""Reuse replies that earlier runs of the same store have recorded, for the option ``cache=True``.
+"""Find replies that earlier runs of the same store have recorded, so that the option ``cache=True``
+can reuse them.
 
     request ──> key ──> the cache of replies ──> the journals of all runs ──> None: it is sent
 
@@ -35,16 +36,16 @@ _READ = tuple(
     f'{{"type":"{kind.__struct_config__.tag}"'.encode()
     for kind in (RunStarted, CallStarted, RequestStarted, ReplyReceived)
 )
-"""How the lines begin that say what was asked and answered."""
+"""Beginnings of the journal lines that record requests and replies."""
 _REDACTED = "«redacted ".encode()
 
 
 class ReusableReplies:
-    """The replies that the runs of a store have recorded, for reuse by later runs."""
+    """The replies recorded by the runs of a store, for reuse by later runs."""
 
     def __init__(self, store: Store) -> None:
-        """Open the cache of replies, and add the replies from journals that have grown since the
-        last time."""
+        """Open the cache of replies. Add the replies from journals that have grown since it was
+        last opened."""
         self._cache = CallCache(store)
         self._runs = store.root / "runs"
         for path in sorted(self._runs.glob("*.jsonl")):
@@ -91,8 +92,8 @@ class ReusableReplies:
 def request_key_without_limits(
     model: str, messages: tuple[Message, ...], sampling: Sampling
 ) -> str:
-    """Return a hash that identifies a request regardless of its limits, such as the maximum length
-    of the reply."""
+    """Return a hash that identifies a request regardless of limits such as the maximum reply
+    length."""
     asked = [observation_messages.without_limits(message) for message in messages]
     sampled = msgspec.structs.replace(sampling, max_tokens=0)
     data = msgspec.json.encode(("without limits", model, asked, sampled))
@@ -100,8 +101,8 @@ def request_key_without_limits(
 
 
 def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
-    """Yield the key and the position of each reusable reply in a journal. Stop at the first damaged
-    line."""
+    """Yield the key and the file position of each reusable reply in a journal. Stop at the first
+    damaged line."""
     run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(run.lines(), 1):
@@ -116,18 +117,18 @@ def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
 
 class _RepliesOfRun:
     """Follows the events of one run to reconstruct the full prompt of each request. The journal
-    records only the new messages of each turn."""
+    stores only the new messages of each turn."""
 
     def __init__(self) -> None:
         self._sampling = Sampling()
         self._models: dict[str, str] = {}
         self._requests: dict[str, RequestStarted] = {}
         self._paths: dict[str, list[tuple[Message, ...]]] = {}
-        """Call -> its messages after each turn; the first entry is from before its first turn."""
+        """Call -> its messages after each turn; the first entry precedes its first turn."""
 
     def add(self, event: Any) -> Iterator[str]:
-        """Process the next event. If it is a reply that can be reused, yield the keys under which
-        it can be found."""
+        """Process the next event. For a reusable reply, yield the keys under which it can be
+        found."""
         match event:
             case RunStarted():
                 self._sampling = _sampling_of(event.config)

@@ -1,5 +1,5 @@
-"""Decide how long a reply may be: the smallest of the limits of the run, the model and the depth,
-plus the tokens that the model may use for hidden reasoning.
+"""Compute the maximum length of a model's reply. It is the smallest limit of the run, the model and
+the depth, plus the tokens that the model may use for hidden reasoning.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
         ──> text_limit = the smallest        + reasoning_tokens of a model that reasons
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from ramify.engine.resources import RlmSetup, RunModels
 
 _REASONING_TOKENS = 16_384
-"""Default limit on the tokens of hidden reasoning in one reply of a model that reasons."""
+"""Default limit on hidden reasoning tokens in one reply of a reasoning model."""
 
 
 class ReplyTokenLimits:
-    """The sampling options and the maximum reply lengths of all models of a run."""
+    """The sampling options and maximum reply lengths for all models of a run."""
 
     def __init__(self, setup: RlmSetup, models: RunModels, limit: BudgetAmount) -> None:
-        """Derive the sampling options from the settings of the run. ``limit`` is the budget of the
-        run, which bounds the tokens for hidden reasoning."""
+        """Derive the sampling options from the settings of the run. ``limit`` is the run's budget,
+        which caps the tokens for hidden reasoning."""
         self.sampling = msgspec.structs.replace(
             setup.sampling,
             max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
             stop=tuple(dict.fromkeys([*setup.sampling.stop, *setup.scaffold.stop])),
         )
-        """Sampling of the run."""
+        """Sampling options of the run."""
         self._setup = setup
         self._models = models
         self._limit = limit
         self._of_client: dict[int, Sampling] = {}
-        """Id of a client -> sampling of its replies."""
+        """Id of a client -> sampling options for its replies."""
         self._text_limits: dict[tuple[int, int, bool], tuple[int, str]] = {}
-        """What ``visible_reply_token_limit`` returned."""
+        """Cached results of ``visible_reply_token_limit``."""
         self._reasoning: dict[str, int] = {}
-        """Model -> tokens of hidden reasoning that a reply may have."""
+        """Model -> maximum tokens of hidden reasoning in one reply."""
 
     def sampling_of(self, client: Client) -> Sampling:
-        """Return the sampling options for the replies of the model behind ``client``."""
+        """Return the sampling options for replies of the model behind ``client``."""
         found = self._of_client.get(id(client))
         if found is None:
             found = self._models.sampling(client, self.sampling)
@@ -57,8 +57,8 @@ class ReplyTokenLimits:
     def visible_reply_token_limit(
         self, client: Client, depth: int, is_plain: bool
     ) -> tuple[int, str]:
-        """Return the maximum tokens of a reply, not counting hidden reasoning, and the name of the
-        setting that determines this limit. ``depth`` is the depth of the call in the tree;
+        """Return the maximum tokens of a reply without hidden reasoning, and the name of the
+        setting that determines this limit. ``depth`` is the depth of the call in the tree.
         ``is_plain`` is True for an ``llm_query`` call from a session."""
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
@@ -67,15 +67,15 @@ class ReplyTokenLimits:
         return found
 
     def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
-        """Return the maximum number of tokens in a reply and, separately, the number of additional
-        tokens for hidden reasoning."""
+        """Return the maximum tokens of a reply and, separately, the additional tokens for hidden
+        reasoning."""
         return self.visible_reply_token_limit(client, depth, is_plain)[0], self.reasoning_tokens(
             client
         )
 
     def reasoning_tokens(self, client: Client) -> int:
-        """Return how many tokens of hidden reasoning a reply of the model behind ``client`` may
-        have."""
+        """Return the maximum tokens of hidden reasoning in a reply of the model behind
+        ``client``."""
         if client.name not in self._reasoning:
             self._reasoning[client.name] = self._estimated_reasoning(client)
         return self._reasoning[client.name]

@@ -1,5 +1,4 @@
-"""Prepare runs that are repeated from their record: runs that are resumed, replayed, or forked at a
-turn.
+"""Prepare runs that repeat a record: runs that are resumed, replayed or forked at a turn.
 
     record ──> compare the settings ──> repeat what is recorded ──> continue
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "mode", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
 COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
-"""Settings of a run that change what is asked."""
+"""Settings of a run that affect its requests, so that a repeated run must have the same."""
 _LIMIT_OF = {
     Stop.MAX_TURNS: ("max_turns",),
     Stop.MAX_CALLS: ("max_calls",),
@@ -47,14 +46,14 @@ _LIMIT_OF = {
     Stop.MAX_COST: ("max_cost",),
     Stop.DEADLINE: ("max_seconds",),
 }
-"""Limits of which at least one must be raised to continue a run that ended with this stop."""
+"""Stop reason -> limits, of which at least one must be raised to continue the run."""
 
 
 def rerun_options(
     defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
 ) -> RunOptions:
-    """Return the options for repeating a recorded run. Raises ConfigError if ``changes`` contains
-    an option whose value must come from the record."""
+    """Return the options for repeating a recorded run. Raises ConfigError if ``changes`` sets an
+    option whose value must come from the record."""
     for name in _OF_THE_RECORD:
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
@@ -65,8 +64,7 @@ def rerun_options(
 
 def rerun_setup(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
     """Return the settings for repeating a recorded run with ``options``. Instructions and examples
-    come from the record, and so does the search over continuations unless ``options`` contains
-    one."""
+    come from the record. The search over continuations does too, unless ``options`` sets one."""
     now = setup.for_run(options).with_recorded_instructions(recording.started.config)
     if options.search is not None:
         return now
@@ -77,9 +75,9 @@ def rerun_setup(setup: RlmSetup, recording: RecordedRunIndex, options: RunOption
 def check_settings_match_recording(
     started: RunStarted, setup: RlmSetup, options: RunOptions
 ) -> list[str]:
-    """Raise ReplayDiverged if a setting that influences the requests differs from the recorded one.
-    The models may differ if ``options`` names them explicitly; such differences are returned as a
-    list of sentences."""
+    """Raise ReplayDiverged if a setting that affects requests differs from the recorded one. Models
+    may differ if ``options`` names them explicitly. Such differences are returned as a list of
+    sentences."""
     chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
     changed = list(_differences(started.config, setup.config, chosen))
     compared = [name for name in COMPARED if name not in chosen]
@@ -138,7 +136,7 @@ def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
 
 
 def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
-    """Return True if the recorded run ended at a limit, and ``limits`` now allows more."""
+    """Return True if the recorded run ended at a limit and ``limits`` now allows more."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return False
@@ -151,8 +149,8 @@ def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
 
 
 def limit_hint(recording: RecordedRunIndex) -> str:
-    """Return a hint about how to continue a run that ended at a limit, such as a higher limit to
-    give. Return an empty string if the run did not end at a limit."""
+    """Return a hint on how to continue a run that ended at a limit, such as which limit to raise.
+    Empty if the run did not end at a limit."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return ""
@@ -173,7 +171,8 @@ def recorded_limits(recording: RecordedRunIndex) -> Limits:
 
 
 def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
-    """Load the context of a recorded run from the store. Return None if the run has no context."""
+    """Load the context of a recorded run from the store, or return None if the run has no
+    context."""
     if started.context is None:
         return None
     blob = require_store(store, "resume").blobs.get(started.context.digest)
@@ -182,8 +181,8 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
     """Load the tools that a recorded run got from its data sources, such as ``sql`` and ``tables``.
-    Return no tools if ``given`` already contains all of them. Raises SourceError if a source no
-    longer exists."""
+    Return no tools if ``given`` already has all of them. Raises SourceError if a source no longer
+    exists."""
     sources = started.config.get("sources")
     if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
@@ -202,8 +201,8 @@ def question_of(
     of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
     """Rebuild the question of a recorded run, including the tools of its context. ``kind`` replaces
-    the recorded answer type if it is not None. ``prompt`` and ``of_sources`` provide tools that
-    cannot be restored from the record."""
+    the recorded answer type if it is not None. ``prompt`` and ``of_sources`` provide tools that the
+    record cannot restore."""
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
@@ -259,8 +258,8 @@ def _recorded_tools(
 
 
 def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
-    """Return the result of a run that has already ended. ``kind`` is the requested type of its
-    answer, if any. Raises ConfigError if the recorded answer does not have that type."""
+    """Return the result of a run that has already ended. ``kind`` is the requested answer type, if
+    any. Raises ConfigError if the recorded answer does not have that type."""
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:

@@ -1,6 +1,5 @@
-"""Define the settings and the models that all runs of one ``RLM`` share, and the resources that
-they share on each event loop: a connection pool, a sandbox, and objects that tasks open once for
-all their rollouts.
+"""Define what the runs of one ``RLM`` share: settings, models, and resources of an event loop. Such
+resources are a connection pool, a sandbox, and objects that tasks open once for all their rollouts.
 
 Pool and sandbox are opened by the first run that needs them and closed by the last one that ends,
 unless they are pinned by ``async with`` or by the synchronous API, which keeps them until
@@ -43,7 +42,7 @@ _log = ComponentLogger("engine")
 
 
 class RunModels:
-    """The models of one run, and the choice of the model that answers at each depth of the call
+    """The models of one run. This class chooses the model that answers at each depth of the call
     tree.
 
     ``model`` answers the calls with a session: one model for all depths, or a list by depth whose
@@ -59,9 +58,9 @@ class RunModels:
         pool: RateLimitedClientPool,
     ) -> None:
         self.pool = pool
-        """What connected the clients, and what their requests are sent through."""
+        """Pool that connected the clients and sends their requests."""
         self._bound: dict[int, Model] = {}
-        """Id of a client -> the model that it was connected for."""
+        """Id of a client -> the model for which it was connected."""
 
         def connect(spec: Model | Client) -> Client:
             if not isinstance(spec, Model):
@@ -83,11 +82,11 @@ class RunModels:
         self._aliases = _aliases(self.all, self._bound)
 
     def rlm(self, depth: int) -> Client:
-        """Return the client of the model for a session at ``depth``."""
+        """Return the client of the model that answers in a session at ``depth``."""
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def named(self, name: str) -> Client | None:
-        """Return the client of the model that a session asked for by name, or None. The name may be
+        """Return the client of the model that a session requested by name, or None. The name may be
         the model's alias, its full name, or the part after the provider."""
         for client in self.all:
             if name == self._aliases[id(client)]:
@@ -106,17 +105,17 @@ class RunModels:
         )
 
     def sees(self, client: Client) -> bool | None:
-        """Return True if a client's model can read pictures, False if it cannot, and None if that
-        is unknown. What the user states counts more than the model's name. A client that cannot
-        send pictures reads none."""
+        """Return True if a client's model can read pictures, False if it cannot, and None if
+        unknown. The user's own statement takes precedence over the model's name. The result is
+        False for a client that cannot send pictures."""
         known: bool | None = getattr(client, "vision", False)
         bound = self._bound.get(id(client))
         is_stated = bound is not None and bound.vision is not None and hasattr(client, "vision")
         return bound.vision if bound is not None and is_stated else known
 
     def pictures_unsupported_message(self, client: Client) -> str:
-        """Return the error message for pictures that were given to a model that cannot read them,
-        with advice on what to do."""
+        """Return the error message, with advice, for pictures that were given to a model that
+        cannot read them."""
         seeing = [self._aliases[id(each)] for each in self.all if self.sees(each) is not False]
         remedy = "name one that does: " + ", ".join(seeing) if seeing else "name a model that does"
         is_able = hasattr(client, "vision")
@@ -124,8 +123,8 @@ class RunModels:
         return f"{client.name} reads no pictures: {remedy}{stated if is_able else ''}"
 
     def sampling(self, client: Client, run: Sampling) -> Sampling:
-        """Return the sampling options for the requests of a client: those of the run, changed by
-        the settings of the client's model."""
+        """Return the sampling options for a client's requests: those of the run, overridden by the
+        settings of the client's model."""
         bound = self._bound.get(id(client))
         return run if bound is None else bound.sampled_as(run)
 
@@ -134,7 +133,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The facts that a prompt may state about one model of a run."""
 
     alias: str
-    """Short name by which a session chooses it; unique in the run unless clients share a name."""
+    """Short name by which a session chooses the model; unique in the run unless clients have the
+    same name."""
     name: str
     """``provider:model``"""
     window: int
@@ -142,13 +142,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
     price: Price | None
     """Dollars per million tokens; None if it is unknown."""
     vision: bool | None
-    """Whether it reads images; None if that is unknown."""
+    """Whether the model reads images; None if unknown."""
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Return a short name for each client, by the client's ``id()``. It is the alias that
-    the user gave, or else the shortest part of the model's name that is unique. Clients whose full
-    names are equal share it."""
+    """Return a short name for each client, keyed by the client's ``id()``. The user's alias is
+    preferred, then the shortest unique part of the model's name. Clients with the same full name
+    share it."""
     given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
     aliases: dict[int, str] = {}
     for client in clients:
@@ -169,8 +169,8 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Convert the user's specification of one or more models to a tuple of models and clients.
-    Raises ConfigError for a value that is not a model. The API keys of models are read now."""
+    """Convert the user's specification of one or more models to a tuple. API keys are read now.
+    Raises ConfigError for a value that is not a model."""
     specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
     models: list[Model | Client] = []
     for item in specs:
@@ -187,7 +187,7 @@ MakePool = Callable[[int], "RateLimitedClientPool"]
 
 
 def open_pool(max_in_flight: int) -> RateLimitedClientPool:
-    """Open a connection pool, given the maximum number of requests in flight."""
+    """Open a connection pool with a maximum number of requests in flight."""
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
 
     return RateLimitedClientPool(max_in_flight)
@@ -206,8 +206,8 @@ class LoopResources:
         self._entering = asyncio.Lock()
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Return the object that is shared under ``key``. The context manager that ``open()``
-        returns is entered at the first call for that key, and exited before the connection pool
+        """Return the object shared under ``key``. The first call for a key enters the context
+        manager that ``open()`` returns. The context manager is exited before the connection pool
         closes."""
         async with self._entering:
             if key not in self._shared:
@@ -216,9 +216,9 @@ class LoopResources:
         return value
 
     def sandbox(self) -> Sandbox:
-        """Return the sandbox in which sessions run, and open it at the first call. A jailed sandbox
-        first tests its isolation, which takes a tenth of a second, unless this was done since the
-        last boot.
+        """Return the sandbox in which sessions run, opening it at the first call. A jailed sandbox
+        first tests its isolation, unless this was done since the last boot. The test takes a tenth
+        of a second.
 
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
@@ -245,27 +245,27 @@ class LoopResources:
 
 
 class RefCountedLoopResources:
-    """Creates the shared resources of each event loop when they are first used, counts their users,
-    and closes them when the last user has finished."""
+    """Creates the shared resources of each event loop on first use, counts their users, and closes
+    them after the last user."""
 
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
     ) -> None:
-        """Remember how to create the resources. ``make_pool`` creates the connection pool of an
-        event loop, given the maximum number of requests in flight."""
+        """Store how to create the resources. ``make_pool`` creates the connection pool of an event
+        loop from the maximum number of requests in flight."""
         self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
 
     def prepare(self) -> None:
-        """Start preparing a first session in the background, unless some event loop already has its
+        """Start preparing a first session in the background, unless an event loop already has its
         resources."""
         if not self._open:
             launch(self._spec)
 
     def pin(self) -> LoopResources:
-        """Register one more user of the running event loop's resources, and return these resources.
+        """Register one more user of the running event loop's resources, and return the resources.
         Each call must be followed by one call of ``unpin``."""
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
@@ -297,21 +297,20 @@ INSTRUCTIONS = ("instructions", "examples")
 
 
 class DepthOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
-    """Options for the calls at one depth of the call tree, if they should differ from those of the
-    run.
+    """Options for the calls at one depth of the call tree that override those of the run.
 
     >>> ramify.DepthOptions(max_turns=3, tools=("search",)).max_turns
     3
     """
 
     max_turns: int | None = None
-    """None: ``Limits.max_turns``."""
+    """Maximum turns of a call; None: ``Limits.max_turns``."""
     scaffold: Scaffold | None = None
-    """None: that of the run. It has the same protocol."""
+    """Scaffold with the same protocol as the run's; None: the scaffold of the run."""
     tools: tuple[str, ...] | None = None
-    """Names of the tools in its sessions; None: all."""
+    """Names of the tools in the sessions; None: all tools."""
     max_reply_tokens: int | None = None
-    """None: ``Limits.max_reply_tokens``, which a larger number does not exceed."""
+    """Maximum tokens of a reply, at most ``Limits.max_reply_tokens``; None: that limit."""
 
 
 _SAME = DepthOptions()
@@ -321,9 +320,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
     """The validated settings of an ``RLM``, or of one of its runs."""
 
     model: tuple[Model | Client, ...]
-    """By depth, the root's first; the last one also serves all deeper calls."""
+    """Model per depth, the root's first. The last one also serves all deeper calls."""
     sub_model: tuple[Model | Client, ...]
-    """The first one answers everything below the root; empty if ``model`` does."""
+    """Models below the root, of which the first is the default; empty if ``model`` answers there
+    too."""
     limits: Limits
     scaffold: Scaffold
     sandbox: SandboxSpec
@@ -332,17 +332,17 @@ class RlmSetup(msgspec.Struct, frozen=True):
     child_tools: ToolSet
     blobs: RunBlobs | None
     has_own_scaffold: bool
-    """True if the user chose the scaffold, which then serves every model."""
+    """True if the user chose the scaffold, which is then used for every model."""
     search: BranchSearch | None = None
     depths: Sequence[DepthOptions] = ()
-    """By depth, the root's first; the last one also serves all deeper calls."""
+    """Options per depth, the root's first. The last ones also apply to all deeper calls."""
     instructions: str = ""
     """Instructions of the user that are added to each session's prompt."""
     examples: tuple[PromptExample, ...] = ()
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
     budget: BudgetLedger | None = None
-    """Budget that this run shares with others."""
+    """Budget that this run shares with other runs."""
 
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
@@ -364,9 +364,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.at(depth).scaffold or self.scaffold
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
-        """Return the tools of a session at ``depth``: those of the RLM, and those in ``tools``,
-        which come with the question. Raises ConfigError if the options for this depth name a tool
-        that does not exist."""
+        """Return the tools of a session at ``depth``: the RLM's tools together with the question's
+        own ``tools``. Raises ConfigError if the options for this depth name a tool that does not
+        exist."""
         own = self.child_tools if depth else self.tools
         given = own.plus({n: t for n, t in tools.items() if not own.overrides_optional(n, t)})
         if not self.scaffold_at(depth).lists_tools:
@@ -377,8 +377,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return given if names is None else given.only(names)
 
     def for_run(self, options: RunOptions) -> RlmSetup:
-        """Return the settings of a run with ``options``: those of the RLM, changed by the options.
-        The configuration that the journal records is updated accordingly."""
+        """Return the settings of a run: those of the RLM, overridden by ``options``. The
+        configuration for the journal is updated accordingly."""
         changes: dict[str, Any] = {
             name: value
             for name in ("limits", "sampling")
@@ -417,7 +417,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(setup, config={**config, **setup._instructions()})
 
     def with_question_instructions(self, question: Question) -> RlmSetup:
-        """Return a copy of the settings to which the instructions and examples of ``question`` are
+        """Return a copy of the settings with the instructions and examples of ``question``
         added."""
         if not question.instructions and not question.examples:
             return self
@@ -425,13 +425,13 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.with_instructions(text, (*self.examples, *question.examples))
 
     def with_recorded_instructions(self, config: Mapping[str, Any]) -> RlmSetup:
-        """Return a copy of the settings with the instructions and examples of a recorded run, whose
-        configuration is ``config``."""
+        """Return a copy of the settings with the instructions and examples of a recorded run.
+        ``config`` is the recorded configuration."""
         examples = msgspec.convert(config.get("examples", ()), tuple[PromptExample, ...])
         return self.with_instructions(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
-        """Return the instructions and the examples as plain data, without those that are empty."""
+        """Return the instructions and examples that are not empty, as plain data."""
         both = {"instructions": self.instructions, "examples": self.examples}
         given = {name: value for name, value in both.items() if value}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
@@ -459,8 +459,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
 
 def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
-    """Return the settings that users gave for individual models, as plain data without secrets.
-    Models without such settings are omitted."""
+    """Return the user's settings for individual models, as plain data without secrets. Models
+    without such settings are omitted."""
     every = [model for group in models for model in group if isinstance(model, Model)]
     distinct = [model for index, model in enumerate(every) if model not in every[:index]]
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
@@ -468,7 +468,7 @@ def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
 
 def require_store(store: RunStore | None, what: str) -> RunStore:
     """Return ``store``, or raise ConfigError if it is None. ``what`` names the operation that needs
-    a store, for the error message."""
+    a store."""
     if store is None:
         raise ConfigError(
             f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
@@ -477,8 +477,8 @@ def require_store(store: RunStore | None, what: str) -> RunStore:
 
 
 def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | None:
-    """Return the recorded replies of ``store`` if ``is_enabled`` is True, and None otherwise.
-    Raises ConfigError if the store cannot provide them."""
+    """Return the recorded replies of ``store`` if ``is_enabled``, and None otherwise. Raises
+    ConfigError if the store cannot provide them."""
     if not is_enabled:
         return None
     from ramify.engine.reply_cache_lookup import ReusableReplies

@@ -1,5 +1,5 @@
-r"""Implement the protocol of ReTool (2504.11536), in which a model thinks, runs Python when needed,
-and ends with a boxed answer.
+r"""Implement the ReTool protocol (arXiv 2504.11536): a model thinks, runs Python when needed, and
+ends with a boxed answer.
 
     think … <code>print(2**10 % 7)</code>        a cell; its output comes back in <interpreter> tags
     think … <tool_call>{"name": "code_interpreter", …}     the same as a native call, even as text
@@ -54,9 +54,8 @@ _XML = lazy_pattern(
 
 
 def read(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Parse a reply into one or more pieces of code, or a final answer. A boxed answer counts only
-    if no code follows it. If ``is_cut`` is True, the reply was truncated, and code that is not
-    closed is not run."""
+    """Parse a reply into pieces of code or a final answer. A boxed answer counts only if no code
+    follows it. If ``is_cut`` is True, the reply was truncated, and unclosed code is not run."""
     text = without_thinking(message.content)
     ids = tuple(call.id for call in message.tool_calls)
     codes, problems = _from_calls(message.tool_calls)
@@ -69,8 +68,7 @@ def read(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
-    """Return the code of each native tool call, and one line of explanation for each invalid
-    call."""
+    """Return the code of each native tool call, and a one-line explanation of each invalid call."""
     codes: list[str] = []
     problems: list[str] = []
     for call in calls:
@@ -85,8 +83,8 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
 
 
 def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
-    """Parse the text of a reply that has no native tool calls. Return the pieces of code, one line
-    for each problem, and the index at which the last piece of code ends."""
+    """Parse the text of a reply without native tool calls. Return the pieces of code, one line per
+    problem, and the index at which the last piece of code ends."""
     calls = list(_CALL.finditer(text))
     if calls:
         read = [_of_call(call[1]) for call in calls]
@@ -107,8 +105,8 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
 
 
 def _of_call(body: str) -> str | None:
-    """Return the code of a tool call that the model wrote as text, either in XML tags or as JSON.
-    The JSON may contain raw newlines in its strings. Return None if the call is invalid."""
+    """Return the code of a tool call that the model wrote as text, in XML tags or as JSON. JSON
+    strings may contain raw newlines. Return None if the call is invalid."""
     tags = _XML.fullmatch(body)
     if tags is not None:
         return tags[2] if tags[1] in _NAMES else None
@@ -132,8 +130,8 @@ def _argument(arguments: str) -> str | None:
 
 
 def _bare(code: str) -> str:
-    """Remove surrounding newlines from ``code``, and a Markdown fence if it encloses all of the
-    code."""
+    """Strip surrounding newlines from ``code``, and the Markdown fence if one encloses all of
+    it."""
     fence, end = _FENCE.match(code), code.rstrip()
     if fence is not None and len(end) > fence.end():
         body = end.rstrip("`")
@@ -175,16 +173,16 @@ def observation(
 
 
 def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    """Yield the reports of all pieces of code, with notes (such as a time-out) appended to the last
-    one."""
+    """Yield the reports of all pieces of code. Notes, such as a time-out, are appended to the last
+    report."""
     shown = list(reports) or [SILENT]
     yield from shown[:-1]
     yield "\n".join([shown[-1], *(f"({note})" for note in notes)])
 
 
 def closed(content: str, stop: Iterable[str]) -> str:
-    """Return ``content`` with a closing tag appended if the tag was a stop text and is therefore
-    missing, as in ``<code>1+1`` stopped at ``</code>``."""
+    """Return ``content`` with its closing tag restored. Servers remove a tag that was used as a
+    stop string, as when ``<code>1+1`` stopped at ``</code>``."""
     for text in stop:
         opening = f"<{text[2:]}" if text.startswith("</") else ""
         if opening and content.count(opening) > content.count(text):

@@ -74,7 +74,7 @@ __all__ = ["RLM", "Result", "RunHandle"]
 
 
 class RLM:
-    """A recursive language model: it answers questions about inputs of any size, by letting a model
+    """A recursive language model, which answers questions about inputs of any size. It lets a model
     write code that examines the input and calls further models.
 
     model          ``"provider:model"``, a ``Model`` or a client; a list gives one per depth
@@ -155,7 +155,7 @@ class RLM:
             instructions="",
             examples=(),
         )
-        """Defaults that are not part of ``setup``."""
+        """Default question options that are not part of ``setup``."""
         self._loop = event_loop_thread.SyncApiResources(self._shared.pin, self._shared.unpin)
 
     @property
@@ -178,8 +178,8 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
-        """Provide the client pool of this RLM's runs. Other requests, such as those of judges, can
-        use it to share the connections and rate limits."""
+        """Provide the client pool of this RLM's runs. Other code that calls models, such as judges,
+        can use it to share connections and rate limits."""
         async with self._shared.use() as resources:
             await self._setup.connect_models(resources)
             yield resources.pool
@@ -192,7 +192,7 @@ class RLM:
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[DirectCalls]:
         """Provide plain model calls outside of any run, for work that asks many small questions.
-        ``shared`` limits the calls, tokens and dollars of all questions together; the limits of
+        ``shared`` limits the calls, tokens and dollars of all questions together. The limits of
         this RLM apply to each question."""
         from ramify.engine.calls_outside_runs import DirectCalls
         from ramify.engine.model_requests import check_prices
@@ -216,10 +216,10 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer the question ``query`` about ``prompt``, and return the result. The prompt may be
-        text, a dict or list of texts, any plain value, a DataFrame or another table, an array, a
-        dataclass, a path, an open file, or the return value of ``load``. Without ``query``,
-        ``prompt`` is the question.
+        """Answer the question ``query`` about ``prompt``, and return the result. Without ``query``,
+        ``prompt`` itself is the question. The prompt may be text, a dict or list of texts, any
+        plain value, a DataFrame or another table, an array, a dataclass, a path, an open file, or
+        the return value of ``load``.
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
@@ -236,8 +236,8 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer the question ``query`` about ``prompt``, as ``completion`` does, but on the
-        caller's event loop. Cancelling this coroutine cancels the whole tree of calls."""
+        """Answer the question ``query`` about ``prompt`` on the caller's event loop; otherwise as
+        ``completion``. Cancelling this coroutine cancels all calls of the run."""
         again = self._again(options, changes)
         prompt = await read_if_file(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
@@ -249,7 +249,7 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[AnyEvent]:
-        """Start a run and yield its events as they happen; the last one is ``RunEnded``. If the
+        """Start a run and yield its events as they happen. The last event is ``RunEnded``. If the
         caller stops iterating early, the run is cancelled."""
         running = self.start(await read_if_file(prompt), query, options, **changes)
         try:
@@ -281,8 +281,8 @@ class RLM:
         return RunHandle(setup, resolved, self._shared, recorder, cache=cache)
 
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
-        """Create the recorder of a new run. If there is a store, the recorder writes the run's
-        journal to it."""
+        """Create the event recorder of a new run. If there is a store, the recorder also writes the
+        run's journal."""
         listeners = (*as_listeners(options.on_event), *tracing())
         if self.store is None:
             return EventRecorder(new_id(), None, listeners)
@@ -299,9 +299,9 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """Return the first request that ``completion`` would send, without sending it: that of the
-        root call, or of a child call at ``depth``. No API key is needed and nothing is stored, but
-        a session may be started. Raises the same ConfigError as ``completion``."""
+        """Return the first request that ``completion`` would send for the root call, or for a child
+        call at ``depth``. Nothing is sent or stored and no API key is needed, but a session may be
+        started. Raises the same ConfigError as ``completion``."""
         from ramify.engine.prompt_preview import preview
 
         options = self._options.updated(options, changes)
@@ -327,7 +327,7 @@ class RLM:
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
         """Return True if ``start`` would answer with one plain model call, without a session. No
-        model is called to find out."""
+        model is called."""
         from ramify.engine.ways_to_answer import way_to_answer
 
         resolved = question(prompt, query, None, False)
@@ -338,8 +338,8 @@ class RLM:
     def conversation(
         self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> UserConversation:
-        """Start a conversation, in which several questions are asked in one live session. Limits
-        apply to each question.
+        """Start a conversation that asks several questions in one live Python session. Limits apply
+        to each question.
 
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
         c.aask(…)``. The options given here are the defaults for its questions.
@@ -453,8 +453,8 @@ class RLM:
     ) -> RunHandle:
         """Start a new run that repeats a stored one up to a turn and then continues differently.
         ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
-        Everything before that turn is repeated from the record and costs nothing, as are calls that
-        had begun beside it.
+        Everything before that turn comes from the record and costs nothing. So do calls that had
+        already begun in parallel.
 
         The option ``code`` replaces the reply of the turn. Without it, the model is asked again;
         the option ``prompt`` then replaces the text of the last message, or with a list, of the
@@ -483,7 +483,7 @@ class RLM:
     async def estimate_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> ForkCostEstimate:
-        """Estimate what a fork may cost, without sending anything. The arguments are those of
+        """Estimate the cost of a fork without sending anything. The arguments are those of
         ``start_fork``. Raises ConfigError if the turn does not exist, or if the edited prompt
         exceeds the model's window or the budget."""
         from ramify.engine.run_fork import fork_point
@@ -499,9 +499,10 @@ class RLM:
     async def afork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Fork a stored run at a turn: repeat it up to there, continue differently as a new run,
-        and return the result. The options are those of ``start_fork``. Raises ConfigError, before
-        anything is sent, if the edited prompt exceeds the model's window or the budget."""
+        """Fork a stored run at a turn and return the result of the new run. The new run repeats the
+        stored one up to that turn, and then continues differently. The options are those of
+        ``start_fork``. Raises ConfigError, before anything is sent, if the edited prompt exceeds
+        the model's window or the budget."""
         await self.estimate_fork(run, turn, options, **changes)
         return checked(await self.start_fork(run, turn, options, **changes), self.resume)
 
@@ -525,9 +526,9 @@ class RLM:
     def fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Fork a stored run at a turn: repeat it up to there, continue differently as a new run,
-        and return the result. This method blocks; ``afork`` is the async version. The options are
-        those of ``start_fork``."""
+        """Fork a stored run at a turn and return the result of the new run, which continues
+        differently from that turn. This method blocks; ``afork`` is the async version. The options
+        are those of ``start_fork``."""
         return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RecordedRunIndex:
@@ -576,18 +577,18 @@ class RLM:
             return self._loop.run(work)
 
     def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:
-        """Return a function that resumes a suspended run with the same options, given the id of the
-        run."""
+        """Return a function that takes the id of a suspended run and resumes it with the same
+        options."""
         return functools.partial(self.resume, options=self._options.updated(options, changes))
 
     def _prepare(self) -> None:
-        """Start a first session in the background if no question can be answered without one."""
+        """Start a first session in the background if every question needs one."""
         if self._setup.scaffold.direct_chars == 0:
             self._shared.prepare()
 
     def close(self) -> None:
-        """Release the resources that the synchronous API keeps open between completions. Calling it
-        again has no effect."""
+        """Release the resources that the synchronous API keeps open between completions. Calling
+        this method again has no effect."""
         self._loop.close()
 
     def __enter__(self) -> RLM:
@@ -626,7 +627,7 @@ class RLM:
 
 
 def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
-    """Raise ConfigError, which names the class ``ramify.WANTED``, if an argument of ``RLM`` has
-    another type."""
+    """Raise ConfigError if an argument of ``RLM`` has the wrong type. The message names the
+    expected class as ``ramify.WANTED``."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")

@@ -1,4 +1,4 @@
-"""Run a call that has a Python session: ask the model, run the code in its reply, show it the
+"""Run a model call with a Python session: ask the model, run the code in its reply, show it the
 output, and repeat until there is an answer. This is the RLM loop, which is the same at every depth.
 
     ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
@@ -56,13 +56,13 @@ from ramify.types.trajectory import Cell, Fork, Stop
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
-"""If an observation does not fit the window, it is shown as one part in this many; the largest part
-that fits is used."""
+"""Divisors for the length of an observation that does not fit the window; the smallest that fits is
+used."""
 
 _HINT_CHARS = 100_000
-"""Characters of a cell's code in which the reason for a syntax error is looked for."""
+"""Characters of a cell's code that are searched for the reason of a syntax error."""
 _REFUSED_CHARS = 500
-"""Characters of the reason why an answer was not accepted that the journal keeps."""
+"""Maximum characters that the journal keeps of the reason why an answer was not accepted."""
 
 
 class PerTurnCallState(msgspec.Struct):
@@ -70,43 +70,43 @@ class PerTurnCallState(msgspec.Struct):
     session. A fork of the call starts with a copy."""
 
     kind: AnswerType | None = None
-    """Type of the answer."""
+    """Required type of the answer."""
     pending: list[Message] = []
-    """Messages that the next request adds to the conversation."""
+    """Messages that the next request will add to the conversation."""
     reused: int | None = None
     """Number of messages that the next request keeps; None: all."""
     deferred: Any = _NOTHING
-    """Final answer that the model must confirm, because it has not seen the output of its cell."""
+    """Final answer that awaits the model's confirmation, because the model has not seen its cell's
+    output."""
     partial: Any = None
-    """The answer that the model has named as its best so far."""
+    """Best answer so far, as named by the model."""
     last_text: str = ""
-    """Last message, if it had neither code nor an answer."""
+    """Text of the last message if it had neither code nor an answer."""
     last_prose: str | None = None
-    """Words of the last message if they have been read already."""
+    """Prose of the last message if it was already extracted."""
     is_cut: bool = False
     """True if the last reply was truncated at its token limit."""
     num_idle: int = 0
     """Number of consecutive messages without code or an answer."""
     refused_answer: str = ""
-    """The last answer that was not accepted, and why."""
+    """The last answer that was not accepted, with the reason."""
     told: dict[str, int] = {}
-    """Limit -> how urgent the last line about it was."""
+    """Limit -> urgency of the last warning about it."""
 
     def copy(self) -> PerTurnCallState:
-        """Return an independent copy, so that the call can be continued a second time from this
-        turn."""
+        """Return an independent copy, from which a second continuation of the call can start."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
 
 class RlmCall:
-    """One call that answers a question by writing code in a Python session. Afterwards, the session
-    and the message history can be used for another question."""
+    """One call that answers a question by writing code in a Python session. Afterwards, its session
+    and message history can be used for another question."""
 
     def __init__(
         self, run: SharedRunState, call: LiveCall, previous: RlmCall | None = None
     ) -> None:
-        """Prepare the call, without asking anything yet. If ``previous``, the call of a
-        conversation's previous question, is given, its session is continued."""
+        """Prepare the call without sending a request. In a conversation, ``previous`` is the call
+        of the previous question, and its session is continued."""
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
@@ -121,24 +121,23 @@ class RlmCall:
         self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
     ) -> CallOutcome:
         """Take turns until the question is answered or a limit is reached, and return the outcome.
-        ``question`` is the complete text of the first message, ``before`` holds messages that
-        precede it, and ``kind`` is the required type of the answer."""
+        ``question`` is the complete first message, ``before`` holds the messages that precede it,
+        and ``kind`` is the required answer type."""
         self.begin(question, kind, before)
         while (outcome := await self.step()) is None:
             pass
         return outcome
 
     def begin(self, question: str, kind: AnswerType | None, before: Sequence[Message]) -> None:
-        """Prepare the first turn of a question and start opening the session. The turns themselves
-        are taken by ``step``."""
+        """Prepare the first turn of a question and start opening the session. Then call ``step``
+        for each turn."""
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]
         self.notebook.start_opening_session()
 
     async def run_child(self, call: LiveCall) -> CallOutcome:
-        """Run a child call from start to end, in a session that is opened for it, and return the
-        outcome."""
+        """Run a child call from start to end in its own new session, and return the outcome."""
         run = self.run
         run.begin_call(call)
         outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
@@ -160,8 +159,8 @@ class RlmCall:
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
     async def fork(self) -> RlmCall:
-        """Return a second continuation of this call, whose session is a fork of this one. If the
-        call has not taken a turn yet, the continuation gets a new session instead."""
+        """Return a second continuation of this call, in a fork of its session. If the call has not
+        taken a turn yet, the continuation gets a new session instead."""
         origin = self.call
         call = origin.forked()
         fork = RlmCall(self.run, call)
@@ -228,8 +227,8 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Send the pending messages, followed by ``after``, and return the reply. If the output of
-        the last code does not fit the model's window, it is shortened and sent again.
+        """Send the pending messages followed by ``after``, and return the reply. If the output of
+        the last code does not fit the model's window, shorten it and try again.
 
         Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
         """
@@ -263,8 +262,8 @@ class RlmCall:
         raise error
 
     async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
-        """Do what the model's reply asks for: run its code and accept its answer. Return the
-        outcome of the call, or else None and the messages to show to the model next."""
+        """Carry out what the model's reply asks for: run its code and accept its answer. Return the
+        outcome of the call, or None together with the messages to show to the model next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
@@ -289,8 +288,8 @@ class RlmCall:
     def _idle(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
-        """Handle a reply without code or an answer. If an answer was waiting for confirmation,
-        accept it; otherwise remind the model. After ``max_idle`` such replies in a row, end the
+        """Handle a reply without code or an answer. Accept an answer that was waiting for
+        confirmation; otherwise remind the model. After ``max_idle`` such replies in a row, end the
         call."""
         if action.was_attempted and not action.tool_call_ids:
             self._state.deferred = deferred
@@ -307,9 +306,9 @@ class RlmCall:
         return None, self._observation(action, [reminder], notes)
 
     def _prose_outcome(self) -> CallOutcome:
-        """Return the outcome of a call that ended because its last replies were only words. Words
-        may be a plan, so they count as the answer only if they match an answer type that not every
-        text matches."""
+        """Return the outcome of a call that ended because its last replies contained only prose.
+        Prose may be a plan, so it counts as the answer only if it matches the answer type and not
+        every text would."""
         best, words = self._best(use_prose=False), prose_of(self._state.last_text)
         if best is None and self._state.kind is not None and not self._state.is_cut:
             best = self._state.kind.from_words(words)
@@ -326,7 +325,7 @@ class RlmCall:
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
     ) -> CallOutcome | None:
         """Return the outcome if the final answer matches its type and the model has seen all output
-        on which it rests. Otherwise add a note for the model and return None."""
+        on which the answer rests. Otherwise add a note for the model and return None."""
         try:
             value = self._state.kind.convert(final) if self._state.kind else final
         except TypeMismatch as mismatch:
@@ -427,7 +426,7 @@ class RlmCall:
         return self._state.kind.literal(name) if self._state.kind else final.untyped_value()
 
     def _refuse(self, why: str, notes: list[str]) -> None:
-        """Record an answer that is not accepted, for the model and for readers of the run."""
+        """Record that an answer is not accepted, both for the model and for readers of the run."""
         notes.append(why)
         self._state.refused_answer = why
         self.run.note(self.call, f"answer not accepted: {one_line(why)[:_REFUSED_CHARS]}")
@@ -450,9 +449,9 @@ class RlmCall:
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
-        """Ask the model for a final answer because a limit is reached, and return the outcome. The
-        cost of this request was held back for the root call. A child call may make it only if the
-        child's own turns ran out."""
+        """Ask the model for a final answer because a limit is reached, and return the outcome. For
+        the root call, the cost of this request was held back. A child call may send it only if its
+        own turns ran out."""
         if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
@@ -508,8 +507,8 @@ class RlmCall:
             return self._best()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
-        """Run the code in the reply to the final request, after a limit has been reached. The code
-        may not call models. Return the final answer that it gives, or ``_NOTHING``."""
+        """Run the code in the reply to the final request, after a limit was reached. This code may
+        not call models. Return its final answer, or ``_NOTHING``."""
         if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
@@ -526,8 +525,8 @@ class RlmCall:
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self, before: Sequence[Message]) -> list[Message]:
-        """Return the messages that precede a question: the system prompt or, later in a
-        conversation, answers to the native tool calls of the last reply."""
+        """Return the messages that precede a question. At first this is the system prompt. Later in
+        a conversation, it is the answers to native tool calls of the last reply."""
         if not self.call.messages:
             return opening(self.run.system_prompt(self.call), before)
         return [

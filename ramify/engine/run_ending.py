@@ -29,24 +29,23 @@ from ramify.types.trajectory import Stop
 _CUT = "cut by close_in"
 _SUSPENDED = "suspended"
 _LEAST_LAST_WORD_S = 5.0
-"""Seconds that are kept for the final reply of a model that answers at once."""
+"""Minimum seconds kept for the final reply, even if the model answers at once."""
 _REPLIES_KEPT = 2.0
-"""How many times the slowest reply so far is kept for the final one."""
+"""Time kept for the final reply, as a multiple of the slowest reply so far."""
 
 
 class RunEnder:
-    """Ensures that a run ends by its deadline, or earlier if it is asked to finish or is suspended.
-    The run is the asyncio task that creates this object, and all methods must be called on its
-    event loop."""
+    """Ends a run by its deadline, or earlier if it is asked to finish or is suspended. The run is
+    the asyncio task that creates this object. All methods must be called on its event loop."""
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """Prepare the end of the run that the current asyncio task executes. ``unrecorded`` is a
-        live set of the requests that may have been sent and whose outcome is not recorded yet. A
-        run that is being suspended waits until the set is empty."""
+        """Prepare to end the run of the current asyncio task. ``unrecorded`` is a live set of the
+        requests that may have been sent and have no recorded outcome yet. A run that is being
+        suspended waits until the set is empty."""
         self.closing: Stop | None = None
-        """Why the run is ending early, if it is."""
+        """Why the run is ending early; None if it is not."""
         self.suspension: RamifyError | None = None
-        """Why the run is being suspended, if it is."""
+        """Why the run is being suspended; None if it is not."""
         self.last_word_s = limits.last_word_s
         """Seconds before the deadline that are kept for the root's final reply."""
         self._limits = limits
@@ -57,14 +56,14 @@ class RunEnder:
         self._deadline = self._loop.time() + limits.max_seconds
         self._alarm: asyncio.TimerHandle | None = None
         self._slowest_s = 0.0
-        """Longest time that a reply of the root's model took."""
+        """Longest time of a reply of the root's model so far, in seconds."""
         self._in_flight: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for a model, except those of final requests."""
+        """Tasks that wait for a model's reply, except those of final requests."""
         self._sessions: set[Session] = set()
         recorder.on_trouble = self.suspend
 
     def start(self) -> None:
-        """Schedule the end of the run early enough for the root call to answer before the
+        """Schedule the end of the run, early enough for the root call to answer before the
         deadline."""
         when = self._deadline - self.last_word_s
         self._alarm = self._loop.call_at(when, self.end_work_early, Stop.DEADLINE)
@@ -80,9 +79,9 @@ class RunEnder:
         return self._deadline - self._loop.time()
 
     def measure_reply(self, seconds: float) -> None:
-        """Adjust the time that is kept for the root call's final reply to the slowest reply of its
-        model so far. ``seconds`` is how long the latest reply took. Until the first reply, a tenth
-        of the run's time is kept."""
+        """Adjust the time kept for the root call's final reply to the slowest reply of its model so
+        far. ``seconds`` is the duration of the latest reply. Before the first reply, a tenth of the
+        run's time is kept."""
         if seconds <= self._slowest_s:
             return
         self._slowest_s = seconds
@@ -98,8 +97,8 @@ class RunEnder:
     # --- ending early -----------------------------------------------------------------------------
 
     def end_work_early(self, stop: Stop) -> None:
-        """End all work now: cancel requests in flight and interrupt running code. The root call
-        keeps the time for a final answer. ``stop`` is the reason."""
+        """End all work now: cancel requests in flight and interrupt running code. Time remains for
+        the root call to give a final answer. ``stop`` is the reason."""
         if self.closing is not None:
             return
         self.closing = stop
@@ -113,13 +112,14 @@ class RunEnder:
         self._sessions.add(session)
 
     def forget(self, session: Session) -> None:
-        """Unregister ``session``, so that it is no longer interrupted when the run ends early."""
+        """Unregister ``session``, so that its code is no longer interrupted when the run ends
+        early."""
         self._sessions.discard(session)
 
     @contextlib.asynccontextmanager
     async def until_closing(self) -> AsyncIterator[None]:
-        """Provide a context manager for a wait. If the run ends early, the wait is cancelled and
-        LimitReached is raised. No timer is set, because thousands of tasks may wait in this way."""
+        """Provide a context manager that cancels a wait and raises LimitReached if the run ends
+        early. It sets no timer, because thousands of tasks may wait in this way."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
@@ -135,8 +135,8 @@ class RunEnder:
 
     @contextlib.asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Provide a context manager for the run's final request. When the deadline passes, the
-        request is cancelled and LimitReached is raised."""
+        """Provide a context manager that cancels the run's final request at the deadline and raises
+        LimitReached."""
         try:
             async with asyncio.timeout_at(self._deadline) as scope:
                 yield
@@ -148,8 +148,8 @@ class RunEnder:
     # --- suspending -------------------------------------------------------------------------------
 
     def suspend(self, error: RamifyError) -> None:
-        """Suspend the run because of ``error``: send nothing more, and cancel the run as soon as
-        the replies that are still expected have been recorded."""
+        """Suspend the run because of ``error``: send nothing more, and cancel the run once the
+        replies that are still expected have been recorded."""
         self.suspension = self.suspension or error
         self.finish_suspension_if_idle()
 
@@ -168,7 +168,7 @@ class RunEnder:
 
     def cancel_overdue(self, error: RamifyError | None = None) -> None:
         """Cancel a run that has not ended by its deadline. ``error`` is given if the event loop was
-        blocked; otherwise, the error that is created says what the run is waiting for."""
+        blocked. Otherwise, a new error says what the run is waiting for."""
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(
@@ -186,7 +186,7 @@ class RunEnder:
 
 
 def closing_error(stop: Stop) -> LimitReached:
-    """Return the LimitReached error for a request that is refused or cancelled because the run is
+    """Create the LimitReached error for a request that is refused or cancelled because the run is
     ending early. ``stop`` is the reason why the run ends."""
     why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
     return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)

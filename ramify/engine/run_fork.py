@@ -1,5 +1,5 @@
-"""Forks: new runs that repeat a stored run up to a chosen turn of one of its calls, and then
-continue differently.
+"""Fork stored runs. A fork is a new run that repeats a stored run up to a chosen turn of one of its
+calls, and then continues differently.
 
     events ──> those before the turn, or beside it ──> edited prompt or code ──> the new run
 
@@ -40,45 +40,46 @@ from ramify.types.trajectory import Stop
 
 
 class ForkOptions(RunKeywords, total=False):
-    """The keyword options of a fork: all options of a run, and the ones that say how the fork
-    differs from the original run."""
+    """The keyword options of a fork: all options of a run, and those that say how the fork differs
+    from the original run."""
 
     call: str | None
     """Id of the call that continues differently; None for the root."""
     code: str | None
-    """Code that runs in place of the recorded reply of the turn."""
+    """Code to run in place of the recorded reply of the turn."""
     prompt: str | Sequence[str] | None
-    """Text of the last message of the turn's request, or of its last few messages."""
+    """New text for the last message of the turn's request, or a list of texts for its last
+    messages."""
 
 
 class ForkCostEstimate(msgspec.Struct, frozen=True):
     """An estimate of what a fork may cost, made before the fork starts."""
 
     model: str
-    """Model of the call that continues."""
+    """Model of the call that continues differently."""
     input_tokens: int | None
-    """About how many tokens the first new prompt has; None if code runs first."""
+    """Estimated tokens of the first new prompt; None if code runs first."""
     window: int
-    """Tokens of prompt and reply together that the model can read."""
+    """Context window of the model: maximum tokens of prompt and reply together."""
     max_cost: float | None
-    """Dollars that the new run may spend; None if nothing limits it."""
+    """Maximum dollars that the new run may spend; None without a limit."""
     max_calls: int
     max_tokens: int
     recorded_cost: float | None
-    """Dollars that the origin spent from this turn on; None if no model had a price."""
+    """Dollars that the original run spent from this turn on; None if no model had a price."""
 
 
 def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
-    """Return the point at which a fork of a stored run begins, with the edit that is made there.
-    The options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
+    """Return the point at which a fork of a stored run begins, including the edit made there. The
+    options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
     ``changes``."""
     call, code = changes.pop("call", None), changes.pop("code", None)
     return ForkPoint(list(events), turn, call=call, code=code, prompt=changes.pop("prompt", None))
 
 
 class ForkPoint:
-    """The turn of a stored run at which a fork begins, the edit that is made there, and the
-    recorded events that the fork repeats."""
+    """The turn of a stored run at which a fork begins, with the edit made there and the recorded
+    events that the fork repeats."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class ForkPoint:
         self.call = _call_of(calls, call)
         self.turn = turn
         self._recorded = _turns_of(events, self.call.id)
-        """(request, all messages of its prompt, reply) of each turn."""
+        """For each turn: the request, all messages of its prompt, and the reply."""
         whose = "the root" if self.call.parent is None else f"call {self.call.id}"
         if not 0 <= turn < len(self._recorded):
             raise ConfigError(
@@ -133,13 +134,12 @@ class ForkPoint:
 
     @property
     def turn_messages(self) -> tuple[Message, ...]:
-        """The messages that were added to the conversation to request this turn, as recorded."""
+        """The messages that the recorded turn added to the conversation with its request."""
         return self._recorded[self.turn][0].prompt
 
     @property
     def turn_code(self) -> str | None:
-        """The code that was run in this turn, as recorded; None if the call is a plain call, which
-        runs no code."""
+        """The code that the recorded turn ran; None for a plain call, which runs no code."""
         return "\n\n".join(self._codes) if self.call.kind == "rlm" else None
 
     def _check_edit(self, whose: str, code: str | None, texts: Sequence[str]) -> None:
@@ -159,9 +159,8 @@ class ForkPoint:
             raise ConfigError("an edited message of the prompt is empty: give its text")
 
     def run_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the new run. It contains the entries of the original run's
-        configuration that are not settings and, under the key ``forked``, the original run, the
-        turn and the edit."""
+        """Return the metadata of the new run: the metadata of the original run and, under the key
+        ``forked``, the original run's id, the turn and the edit."""
         started = self.recording.started
         known = {*COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
         taken = {name: value for name, value in started.config.items() if name not in known}
@@ -179,9 +178,9 @@ class ForkPoint:
     def estimate(
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
     ) -> ForkCostEstimate:
-        """Estimate what the fork may cost within ``limits``, if a reply has at most
-        ``reply_tokens`` tokens. Raises ConfigError if an edited prompt is too long for the model's
-        window or for the budget."""
+        """Estimate the cost of the fork within ``limits``, if a reply has at most ``reply_tokens``
+        tokens. Raises ConfigError if an edited prompt is too long for the model's window or for the
+        budget."""
         client = next((each for each in clients if each.name == self.call.model), clients[0])
         ledger = BudgetLedger(limits, priced=any(each.price is not None for each in clients))
         tokens = None
@@ -261,15 +260,15 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 class _Place(msgspec.Struct, frozen=True):
     """The point at which one call of a forked run stops repeating its record and runs again. The
-    forked call and all of its ancestors have such a point."""
+    forked call and each of its ancestors have such a point."""
 
     last_reply: int
-    """Last turn whose reply is kept."""
+    """Index of the last turn whose recorded reply is kept."""
     cell: tuple[int, int]
     """(turn, cell) of the first cell that runs again."""
     end: int
-    """Index of the first event that may depend on the fork; what this cell had begun before it is
-    kept."""
+    """Index of the first event that may depend on the fork. Events that this cell had begun before
+    are kept."""
 
 
 def _path(
@@ -287,9 +286,9 @@ def _path(
 def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
-    """Return, for each call id, True if the fork repeats that call from the record and False if the
-    call is made again. The forked call and its ancestors are not included, since they are repeated
-    only in part."""
+    """Return, for each call id, True if the fork repeats that call from the record and False if it
+    makes the call again. The forked call and its ancestors are not included, because they are
+    repeated only in part."""
     kept: dict[str, bool] = {}
     for index, event in enumerate(events):
         if isinstance(event, CallStarted) and event.parent is not None and event.id not in path:

@@ -1,5 +1,4 @@
-"""Provide the handle of a run, with which a caller can start it, watch it, end it early and get its
-result.
+"""Provide a handle with which a caller can start a run, watch it, end it early and get its result.
 
 A run opens its journal, stores the context, records RunStarted, answers the question (see
 ``ways_to_answer.py``), records RunEnded and closes everything, in this order. Whatever happens in
@@ -71,7 +70,7 @@ _CLOSE_S = 5.0
 
 
 class RunHandle:
-    """A run in progress. It is created by ``RLM.start`` on a running event loop."""
+    """A handle to a run in progress. ``RLM.start`` creates it on a running event loop."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class RunHandle:
         earlier: Sequence[Question] | None = None,
     ) -> None:
         """Start a run in the background. To repeat a recorded conversation, pass its earlier
-        questions as ``earlier``: they are repeated first, and the conversation ends with this
+        questions as ``earlier``. They are repeated first, and the conversation ends with this
         run."""
         self.recorder = recorder
         self._setup = setup
@@ -127,14 +126,13 @@ class RunHandle:
         return self._task.__await__()
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield every event of the run from now on, until it ends. An error of the run is not
-        raised here but by ``result``."""
+        """Yield every event of the run from now on, until it ends. This method does not raise an
+        error of the run; ``result`` does."""
         async for event in self.recorder.upcoming_events():
             yield event
 
     def wrap_up(self) -> None:
-        """Ask the run to finish early: end its work, and let it answer with what is known so
-        far."""
+        """Ask the run to finish early and answer with what it knows so far."""
         self._requested_stop = Stop.CANCELLED
         if self._run is not None:
             self._run.ending.end_work_early(Stop.CANCELLED)
@@ -144,14 +142,14 @@ class RunHandle:
         self._task.cancel()
 
     def limit_usage(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum for each limit of the run, for a
+        """Return the name, the amount spent and the maximum of each limit of the run, for a
         progress bar."""
         return self._run.requests.ledger.limit_usage() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
 
     def _warn(self, text: str) -> None:
-        """Add a warning to the record of the run. May be called from any thread."""
+        """Record a warning about the run. May be called from any thread."""
         loop = self._task.get_loop()
         if threading.get_ident() == self._thread:
             self.recorder.warn(text)
@@ -236,7 +234,7 @@ class RunHandle:
         return self._result(outcome, run)
 
     def _check_scope(self) -> None:
-        """Warn if the model knows nothing about questions of this kind."""
+        """Warn if the model was not trained for questions of this kind."""
         question, setup = self._question, self._setup
         if self._conversation is None and (
             warning := out_of_scope(setup.model[0], question.text, question.context, setup.config)
@@ -260,8 +258,8 @@ class RunHandle:
 
     def _blocked(self, place: str) -> None:
         """End the run from another thread, because its event loop is blocked or the run cannot be
-        cancelled. ``place`` is the line at which the loop is blocked, or empty. The journal is
-        closed, so that the run can be resumed, and the waiting caller gets an error."""
+        cancelled. The journal is closed so that the run can be resumed, and the waiting caller gets
+        an error. ``place`` is the line at which the loop is blocked, or empty."""
         run, limits = self._run, self._setup.limits
         assert run is not None
         why = (
@@ -284,8 +282,8 @@ class RunHandle:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
     async def _context(self, resources: LoopResources) -> SharedContext | None:
-        """Return the context of the question in encoded form, or None if there is none. It is
-        encoded once, in a thread if it is large, and is stored if there is a store."""
+        """Return the encoded context of the question, or None if there is none. It is encoded once,
+        in a thread if it is large. If there is a store, the context is stored."""
         context = await self._encoded(resources)
         if context is not None and self._question.on_context is not None:
             self._question.on_context(context)
@@ -352,7 +350,7 @@ class RunHandle:
         )
 
     def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
-        """Record the end of the run and release its resources. Return the outcome of the run, which
+        """Record the end of the run, release its resources, and return its outcome. The outcome
         becomes a failure if the end could not be written."""
         try:
             if self.recorder.trajectory.id:
@@ -381,8 +379,8 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """Return why the run ended: the recorded reason of the call that gave the answer, or that
-        of a failure outside of all calls."""
+        """Return why the run ended: the recorded reason of the call that gave the answer, or the
+        reason of a failure outside of all calls."""
         calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
         if calls and calls[-1].stop == outcome.stop and not outcome.answered_by:
             return calls[-1].reason

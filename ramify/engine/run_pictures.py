@@ -1,4 +1,4 @@
-"""Keep the pictures of a run: which pictures there are, and where their bytes can be found.
+"""Track the pictures of a run: which pictures exist, and where their bytes are stored.
 
     picture of the context, bytes from a session or a tool ──> Picture, in a message and the journal
     Picture.digest ──> the file, or a blob of the store ──> bytes, when a request is sent
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from ramify.store.base import RunBlobs
 
 PictureSource = bytes | Path | None
-"""The bytes of a picture, the file that has them, or None if the store has them."""
+"""Bytes of a picture, the file that contains them, or None if they are in the store."""
 
 
 class RunPictures:
-    """The pictures of one run, each with the place where its bytes can be found."""
+    """The pictures of one run, each with the location of its bytes."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
         """Start with the pictures of the context. ``given`` maps the digest of each picture to its
@@ -45,11 +45,11 @@ class RunPictures:
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}
         self.has_any = bool(given)
-        """True if the run has a picture so far."""
+        """True if the run has had a picture so far."""
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of the picture with this digest. Raises Refused if they are missing or
-        have changed."""
+        """Return the bytes of the picture with this digest. Raises Refused if the bytes are missing
+        or have changed."""
         try:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
@@ -70,9 +70,9 @@ class RunPictures:
         return self._known.setdefault(picture.digest, picture)
 
     def resolve_value(self, value: Any, at: str) -> Picture:
-        """Return the picture that a session sent as ``value``: the dict that stands for a picture
-        of the context, or the bytes of a picture. ``at`` names the argument in error messages.
-        Raises HostCallError if it is neither."""
+        """Return the picture that a session sent as ``value``. The value is a dict that refers to a
+        picture of the context, or the bytes of a picture. ``at`` names the argument in error
+        messages. Raises HostCallError if the value is neither."""
         digest = picture_digest(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
@@ -99,7 +99,7 @@ class RunPictures:
 
     def resolve_images(self, values: Any, at: str) -> tuple[Picture, ...]:
         """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
-        value is not a picture, or if the pictures are too many or too large for one request."""
+        value is not a picture, or if there are too many or too large pictures for one request."""
         if isinstance(values, bytes) or picture_digest(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
@@ -118,14 +118,13 @@ class RunPictures:
         return pictures
 
     def in_context(self, value: Any) -> tuple[Picture, ...]:
-        """Return all pictures of a context, so that a plain model call can show them. Raises
-        HostCallError if they do not fit into one request."""
+        """Return all pictures of a context, for a plain model call. Raises HostCallError if they do
+        not fit into one request."""
         return self.resolve_images(pictures_in(value), "the pictures of the context")
 
     def returned(self, result: Any) -> Any:
-        """Return the result of a tool with each picture (``PictureBytes``) replaced by the dict
-        that stands for it in a session. Raises NotAPicture if the bytes are not a supported
-        picture."""
+        """Return the result of a tool with each picture (``PictureBytes``) replaced by a dict that
+        refers to it in a session. Raises NotAPicture if the bytes are not a supported picture."""
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).as_reference()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
@@ -164,7 +163,8 @@ class RunPictures:
 
 
 def request_size_error(pictures: Sequence[Picture]) -> str:
-    """Return why the pictures are too large for one request, or an empty string if they are not."""
+    """Return an error message if the pictures are too large for one request, and an empty string
+    otherwise."""
     num_bytes = sum(picture.num_bytes for picture in pictures)
     if num_bytes <= MAX_REQUEST_BYTES:
         return ""

@@ -1,5 +1,5 @@
-"""The result of a question, as the caller gets it: an answer, or the error that explains why there
-is none.
+"""Define the result of a question that the caller gets: an answer, or the error that explains why
+there is none.
 
 How a run is watched and ended is in ``run_handle.py``. This module needs nothing that a run needs,
 so that a program which only holds an ``RLM`` starts fast.
@@ -36,26 +36,26 @@ class Result(msgspec.Struct, frozen=True):
     """The answer as a value of the requested type; None if there is none."""
     stop: Stop
     usage: Usage
-    """Usage of the whole tree."""
+    """Tokens and requests of all calls of the run."""
     cost: float | None
-    """Dollars for the whole tree; None if no model has a price."""
+    """Dollars for all calls of the run; None if no model has a price."""
     trajectory: Trajectory
     citations: tuple[Citation, ...] = ()
     error: str | None = None
     failure: BaseException | None = None
-    """Exception that ended the run, if any."""
+    """Exception that ended the run, if there was one."""
     partial: str = ""
-    """Words of the last message of a run that ended without an answer: often a plan."""
+    """Prose of the last message if the run ended without an answer. Often this is a plan."""
 
     @property
     def run_id(self) -> str:
-        """The id of the run. If the run is stored, ``RLM.resume`` and ``ramify show`` accept it."""
+        """The id of the run. ``RLM.resume`` and ``ramify show`` accept it if the run is stored."""
         return self.trajectory.id
 
     @property
     def reason(self) -> str:
         """One sentence that explains why the run ended, with the numbers of the limit that it
-        reached; empty after a final answer."""
+        reached. Empty after a final answer."""
         return self.trajectory.reason
 
     def __repr__(self) -> str:
@@ -107,8 +107,8 @@ def why_unanswered(result: Result) -> str:
 
 
 def checked(result: Result, resume: Callable[[str], Result]) -> Result:
-    """Return ``result``, unless the run is suspended or failed without an answer; in that case,
-    raise the corresponding error. A Suspended error calls ``resume`` to continue the run."""
+    """Return ``result``, or raise the corresponding error if the run is suspended or failed without
+    an answer. The ``resume`` method of a Suspended error calls the function ``resume``."""
     if result.stop is Stop.SUSPENDED:
         raise _suspended(result.run_id, result.error, resume) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
@@ -122,7 +122,7 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
 
 @contextlib.contextmanager
 def blocked_as_suspended(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Provide a context manager that raises LoopBlocked as Suspended if the run is stored, so that
+    """Provide a context manager that turns LoopBlocked into Suspended if the run is stored, so that
     the caller can continue the run with ``resume``."""
     try:
         yield

@@ -1,5 +1,5 @@
-"""Scaffolds: the prompts and conventions between the engine and a model, as data that users can
-replace.
+"""Define scaffolds: the prompts and reply conventions between the engine and a model, as data that
+users can replace.
 
 Only the markers of ``MARKERS`` in double braces are replaced, so a prompt may contain any other
 braces: ``{{tools}}`` becomes the user's tools, ``{{limits}}`` the limits, and so on. Their texts are
@@ -86,9 +86,9 @@ MARKERS = {
     "limits": "turns, calls, tokens, dollars and seconds",
     "instructions": "the user's instructions and examples; they come last if this is missing",
 }
-"""Marker of a system message -> what replaces it."""
+"""Marker of a system message -> description of the text that replaces it."""
 _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}", re.MULTILINE)
-"""A marker: alone between two empty lines, alone on its line, or elsewhere."""
+"""Matches a marker: alone between two empty lines, alone on its line, or elsewhere."""
 
 
 def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
@@ -103,14 +103,14 @@ def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
 class Scaffold(
     msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True
 ):
-    """The prompts of a run, and the conventions for what the model may reply and how it is
-    answered."""
+    """The prompts of a run, and the conventions for the model's replies and the engine's
+    responses."""
 
     name: str = "default"
     system: str = _DEFAULT_SYSTEM
-    """System prompt of the root; if empty, no system message is sent."""
+    """System prompt of the root call; if empty, no system message is sent."""
     child_system: str | None = None
-    """System prompt of children; None means the same as ``system``."""
+    """System prompt of child calls; None: the same as ``system``."""
     first: str = ""
     """First message of a call. If empty, it contains the question and the size and beginning of the
     context (``prompt_text.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
@@ -126,23 +126,23 @@ class Scaffold(
     max_idle: int = 3
     """Number of consecutive turns without code or answer that ends the call with ``no_code``."""
     last_word: bool = True
-    """When a limit is reached, ask the model to answer with what it has; otherwise, use the best
-    answer so far."""
+    """When a limit is reached, ask the model for a final answer. If False, use the best answer so
+    far."""
     compact_at: float = 0.8
     """Share of the model's window at which the history is summarized and a new branch begins; 0
     disables this."""
     native_tools: bool = False
-    """Also offer running code and answering as native tools."""
+    """Also offer native tools for running code and for answering."""
     protocol: Literal["notebook", "retool"] = "notebook"
     """Format of replies and observations: that of ``action.py`` or that of ``retool_protocol.py``."""
     stop: tuple[str, ...] = ()
-    """Strings that end a reply and are part of it, such as ``</code>``. Without them, a model would
+    """Strings that end a reply and belong to it, such as ``</code>``. Without them, a model would
     continue and invent the output."""
     raw_code: bool = False
     """Run each reply as one cell of code, without fences or text around it."""
     plans: bool = False
-    """Let sessions import ``ramify_plans``: the combinators of plans, which ask many bounded questions
-    at once. The system message says so if it lists the tools."""
+    """Let sessions import ``ramify_plans``, functions that ask many small questions at once. The
+    system message says so if it lists the tools."""
     terse_chars: int = 0
     """Maximum length of an observation that contains only the cell's output. 0 gives full
     observations with notes, remaining limits and the turn count."""
@@ -185,8 +185,8 @@ class Scaffold(
             )
 
     def _check_system(self, field: str, text: str) -> None:
-        """Raise ConfigError if a system message lacks a marker that every session needs, such as
-        ``{{limits}}``, which is replaced by the limits of the run."""
+        """Raise ConfigError if a system message lacks a marker that every session needs. An example
+        is ``{{limits}}``, which the limits of the run replace."""
         losses = {
             "tools": "which tools there are",
             "limits": "its limits",
@@ -203,7 +203,7 @@ class Scaffold(
 
     def system_prompt(self, facts: PromptFacts | None = None) -> str:
         """Return the system message of a call, with its markers replaced by ``facts`` about the
-        run. Without ``facts``, the message states nothing specific to a run."""
+        run. Without ``facts``, the message contains nothing specific to a run."""
         text = self.child_system if facts and facts.depth and self.child_system else self.system
         if not text:
             return ""
@@ -247,8 +247,8 @@ class Scaffold(
 
     @property
     def lists_tools(self) -> bool:
-        """True if the system message tells the model which tools a session has. It does not if the
-        scaffold has no system message, or one with a fixed text, as in the prompts of ReTool."""
+        """True if the system message tells the model which tools a session has. False if the
+        scaffold has no system message or a fixed one, as in the prompts of ReTool."""
         is_frozen = self.raw_code or self.protocol != "notebook" or not self.system
         return not is_frozen and "{{tools}}" in self.system
 
@@ -259,9 +259,9 @@ class Scaffold(
         return (retool_protocol.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
-        """Parse what a reply asks for: code to run or a final answer. If ``is_cut`` is True, the
-        reply was truncated, so its last code or answer may be incomplete. With ``raw_code``, the
-        end of code is not marked, so even a truncated reply is run."""
+        """Parse a reply into code to run or a final answer. If ``is_cut`` is True, the reply was
+        truncated, so its last code or answer may be incomplete. With ``raw_code``, the end of code
+        is not marked, so even a truncated reply is run."""
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         if self.protocol == "retool":
@@ -270,8 +270,7 @@ class Scaffold(
         return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
 
     def report(self, cell: Cell) -> str:
-        """Return the text that the model sees after a cell, that is, a piece of its code, has
-        run."""
+        """Return the text that the model sees after a piece of its code (a cell) has run."""
         if self.protocol == "retool":
             return retool_protocol.report(cell)
         return (
@@ -347,8 +346,8 @@ SCAFFOLDS = Registry(
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
-    """Return the scaffold with the given name, or ``given`` itself if it is a scaffold. If it is
-    None, return the scaffold that ``model`` was trained for, or else the default. Raises
+    """Return the scaffold with the name ``given``, or ``given`` itself if it is a scaffold. If it
+    is None, return the scaffold that ``model`` was trained for, or else the default. Raises
     ConfigError for an unknown name."""
     if isinstance(given, Scaffold):
         return given
@@ -370,8 +369,8 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
 
 
 def made_for(model: object) -> str | None:
-    """Return the name of the scaffold that a model was trained for, or None if the model needs no
-    particular one.
+    """Return the name of the scaffold that a model was trained for, or None for a model that works
+    with any scaffold.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
     answer comes from the checkpoint's folder, and no weights are loaded.
@@ -387,9 +386,9 @@ def made_for(model: object) -> str | None:
 
 
 def card_of(model: object) -> TrainedPolicySettings:
-    """Return the settings that the checkpoint folder of a trained policy states: its scaffold and
-    its limits. ``model`` is a model name, a client, or a list whose first entry answers the root
-    call. The settings are empty if nothing is known about the model."""
+    """Return the settings stored in the checkpoint folder of a trained policy: its scaffold and its
+    limits. ``model`` is a model name, a client, or a list whose first entry answers the root call.
+    The settings are empty if nothing is known about the model."""
     if isinstance(model, list | tuple) and model:
         return card_of(model[0])
     if isinstance(model, Model):

@@ -1,4 +1,5 @@
-"""Check values against JSON schemas in a bounded number of steps.
+"""Check values against JSON schemas in a limited number of steps, so that a hostile schema cannot
+take exponential time.
 
 A schema of a few lines can take exponential time: each level of ``{"anyOf": [{"$ref": "#/$defs/b"},
 {"$ref": "#/$defs/b"}]}`` doubles the work. Every applied keyword therefore counts as one step, or
@@ -23,22 +24,22 @@ from typing import Any
 from ramify.errors import ConfigError
 
 MAX_STEPS = 50_000
-"""Steps that any check may take: about a second."""
+"""Steps that any check may take, equal to about a second."""
 STEPS_PER_NODE = 100
-"""Additional steps for each value within the checked value."""
+"""Additional steps allowed for each value inside the checked value."""
 MAX_NODES = 5_000
-"""Maximum number of values within an untrusted schema."""
+"""Maximum number of values inside an untrusted schema."""
 _CHARS_PER_STEP = 200
-"""Characters of compared texts and of written messages that count as one step."""
+"""Characters of compared texts or error messages that count as one step."""
 _MATCHES_PER_STEP = 1000
-"""Instructions of a regular expression times characters of its text that count as one step."""
+"""Instructions of a regular expression, times characters of its text, that count as one step."""
 _REGEX_BYTES = 1 << 20
-"""Memory of a compiled regular expression."""
+"""Maximum memory of a compiled regular expression, in bytes."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaCheckTooLong(Exception):
-    """Raised if the check of a value takes more steps than are allowed."""
+    """Raised if the check of a value takes more steps than allowed."""
 
 
 class _Budget:
@@ -53,9 +54,8 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """Return the number of values in a part of the schema or of the checked value. The result
-        is remembered by the object's ``id()``, so the object must not be freed before the
-        budget."""
+        """Return the number of values inside a part of the schema or of the checked value. Results
+        are cached by the object's ``id()``, so the object must outlive the budget."""
         if id(value) not in self._sizes:
             self._sizes[id(value)] = count_nodes(value)
         return self._sizes[id(value)]
@@ -68,8 +68,8 @@ class JsonSchema:
     """A compiled JSON schema, against which values can be checked."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Compile ``schema``. Raises ConfigError if the schema is invalid, or if it is not
-        ``trusted`` and exceeds the limits for untrusted schemas."""
+        """Compile ``schema``. Raises ConfigError if the schema is invalid. If not ``trusted``, the
+        schema must also stay within the limits for untrusted schemas."""
         import jsonschema
         import referencing
 
@@ -95,8 +95,8 @@ class JsonSchema:
         self._validator = _counting(kind, trusted)(schema, registry=registry)
 
     def failure(self, value: Any) -> str | None:
-        """Return what is wrong with ``value`` (plain JSON), or None if the value matches the
-        schema. Raises SchemaCheckTooLong if the check needs too many steps."""
+        """Return a description of what is wrong with ``value`` (plain JSON), or None if the value
+        matches the schema. Raises SchemaCheckTooLong if the check needs too many steps."""
         import jsonschema
         from referencing.exceptions import Unresolvable
 
@@ -116,8 +116,8 @@ class JsonSchema:
 
 
 def count_nodes(value: Any) -> int:
-    """Return the number of values contained in ``value``, including itself. A long text counts as
-    several values."""
+    """Return the number of values inside ``value``, including itself. A long text counts as several
+    values."""
     count, open_ = 0, [value]
     while open_:
         part = open_.pop()
@@ -176,8 +176,8 @@ def _pattern(text: str) -> Any:
 
 
 def _instead(why: str) -> str:
-    """Return advice on what to write in place of a regular expression that RE2 rejected. ``why`` is
-    the message of RE2."""
+    """Return advice on what to write instead of a regular expression that RE2 rejected. ``why`` is
+    the error message of RE2."""
     part = why.rpartition(": ")[2]
     if "perl operator" in why and part.startswith(("(?=", "(?!", "(?<")):
         return (
@@ -203,7 +203,7 @@ def _instead(why: str) -> str:
 
 @functools.cache
 def _counting(kind: Any, trusted: bool) -> Any:
-    """Return a variant of the jsonschema validator ``kind`` that counts its steps and stops when
+    """Return a subclass of the jsonschema validator ``kind`` that counts its steps. It stops when
     the budget of the current check is used up."""
     import attrs
     from jsonschema import validators
@@ -238,8 +238,8 @@ def _counting(kind: Any, trusted: bool) -> Any:
 
 
 def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
-    """Return the keywords of ``schema`` that apply under JSON Schema up to draft 7, where ``$ref``
-    hides all keywords beside it."""
+    """Return the keywords of ``schema`` that apply up to JSON Schema draft 7. In these drafts,
+    ``$ref`` hides all keywords beside it."""
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 
@@ -282,8 +282,8 @@ def _unique_items(validator: Any, is_required: Any, instance: Any, _: Any) -> It
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable key that is equal for two values if and only if JSON Schema treats them as
-    equal: 1 and 1.0 are equal, but 1 and true are not."""
+    """Return a hashable key for a JSON value. Two values have equal keys if and only if JSON Schema
+    treats them as equal: 1 and 1.0 are equal, but 1 and true are not."""
     if isinstance(value, dict):
         return frozenset((name, _hashable(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -340,7 +340,8 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
 
 
 def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a ``$ref`` in ``part`` points to something that is not in ``schema``."""
+    """Raise ConfigError if a ``$ref`` inside ``part`` points to something that ``schema`` does not
+    contain."""
     if isinstance(part, list):
         for item in part:
             _check_references(item, schema)

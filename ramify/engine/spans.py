@@ -57,16 +57,16 @@ _PROVIDERS = {
     "vertex_ai": "gcp.vertex_ai",
     "xai": "x_ai",
 }
-"""Our provider name -> the name in the conventions, if they differ."""
+"""Our provider name -> its name in OpenTelemetry's conventions, if the two differ."""
 _PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _PYTHON = "python"
-"""Tool name of a cell."""
+"""Tool name used for running a cell (piece of code)."""
 
 
 def tracing_listeners() -> tuple[Listener, ...]:
-    """Return a tuple with a listener that creates spans for one run or conversation. The tuple is
-    empty if this process has no tracer provider that records spans. Requires that
-    ``opentelemetry.trace`` is already imported."""
+    """Return a listener that creates spans for one run or conversation, as a tuple. The tuple is
+    empty if this process has no tracer provider that records spans. ``opentelemetry.trace`` must
+    already be imported."""
     api = sys.modules[_API]
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
@@ -76,8 +76,8 @@ def tracing_listeners() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Provide a context manager in which new runs become part of the caller's OpenTelemetry trace,
-    which the HTTP header ``traceparent`` names. Without this header, it has no effect."""
+    """Provide a context manager that makes new runs part of the caller's OpenTelemetry trace. The
+    HTTP header ``traceparent`` names that trace; without this header, nothing changes."""
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -95,8 +95,8 @@ class OpenTelemetryListener:
     conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
-        """Create a listener that sends spans to ``tracer``. ``content`` says whether the texts of
-        prompts and replies are included. If it is None, the environment variable
+        """Create a listener that sends spans to ``tracer``. ``content`` decides whether the texts
+        of prompts and replies are included. If it is None, the environment variable
         ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides."""
         setting = os.environ.get(_CONTENT, "").lower()
         self._content = (
@@ -104,7 +104,7 @@ class OpenTelemetryListener:
         )
         self._tracer = tracer
         self._zero_ns = 0
-        """Unix time at which the run's clock was 0."""
+        """Unix time of the start of the run's clock, in nanoseconds."""
         self._run: Span | None = None
         self._id = ""
         self._parameters: dict[str, Any] = {}
@@ -276,8 +276,8 @@ class OpenTelemetryListener:
     # --- spans ------------------------------------------------------------------------------------
 
     def _above(self, parent: Parent | None) -> Span | None:
-        """Return the span of the code cell that made a call, and start that span if it does not
-        exist yet. Return the span of the run if ``parent`` is None."""
+        """Return the span of the code cell that made a call, starting that span if necessary.
+        Return the span of the run if ``parent`` is None."""
         if parent is None:
             return self._run
         key = (parent.call, parent.turn, parent.cell)
@@ -315,7 +315,7 @@ class OpenTelemetryListener:
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
         """End ``span``, and record ``stop`` as the reason if it is given. Errors and cancellations
-        mark the span as failed; reaching a limit does not."""
+        mark the span as failed. Reaching a limit does not."""
         if stop is not None:
             span.set_attribute("ramify.stop", str(stop))
         if stop in (Stop.ERROR, Stop.CANCELLED):
@@ -330,8 +330,8 @@ class OpenTelemetryListener:
 
 
 def _model(name: str) -> dict[str, str]:
-    """Return the span attributes that name the provider and the model. ``name`` is a full model
-    name, such as ``openai:gpt-5-mini@http://…``."""
+    """Return the span attributes for the provider and the model. ``name`` is a full model name,
+    such as ``openai:gpt-5-mini@http://…``."""
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
     return {

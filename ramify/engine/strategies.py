@@ -1,5 +1,5 @@
-"""List the strategies and modes by which a question can be answered, and record the strategy of a
-run so that the run can be resumed.
+"""List the strategies and modes for answering a question. A strategy is code that answers a run's
+question through many small model calls. It is recorded so that the run can be resumed.
 
     RLM.completion(text, query, strategy=S) ──> S(calls) ──> CallOutcome
     config of the run: {"strategy": {"name": "plan", …}} ──> the same strategy, when it is resumed
@@ -22,7 +22,7 @@ from ramify.errors import ConfigError
 from ramify.plugins import Registry, load_object
 
 Strategy = Callable[[Any], Awaitable[Any]]
-"""Gets the ``LeafCalls`` of a run and returns its ``CallOutcome``."""
+"""Function that receives the ``LeafCalls`` of a run and returns a ``CallOutcome``."""
 
 STRATEGIES = Registry(
     "strategy",
@@ -30,7 +30,7 @@ STRATEGIES = Registry(
     {"plan": "ramify.plans.plan_strategy:PlanStrategy"},
     structs=True,
 )
-"""Strategies that a run can record."""
+"""Strategies that can be recorded with a run."""
 Mode = Literal["auto", "free", "plan", "direct"]
 MODES: Mapping[str, str] = {
     "auto": "ramify.plans.mode_rules:choose_mode",
@@ -43,15 +43,15 @@ MODES: Mapping[str, str] = {
 
 
 def plan_tool() -> dict[str, Any]:
-    """Return the tool with which session code can run plans, as a dict whose key is the tool's
-    name."""
+    """Return a dict with one entry, the name and the object of the tool with which session code can
+    run plans."""
     tool = load_object("ramify.plans.session_plans:SessionPlans", "the plans of a session")()
     return {tool.__name__: tool}
 
 
 def record_of(strategy: Any) -> dict[str, Any]:
-    """Return what the journal records about ``strategy``: its fields if it is a registered struct,
-    and otherwise only the name of the function."""
+    """Return what the journal records about ``strategy``: the fields of a registered struct, and
+    otherwise only the name of the function."""
     if isinstance(strategy, msgspec.Struct):
         fields: dict[str, Any] = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""
@@ -63,9 +63,9 @@ def record_of(strategy: Any) -> dict[str, Any]:
 def recorded_strategy(
     recorded: Mapping[str, Any] | None, given: Strategy | None = None
 ) -> Strategy | None:
-    """Return the strategy of a recorded run, or None if it had none. If the record contains only
-    the name of a function, return ``given``. Raises ConfigError if the strategy is neither recorded
-    nor given."""
+    """Return the strategy of a recorded run, or None if it had none. If the record contains only a
+    function name, return ``given``. Raises ConfigError if the strategy is neither recorded nor
+    given."""
     if not recorded:
         return None
     name = recorded.get("name")

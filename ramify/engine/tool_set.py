@@ -1,5 +1,5 @@
-"""Make the user's functions available in a session. They are called by session code, but executed
-in this process with its permissions.
+"""Make the user's functions callable from session code. They execute in this process, with its
+permissions.
 
 A tool is a function (plain or ``async``) or another value. To describe a tool in other words than
 those of its docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a
@@ -31,7 +31,8 @@ from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, HostCallError, did_you_mean
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
-"""Functions by name, or a list of named functions. Other values are bound unchanged."""
+"""Functions by name, or a list of named functions. Values other than functions are passed to the
+session unchanged."""
 
 RESERVED = frozenset(
     {
@@ -52,8 +53,8 @@ RESERVED = frozenset(
 
 
 def optional_tools(tools: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tools that are marked as optional. Such tools come with a context and
-    can be created again when a run is repeated."""
+    """Return the names of the tools that are marked as optional. Optional tools come with a context
+    and can be created again when a run is repeated."""
     return [name for name, tool in tools.items() if getattr(tool, "is_optional", False)]
 
 
@@ -79,8 +80,8 @@ else:
 
 
 class ToolSet:
-    """A validated set of tools: functions that the host executes when session code calls them, and
-    values that are sent to the session once."""
+    """A validated set of tools. The host executes functions when session code calls them, and sends
+    other values to the session once."""
 
     def __init__(self, tools: Tools | None) -> None:
         if tools is not None and not isinstance(tools, Iterable):
@@ -101,7 +102,8 @@ class ToolSet:
                 )
                 raise ConfigError(f"a tool cannot be called '{name}': {why}")
         self.descriptions: dict[str, str] = {}
-        """Descriptions that were given, by the name of the tool; others are docstrings."""
+        """Name of a tool -> the description that the user gave. Other tools are described by their
+        docstrings."""
         for name, tool in named.items():
             if isinstance(tool, Mapping) and tool.keys() == {"tool", "description"}:
                 if not isinstance(tool["description"], str):
@@ -120,13 +122,13 @@ class ToolSet:
         return ToolSet({**self._given(), **tools})
 
     def overrides_optional(self, name: str, tool: Any) -> bool:
-        """Return True if ``tool`` is optional and the user has given another tool with the same
+        """Return True if ``tool`` is optional and the user has passed another tool of the same
         name."""
         is_taken = name in self.functions or name in self.values
         return is_taken and getattr(tool, "is_optional", False)
 
     def _given(self) -> dict[str, Any]:
-        """Return the tools in the form in which the user passed them, with their descriptions."""
+        """Return the tools in the form in which the user passed them, including descriptions."""
         return {
             name: {"tool": tool, "description": self.descriptions[name]}
             if name in self.descriptions
@@ -135,7 +137,7 @@ class ToolSet:
         }
 
     def only(self, names: Sequence[str]) -> ToolSet:
-        """Return the set of the tools with the given names. Raises ConfigError for an unknown
+        """Return a set of only the tools with the given names. Raises ConfigError for an unknown
         name."""
         every = self._given()
         for name in names:
@@ -144,38 +146,37 @@ class ToolSet:
         return ToolSet({name: every[name] for name in names})
 
     def without_optional(self) -> ToolSet:
-        """Return the set without optional tools, for scaffolds whose prompt does not list the
-        tools."""
+        """Return the set without optional tools, for scaffolds whose prompt does not list tools."""
         every = self._given()
         optional = optional_tools(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
     def warm_up(self) -> None:
-        """Let each tool start its work in the background, such as building an index, because a
-        session is being opened."""
+        """Start background work of each tool, such as building an index, because a session is being
+        opened."""
         for tool in self.functions.values():
             if hasattr(tool, "prepare"):
                 tool.prepare()
 
     @property
     def servers(self) -> list[str]:
-        """The MCP servers whose functions are in this set, as they are recorded, without secrets
-        (see ``engine/mcp_tools.py``)."""
+        """The MCP servers whose functions are in this set, in their recorded form without
+        secrets."""
         owners = (getattr(tool, "owner", None) for tool in self.functions.values())
         return [
             *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
         ]
 
     def recorded(self) -> dict[str, str]:
-        """Return what the run's journal records about each tool, by name: the hash of a function's
-        code, or the type of another value. Functions of MCP servers are not included."""
+        """Return what the run's journal records about each tool, by name: a hash of the code of a
+        function, or the type of another value. Functions of MCP servers are not included."""
         own = {name: f for name, f in self.functions.items() if not hasattr(f, "owner")}
         values = {name: type(value).__name__ for name, value in self.values.items()}
         return {name: _hash_of(tool) for name, tool in own.items()} | values
 
     def describe(self) -> str:
-        """Return the lines of the system prompt that describe the tools, or an empty string if
-        there are none."""
+        """Return the lines of the system prompt that describe the tools. Empty if there are no
+        tools."""
         lines = [
             getattr(tool, "prompt_entry", "")
             or f"- `{name}{_signature(tool)}`: {self._summary(name)}"
@@ -191,9 +192,9 @@ class ToolSet:
         return self.descriptions.get(name) or _summary(self.functions[name])
 
     def sources(self) -> dict[str, str]:
-        """Return the source code of the modules to install in a session, by name. One module
-        contains a function for each tool that the host executes; the others belong to tools that
-        bring their own source code."""
+        """Return the source code of the modules to install in a session, by module name. One module
+        has a function for each tool that the host executes. The others belong to tools with their
+        own source code."""
         sources = {
             name: tool.session_source
             for name, tool in self.functions.items()

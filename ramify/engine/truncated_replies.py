@@ -17,7 +17,7 @@ from ramify.errors import LimitReached, Refused
 from ramify.types.message import Message, Reply
 
 _LONGER = (2, 4)
-"""Factors of the limit with which a truncated reply is asked for again."""
+"""Factors by which the token limit grows when a truncated reply is requested again."""
 
 
 async def complete_truncated(
@@ -50,9 +50,9 @@ async def _more_of(
     reused: int,
     longer: int,
 ) -> Reply | None:
-    """Make one further request for a truncated reply. Return the reply with its continuation, or a
-    new reply whose limit is ``longer`` times as high. Return None if no further request is
-    allowed."""
+    """Send one further request for a truncated reply. Return the reply with its continuation, or a
+    new reply with a token limit that is ``longer`` times as high. Return None if no further request
+    is allowed."""
     setup, message = run.setup, reply.message
     is_continued = bool(message.content.strip()) and not message.tool_calls
     is_continued = is_continued and getattr(call.client, "continues", False)

@@ -1,5 +1,5 @@
-"""Typed answers: convert a Python type or JSON schema into a schema that is shown to the model, and
-a check of the model's answer.
+"""Support typed answers: convert a Python type or JSON schema into a schema for the model and a
+check of the model's answer.
 
 ``answer_type=`` accepts a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
 supports (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown
@@ -35,7 +35,7 @@ from ramify.sources.document_places import place_at_line
 T = TypeVar("T")
 
 _CHOOSES = {"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
-"""Keywords of a schema that choose which types may occur."""
+"""Schema keywords that restrict which JSON types may occur."""
 
 CITE_INSTRUCTION = (
     'Give FINAL a dict: {"answer": your answer, "citations": [{"source": a key of `context` ("context" if it is one '
@@ -46,23 +46,22 @@ _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class TypeMismatch(Exception):
-    """Raised if a value does not match the required type. The message states the place and the
+    """Raised if a value does not match the required type. The message names the position and the
     reason, and is shown to the model."""
 
 
 class AnswerType(msgspec.Struct, frozen=True):
-    """The required type of an answer: a JSON schema to show to the model, and a function that
-    checks and converts the answer."""
+    """The required type of an answer: a JSON schema for the model, and a function that checks and
+    converts the answer."""
 
     schema: dict[str, Any]
-    """Schema that the model is shown."""
+    """JSON schema that the model sees."""
     convert: Callable[[Any], Any]
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def read(self, text: str) -> Any:
-        """Return the typed value that a reply contains. The reply's whole text is read as JSON, or
-        JSON in a Markdown fence, or else the text itself if it matches the type, as ``Paris``
-        matches a string."""
+        """Return the typed value in a reply. The reply is parsed as JSON, as JSON in a Markdown
+        fence, or as plain text if the text matches the type, as ``Paris`` matches a string."""
         try:
             return self.convert(parse_json(text))
         except TypeMismatch:
@@ -75,8 +74,8 @@ class AnswerType(msgspec.Struct, frozen=True):
             raise
 
     def from_words(self, text: str) -> Any:
-        """Try to interpret prose that was not marked as an answer. Return None if it is not a value
-        of this type, or if the type is so general that any text would match."""
+        """Try to convert prose that was not marked as an answer. Return None if it is not a value
+        of this type, or if any text would match the type."""
         with contextlib.suppress(TypeMismatch):
             value = self.read(text)
             try:
@@ -86,9 +85,9 @@ class AnswerType(msgspec.Struct, frozen=True):
         return None
 
     def literal(self, text: str) -> Any:
-        """Return the value that the model meant by ``FINAL(text)``, before conversion. The text is
-        tried as a Python literal, as a literal inside a quoted string, and as plain text. If none
-        matches the type, the literal is returned, so that the mismatch can be reported."""
+        """Return the value that the model meant by ``FINAL(text)``, before conversion. Tries a
+        Python literal, a literal inside a quoted string, and plain text. If none matches the type,
+        return the literal, so that the mismatch can be reported."""
         value = FinalAnswer(text).literal()
         quoted = FinalAnswer(value).literal() if isinstance(value, str) else value
         for reading in (value, quoted, text):
@@ -101,14 +100,14 @@ class AnswerType(msgspec.Struct, frozen=True):
 
     @property
     def enforceable_schema(self) -> dict[str, Any] | None:
-        """The schema that a provider may enforce for a plain reply, if there is one."""
+        """The schema that a provider can enforce for a plain reply, or None."""
         return self.schema
 
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
     def json_only_instruction(self) -> str:
-        """Return the instruction for a reply that must consist only of the answer as JSON."""
+        """Return the instruction that a reply must consist only of the answer as JSON."""
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
@@ -137,8 +136,8 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
 
 
 def parse_json(text: str) -> Any:
-    """Return the JSON value in a model's reply, whether the JSON is in a Markdown fence, stands
-    alone or is surrounded by text. Raises TypeMismatch if there is none."""
+    """Return the JSON value in a model's reply. The JSON may be in a Markdown fence, alone, or
+    surrounded by text. Raises TypeMismatch if there is none."""
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
     error: Exception
@@ -193,8 +192,8 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> Iterator[Any]:
-    """Yield the types from which ``kind`` is composed, at all levels: for ``list[A | None]``, these
-    include ``A`` and ``None``."""
+    """Yield the types that ``kind`` contains, at all levels. For ``list[A | None]``, these include
+    ``A`` and ``None``."""
     for part in typing.get_args(kind):
         yield part
         yield from _parts(part)
@@ -217,8 +216,8 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 
 def _writable(plain: Any) -> Any:
-    """Return ``plain`` unchanged if it can be written as JSON. Raises TypeMismatch otherwise, as
-    for an integer with thousands of digits."""
+    """Return ``plain`` unchanged if it can be written as JSON. Raises TypeMismatch otherwise, for
+    example for an integer with thousands of digits."""
     if type(plain) is str:
         return plain
     try:
@@ -231,7 +230,7 @@ def _writable(plain: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to plain data for JSON: tuples and sets become lists, and keys that are not
+    """Convert ``value`` to plain data for JSON. Tuples and sets become lists, and keys that are not
     text become text. Raises TypeMismatch if the value cannot be converted."""
     try:
         return msgspec.to_builtins(value, str_keys=True)
@@ -242,8 +241,8 @@ def _plain(value: Any) -> Any:
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Replace a ``$ref`` at the top level of a schema, which msgspec writes for a Struct, by the
-    definition that it names. Providers require an object at the top level."""
+    """Replace a ``$ref`` at the top level of a schema with the definition that it names. msgspec
+    writes such a reference for a Struct, but providers require an object at the top level."""
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     definitions = dict(schema.get("$defs", {}))
     if not name or name not in definitions or f"#/$defs/{name}" in json.dumps(definitions):
@@ -262,16 +261,17 @@ class Citation(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str
     """Key of the context; ``"context"`` if the context is a single text."""
     first_line: int
-    """Counted from 1."""
+    """First cited line, counted from 1."""
     last_line: int
-    """Inclusive."""
+    """Last cited line (inclusive)."""
     quote: str
     place: str = ""
-    """Place of the first line in a document: ``page 3``, ``slide 2, Risks``. Not from the model."""
+    """Position of the first line in a document: ``page 3``, ``slide 2, Risks``. Not written by the
+    model."""
 
 
 class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
-    """An answer together with the citations that support it."""
+    """An answer with the citations that support it."""
 
     answer: T
     citations: tuple[Citation, ...]
@@ -281,8 +281,8 @@ def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[SourcePlace]] = {}
 ) -> AnswerType:
     """Return the answer type for an answer with citations, which are checked against ``context``.
-    ``kind`` is the type of the answer itself. ``places`` gives the structure of each document, such
-    as its pages, so that the place of a citation can be named."""
+    ``kind`` is the type of the answer itself. ``places`` describes the structure of each document,
+    such as its pages, so that a citation can name its page."""
     import copy
 
     inner = None if kind is None else answer_type(kind)
@@ -314,8 +314,7 @@ def cited_type(
 
 
 def citation_error(citation: Citation, context: Any) -> str | None:
-    """Return the reason why ``citation`` is not supported by ``context``, or None if it is
-    supported."""
+    """Return the reason why ``context`` does not support ``citation``, or None if it does."""
     text = _source(citation.source, context)
     if text is None:
         return observation_messages.NO_SOURCE.format(name=citation.source)

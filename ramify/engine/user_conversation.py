@@ -1,4 +1,5 @@
-"""Conversations: several questions that are asked one after the other in one live Python session.
+"""Define conversations, in which a user asks several questions one after the other in one live
+Python session.
 
 Variables, imports and the history persist between questions. Each question is a separate call in
 one trajectory (``0``, ``1``, …) that continues the previous one, or its chosen branch. Limits apply
@@ -44,8 +45,7 @@ class UserConversation:
         resume: Callable[..., Result],
     ) -> None:
         """Prepare a conversation about ``prompt``. ``options`` are the defaults for all questions.
-        ``resume`` is the function that continues the stored run of a conversation after it was
-        closed."""
+        ``resume`` continues the stored run of a conversation that was closed."""
         self._setup = setup
         self._shared = shared
         self._store = store
@@ -54,7 +54,7 @@ class UserConversation:
         self._resume = resume
         self._state: UserConversationState | None = None
         self._lock = asyncio.Lock()
-        """Held while a question is answered, because there is only one session."""
+        """Held while a question is answered, because the questions share one session."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -64,8 +64,8 @@ class UserConversation:
     def ask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question and return its result. The options and errors are those of
-        ``RLM.completion``."""
+        """Ask the next question and return its result. This method blocks; ``aask`` is the async
+        version. The options and errors are those of ``RLM.completion``."""
         with blocked_as_suspended(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 

@@ -1,5 +1,5 @@
-"""Choose how a question is answered, and answer it: by one plain model call, by a model that writes
-code in a Python session, by conversations that a task's own code holds, or by a strategy.
+"""Choose how a question is answered, and answer it. The ways are one plain model call, a model that
+writes code in a Python session, conversations held by a task's own code, and a strategy.
 
     way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
@@ -53,9 +53,8 @@ WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "ask
 
 
 class UserConversationState:
-    """The state that is kept from one question of a conversation to the next: the recorder of the
-    conversation's events, its context, and the call that answered the last question, with its
-    Python session."""
+    """State that passes from one question of a conversation to the next: the event recorder, the
+    context, and the call that answered the last question with its Python session."""
 
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
@@ -78,8 +77,7 @@ def way_to_answer(
 ) -> WayToAnswer:
     """Choose how ``question`` is answered, for example by one plain call or in a Python session.
     ``asked`` is the model call that will choose the mode of the question, or None if the mode is
-    already known. Raises ConfigError if one plain call is demanded but cannot answer the
-    question."""
+    already known. Raises ConfigError if a plain call is required but cannot answer the question."""
     if asked is not None:
         return "asked"
     if question.strategy is not None:
@@ -107,7 +105,7 @@ def way_to_answer(
 def check_strategy(
     setup: RlmSetup, question: Question, conversation: UserConversationState | None
 ) -> None:
-    """Raise ConfigError if the question is to be answered by a strategy but also uses a feature
+    """Raise ConfigError if a strategy is to answer the question but the question uses a feature
     that strategies do not support, such as citations or pictures."""
     if question.strategy is None:
         return
@@ -148,9 +146,9 @@ async def answer(
     conversation: UserConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
-    """Answer ``question`` in the way that ``way_to_answer`` chose, and return the outcome of the
-    run's root call. ``asked`` is the call in which a model chooses the mode; it is required only if
-    ``way`` is ``"asked"``."""
+    """Answer ``question`` in the given ``way``, and return the outcome of the run's root call.
+    ``way`` comes from ``way_to_answer``. ``asked`` is the call in which a model chooses the mode,
+    and is required only if ``way`` is ``"asked"``."""
     match way:
         case "asked":
             assert asked is not None
@@ -193,8 +191,8 @@ async def _answer_by_conversations(
 async def _answer_by_strategy(
     run: SharedRunState, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    """Answer the question with its strategy, and return the outcome. The run's root call is
-    recorded without turns, because only the calls below it ask a model."""
+    """Answer the question with its strategy, and return the outcome. The root call is recorded
+    without turns, because only its child calls ask a model."""
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin_call(root)
     run.continue_past_limit(root)
@@ -204,8 +202,8 @@ async def _answer_by_strategy(
 async def _ended_by_strategy(
     run: SharedRunState, root: LiveCall, question: Question, calls: LeafCalls
 ) -> CallOutcome:
-    """Run the question's strategy, which asks models through ``calls``. Then record the end of the
-    root call, whose beginning is already recorded, and return its outcome."""
+    """Run the question's strategy, which asks models through ``calls``, and return the outcome of
+    the root call. Record the end of the root call, whose beginning is already recorded."""
     assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
@@ -248,8 +246,8 @@ async def _answer_as_asked(
 
 async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
     """Return the mode that the model chooses, or the recorded choice if the run is being resumed.
-    Even then the call is made again, which costs nothing because its reply is recorded, so that
-    later calls get the same ids as before."""
+    Even then the call is made again so that later calls keep their ids. This costs nothing because
+    its reply is recorded."""
     outcome = await calls.ask(asked.leaf)
     if (recorded := recorded_choice(question)) is not None:
         return recorded
@@ -258,8 +256,8 @@ async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -
 
 
 def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
-    """Convert the answer in ``outcome`` to the type that the question requests. Return a failed
-    outcome if it does not fit that type."""
+    """Convert the answer in ``outcome`` to the type that the question requires. Return a failed
+    outcome if the answer does not match that type."""
     if question.kind is None or outcome.answer is None:
         return outcome
     try:
@@ -297,8 +295,8 @@ async def _answer_in_session(
     begun: LiveCall | None = None,
 ) -> CallOutcome:
     """Let a model answer the question by writing code in a live Python session. In a conversation,
-    the session of the previous question is continued. ``begun`` is the root call if its beginning
-    has already been recorded, and None if a new call should begin."""
+    the session of the previous question is continued. ``begun`` is the root call if its start is
+    already recorded, and None otherwise."""
     previous = conversation.last if conversation is not None else None
     number = conversation.num_questions if conversation is not None else 0
     history, fork = None, None
@@ -334,7 +332,7 @@ async def _answer_in_session(
 
 def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
     """Return the instructions for this question if they changed since the previous question of the
-    conversation, and an empty string otherwise. ``before`` holds the settings of that previous
+    conversation, and an empty string otherwise. ``before`` holds the settings of the previous
     question."""
     if (now.instructions, now.examples) == (before.instructions, before.examples):
         return ""

@@ -44,8 +44,8 @@ class McpTask:
     ) -> None:
         """Wrap a task, so that its sessions can call the tools of the given MCP servers, each named
         by a command or a URL. ``timeout_s`` limits each call of a tool, and ``start_s`` limits the
-        start of each server. Raises ConfigError if no server is given or ``lifetime`` is unknown.
-        """
+        start of each server. Raises ConfigError if no server is given or ``lifetime`` is
+        unknown."""
         if not servers:
             raise ConfigError(f"task '{task.name}' names no MCP server: give a command or a URL")
         if lifetime not in _LIFETIMES:

@@ -175,8 +175,8 @@ class RayAttemptMaker:
         address: str = "",
     ) -> None:
         """Prepare to make up to ``concurrency`` attempts at once on the workers of a cluster. By
-        default there is one worker for each CPU. Raises ConfigError if ``workers`` is less than 1.
-        """
+        default there is one worker for each CPU. Raises ConfigError if ``workers`` is less than
+        1."""
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.num_again = 0

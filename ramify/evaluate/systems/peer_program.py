@@ -112,8 +112,8 @@ def by_droste(item: Fields) -> Fields:
 
 def by_dspy(item: Fields) -> Fields:
     """Answer an item with ``dspy.RLM`` and return the fields of the result file. The model's code
-    runs in a local process, because the default interpreter, Deno, loads a module from the network.
-    """
+    runs in a local process, because the default interpreter, Deno, loads a module from the
+    network."""
     import dspy
 
     limits = {} if item["max_calls"] is None else {"max_llm_calls": item["max_calls"]}
