@@ -48,7 +48,7 @@ from ramify.printable import clean, one_line
 
 
 class RamifyError(Exception):
-    """The base class of all errors that this package raises for its users. ``str(error)`` is one
+    """Base class of all errors that this package raises for its users. ``str(error)`` is one
     readable line.
 
     Example:
@@ -57,15 +57,15 @@ class RamifyError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        """Create an error with a message, from which control characters are removed because it may
-        quote a server."""
+        """Create an error with a message. Control characters are removed, because the message may
+        quote text from a server."""
         super().__init__(*(clean(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class Suspended(RamifyError):
-    """Raised when a stored run is suspended, because a person must first remove the cause of a
-    failure. ``run_id`` names the run, and ``resume()`` continues it and returns its result.
-    Recorded replies are not paid for again.
+    """Raised when a stored run is suspended because a person must first fix the cause of a failure.
+    ``run_id`` names the run, and ``resume()`` continues the run and returns its result. Recorded
+    replies are not paid for again.
 
     Example:
         except ramify.Suspended as error:
@@ -77,13 +77,13 @@ class Suspended(RamifyError):
         super().__init__(message)
         self.run_id = run_id
         self.resume = resume
-        """Blocks. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
+        """Blocking function. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
 
 
 class LoopBlocked(RamifyError):
-    """Raised when a run had to be ended from another thread because its event loop was blocked past
-    its deadline. The message names the line that blocked the loop. ``run_id`` is empty if the run
-    is not stored.
+    """Raised if code blocks the run's event loop past the run's deadline, so that the run must be
+    ended from another thread. The message names the line that blocked the loop. ``run_id`` is empty
+    if the run is not stored.
 
     Example:
         rlm.completion(text, query, on_event=lambda event: time.sleep(1e9))    # blocks the loop
@@ -121,7 +121,7 @@ class SourceError(RamifyError):
 
 
 class ModelError(RamifyError):
-    """Raised if a language model gave no usable reply. Subclasses tell the causes apart.
+    """Raised if a language model gave no usable reply. Each cause has its own subclass.
 
     Example:
         except ramify.ModelError as error:
@@ -151,7 +151,8 @@ class RateLimited(ModelError):
 
 
 class Unreachable(ModelError):
-    """Raised if a request could not be sent: connection refused, no route, or unknown host name.
+    """Raised if a request could not be sent, because of a refused connection, a missing route or an
+    unknown host name.
 
     Example:
         inference.Unreachable("openai:m: connection refused")
@@ -159,11 +160,12 @@ class Unreachable(ModelError):
 
     transient = True
     reason = ""
-    """Why, without the place, such as ``connection refused``; empty if only the message says it."""
+    """Cause without the address, such as ``connection refused``. Empty if only the message states
+    it."""
 
 
 class ReplyLost(ModelError):
-    """Raised if a request was sent, but no complete reply arrived because of a dropped connection
+    """Raised if a request was sent but no complete reply arrived, because of a dropped connection
     or a timeout.
 
     Example:
@@ -185,8 +187,8 @@ class ServerFailed(ModelError):
 
 
 class MalformedResponse(ModelError):
-    """Raised if the server answered with status 200, but with a body that does not have the format
-    of the API.
+    """Raised if the server answered with status 200 but its body does not have the format of the
+    API.
 
     Example:
         inference.MalformedResponse("openai:m: answered HTML instead of JSON")
@@ -217,7 +219,7 @@ class ReplyFiltered(ModelError):
     """
 
     is_refusal = False
-    """True if the model itself refused, rather than a filter."""
+    """True if the model itself refused, False if a filter stopped the reply."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -232,13 +234,13 @@ class Refused(ModelError):
     """
 
     too_long = False
-    """True if the request was rejected because the prompt does not fit the model's window."""
+    """True if the prompt does not fit the model's window."""
     needs_key = False
-    """True if the key is wrong, or its quota or credit is used up."""
+    """True if the API key is wrong, or if its quota or credit is used up."""
 
 
 class SandboxError(RamifyError):
-    """Raised if a sandboxed Python session could not be started or violated its protocol.
+    """Raised if a sandboxed Python session cannot be started or violates its protocol.
 
     Example:
         ramify.open_sandbox(ramify.JailSpec(tier="A"))    # on a machine without namespaces
@@ -246,7 +248,7 @@ class SandboxError(RamifyError):
 
 
 class SessionDied(SandboxError):
-    """Raised if the process behind a Python session ended. ``stdout`` is what the current cell had
+    """Raised if the process of a Python session ended. ``stdout`` is what the current code had
     printed by then."""
 
     def __init__(self, message: str, stdout: str = "") -> None:
@@ -255,8 +257,8 @@ class SessionDied(SandboxError):
 
 
 class WeakSandboxWarning(UserWarning):
-    """Warns that code written by a model runs without strong isolation.
-    ``SandboxSpec(allow_weaker=True)`` accepts this.
+    """Warns that model-written code runs without strong isolation.
+    ``SandboxSpec(allow_weaker=True)`` accepts such a sandbox.
 
     Example:
         warnings.simplefilter("error", ramify.WeakSandboxWarning)    # refuse weak sandboxes
@@ -264,7 +266,7 @@ class WeakSandboxWarning(UserWarning):
 
 
 class OldNameWarning(DeprecationWarning):
-    """Warns that a setting was given under an old or alternative name. The command line shows this
+    """Warns that a setting was passed under an old or alternative name. The command line shows this
     warning."""
 
 
@@ -286,7 +288,7 @@ class RunInUse(StoreError):
 
 class ReplayDiverged(StoreError):
     """Raised if a run that is repeated from its journal sends a request that the journal does not
-    contain, or has other settings than the recorded run.
+    contain. Also raised if its settings differ from the recorded ones.
 
     Example:
         rlm.replay(run_id)    # raises it if the program asks another question than the recorded one
@@ -294,8 +296,8 @@ class ReplayDiverged(StoreError):
 
 
 class TrainError(RamifyError):
-    """Raised if training cannot continue because a loss or gradient is not finite. The message
-    names the sequence and the dump.
+    """Raised if training cannot continue, for example because a loss or gradient is not finite. In
+    that case, the message names the sequence and the file with its dumped data.
 
     Example:
         except ramify.TrainError as error:
@@ -304,14 +306,13 @@ class TrainError(RamifyError):
 
 
 class LimitReached(RamifyError):
-    """Raised if a limit of the run was reached. ``stop`` is the ``Stop`` value that names the
-    limit."""
+    """Raised if a limit of the run was reached. ``stop`` is the ``Stop`` value of that limit."""
 
     def __init__(self, message: str, stop: str) -> None:
         super().__init__(message)
         self.stop = stop
         self.is_shared = False
-        """Whether it is the limit of a budget that several runs share."""
+        """True if the limit belongs to a budget that several runs share."""
 
 
 class HostCallError(Exception):
@@ -329,8 +330,8 @@ class HostCallError(Exception):
 
 
 def can_be_fixed(error: BaseException | None) -> bool:
-    """Return True if a person can remove the cause of ``error``, such as a network failure, a
-    used-up quota, a wrong key or a full disk. The run can then be continued."""
+    """Return True if a person can fix the cause of ``error``, so that the run can be continued.
+    Examples are a network failure, a used-up quota, a wrong key or a full disk."""
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
     if isinstance(error, LoopBlocked):
@@ -342,7 +343,7 @@ def can_be_fixed(error: BaseException | None) -> bool:
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """Return the error for a server that cannot listen on its address. The message names the
+    """Create the error for a server that cannot listen on its address. The message names the
     command-line option to change."""
     if isinstance(error, OverflowError):
         return ConfigError(f"--port {port}: a port must be from 1 to 65535, or 0 for any free port")
@@ -358,7 +359,7 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
-    a, b"``. Upper and lower case are treated as equal."""
+    a, b"``. Letter case is ignored."""
     if not isinstance(known, set | frozenset):
         known = list(known)
     if not known:
@@ -375,7 +376,7 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """A metaclass for structs that users create by hand. An unknown field is reported with the
+    """Metaclass for structs that users create by hand. An unknown field raises an error with the
     nearest known name, as in ``unknown keyword 'temprature' of Sampling: did you mean
     'temperature'?``"""
 
@@ -389,7 +390,7 @@ class StrictKeywordsMeta(StructMeta):
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError if a keyword in ``given`` is not in ``known``. The message names ``owner``,
-    the class or function that the keywords were given to."""
+    the class or function that received the keywords."""
     names = list(known)
     for keyword in given:
         if keyword not in names:
@@ -399,7 +400,8 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the line of the user's code that raised ``error``, as in ``, at score.py:12 (score)``.
+    """Return the line of the user's code that raised ``error``, in the form ``, at score.py:12
+    (score)``.
 
     Lines in this package and in the standard library are skipped. A line in an installed package is
     used only if no other line is left. The text is empty if no line remains.

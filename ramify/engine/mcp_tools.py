@@ -206,7 +206,7 @@ def _is_address(server: str) -> bool:
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
     """Split a server's command line into its leading environment variables (``NAME=VALUE``) and the
-    words of the command. Raises ConfigError if there is no command."""
+    words of the command. Raises ConfigError if the command is missing."""
     try:
         words = shlex.split(server)
     except ValueError as error:

@@ -346,8 +346,8 @@ async def read_if_file(prompt: Any) -> Any:
 
 
 class _SourceFacts(NamedTuple):
-    """What a loaded source adds to a question besides the context: a description, tools, pictures,
-    warnings and the record of where its texts come from."""
+    """What a loaded source adds to a question in addition to the context: a description, tools,
+    pictures, warnings and the record of where its texts come from."""
 
     about: str = ""
     tools: Mapping[str, Any] = {}

@@ -262,7 +262,7 @@ class RlmCall:
         raise error
 
     async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
-        """Carry out what the model's reply asks for: run its code and accept its answer. Return the
+        """Do what the model's reply asks for: run its code and accept its answer. Return the
         outcome of the call, or None together with the messages to show to the model next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1

@@ -1,5 +1,5 @@
-"""A local HTTP endpoint with the APIs of OpenAI and Anthropic, through which external agents and
-environments reach the models of runs.
+"""Serve the models of runs to external agents and environments, through a local HTTP endpoint with
+the APIs of OpenAI and Anthropic.
 
     program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient.replies``
             ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
@@ -42,7 +42,7 @@ from ramify.types.message import Message, Reply
 SEAT_HEADER = "X-Session-ID"
 KEY_HEADER = "x-ramify-key"
 MODEL = "policy"
-"""Name of the model in requests and replies."""
+"""Model name in requests and replies."""
 _MAX_BODY_BYTES = 64 << 20
 _WRONG_KEY = (
     "no running rollout has this key: send the rollout's own key as Authorization: Bearer KEY or "
@@ -51,26 +51,26 @@ _WRONG_KEY = (
 
 
 class AgentModelAccess(msgspec.Struct):
-    """The access of one agent to a model during an episode: the run that records the agent's
-    requests, and how they are answered."""
+    """One agent's access to a model during an episode. It names the run that records the agent's
+    requests, and says how they are answered."""
 
     conversations: RunModelClient
     thread: str
-    """Name of the agent's conversations in the run."""
+    """Name under which the run records the agent's conversations."""
     depth: int = 0
-    """Depth of the model that replies. 0 is the root."""
+    """Depth in the call tree of the model that replies; 0 is the root's model."""
     learns: bool = True
-    """Whether training learns from the replies."""
+    """True if training learns from the replies."""
     num_requests: int = 0
-    """Number of requests that have arrived, including those that were refused."""
+    """Number of requests that have arrived, including refused ones."""
     last_refusal: str = ""
-    """Message of the last request that was refused; empty if none was."""
+    """Error message of the last refused request; empty if none was refused."""
     stored: StoredResponses = msgspec.field(default_factory=StoredResponses)
     """Responses that later requests may continue (``previous_response_id``)."""
 
 
 class AgentServedModel:
-    """The model behind the endpoint as one agent sees it. The requests of the agent are recorded as
+    """The model that one agent reaches through the endpoint. The agent's requests are recorded as
     turns in its run."""
 
     name = MODEL
@@ -82,8 +82,8 @@ class AgentServedModel:
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return replies that are sampled with the settings of the run. Only ``max_tokens``,
-        ``stop`` and ``top_logprobs`` are taken from the request."""
+        """Return replies sampled with the settings of the run. Of the request's own settings, only
+        ``max_tokens``, ``stop`` and ``top_logprobs`` are used."""
         seat = self._seat
         return await seat.conversations.replies(
             request.messages,
@@ -99,7 +99,7 @@ class AgentServedModel:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield each reply in one piece, as soon as all replies have arrived."""
+        """Yield each reply in one piece, once all replies have arrived."""
         for index, reply in enumerate(await self.replies(request, num_replies)):
             yield index, reply
 
@@ -113,14 +113,14 @@ class AgentServedModel:
 
 
 class ModelEndpoint:
-    """An HTTP server through which agents of many runs ask models. Each agent has a *seat*, which
-    says which run and model it uses. ``async with`` starts and stops the server."""
+    """An HTTP server through which the agents of many runs call models. Each agent has a *seat*,
+    which determines its run and its model. ``async with`` starts and stops the server."""
 
     def __init__(self) -> None:
         self._seats: dict[str, AgentModelAccess] = {}
         self._keyed: dict[str, AgentModelAccess] = {}
         self._waiting: dict[str, set[asyncio.Task[Any]]] = {}
-        """Key of a seat -> the tasks of its unanswered requests."""
+        """API key of an agent -> the tasks of its unanswered requests."""
         self._key = secrets.token_urlsafe(24)
         self._own_digest = digest_of(self._key)
         # The key is checked here instead of in the shell: programs send another one, which
@@ -135,14 +135,14 @@ class ModelEndpoint:
         return {KEY_HEADER: self._key}
 
     def url(self, seat: str = "") -> str:
-        """Return the base URL of the API. If ``seat`` is given, the URL identifies one agent's
-        access to a model; without it, each request must name its *seat* in a header."""
+        """Return the base URL of the API. With ``seat``, the URL identifies one agent's access to a
+        model. Without it, each request must name its seat in a header."""
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
     def open_seats(self) -> Iterator[dict[str, AgentModelAccess]]:
-        """Provide a dict to which a run adds its *seats*, each of which gives one agent access to a
-        model. The seats are removed from the endpoint when the ``with`` block ends."""
+        """Provide a dict to which a run adds its *seats*. Each seat gives one agent access to a
+        model. When the ``with`` block ends, the endpoint no longer accepts them."""
         mine = _Seats(self._seats)
         try:
             yield mine
@@ -152,9 +152,8 @@ class ModelEndpoint:
 
     @contextmanager
     def temporary_seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
-        """Yield a new API key for ``seat``, which gives one agent access to a model. When the
-        ``with`` block ends, the key becomes invalid, and requests that are still unanswered are
-        cancelled."""
+        """Yield a new API key for ``seat``, which is one agent's access to a model. When the
+        ``with`` block ends, the key becomes invalid and its unanswered requests are cancelled."""
         key = new_key()
         self._keyed[key], self._waiting[key] = seat, set()
         try:
@@ -166,9 +165,9 @@ class ModelEndpoint:
 
     @contextmanager
     def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
-        """Provide a context manager around answering a request of an agent. The request is counted,
-        and is cancelled if the agent's key ends. If the request is refused, the error message is
-        kept."""
+        """Provide a context manager for answering one request of an agent. It counts the request,
+        cancels it if the agent's key ends, and stores the error message if the request is
+        refused."""
         task = asyncio.current_task()
         tasks = self._waiting.get(key)
         if task is not None and tasks is not None:
@@ -233,8 +232,8 @@ class ModelEndpoint:
 
 
 class _Seats(dict[str, AgentModelAccess]):
-    """The seats of one run by name, each of which gives one agent access to a model. Adding a seat
-    also registers it at the endpoint."""
+    """The *seats* of one run by name. A seat gives one agent access to a model. Adding a seat also
+    registers it at the endpoint."""
 
     def __init__(self, table: dict[str, AgentModelAccess]) -> None:
         super().__init__()

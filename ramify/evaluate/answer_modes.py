@@ -1,4 +1,5 @@
-"""The modes of an evaluation, each of which is a way for the model to answer an item.
+"""Define the answer modes of an evaluation: the ways in which a model can answer an item (a
+question of a task).
 
     direct    one plain call with the question and the whole context; an item that is longer than
               the model's window is not asked, and scores 0
@@ -29,19 +30,20 @@ from ramify.tasks.base import Item, Task, TaskStart
 from ramify.types.trajectory import Trajectory
 
 CHARS_PER_TOKEN = 4
-"""Characters of a token, in the lengths of suites and in the estimate of whether an item fits."""
+"""Characters per token, as assumed for the lengths of suites and for deciding whether an item
+fits."""
 _PROMPT_TOKENS = 200
-"""Tokens around the question and the context of a plain call."""
+"""Tokens that a plain call adds to the question and the context."""
 
 
 class ModelRoom(msgspec.Struct, frozen=True):
-    """The size and the cost of one plain call to a model: its context window, the part kept for the
-    reply, and its price."""
+    """How much text one plain call to a model can read, and what it costs: the context window, the
+    tokens kept for the reply, and the price."""
 
     window: int
     """Context window, in tokens."""
     reply: int
-    """Tokens of the window that are kept for the reply."""
+    """Tokens of the window kept for the reply."""
     price: Price | None
 
     @property
@@ -50,14 +52,14 @@ class ModelRoom(msgspec.Struct, frozen=True):
         return self.price is not None and not (self.price.input or self.price.output)
 
     def fits(self, tokens: int) -> bool:
-        """Return True if a question and a context of ``tokens`` tokens in total fit into one plain
-        call."""
+        """Return True if a question and its context, of ``tokens`` tokens in total, fit into one
+        plain call."""
         return tokens + _PROMPT_TOKENS + self.reply <= self.window
 
     def max_cost(self, tokens: int) -> float | None:
         """Return an upper bound on the cost in dollars of one plain call, including requests that
-        repair its reply. Return None if the model has no price. Each byte is counted as a token, as
-        in budget reservations."""
+        repair its reply. Return None if the model has no price. As in budget reservations, each
+        byte counts as a token."""
         if self.price is None:
             return None
         rates = (self.price.input, self.price.cached, self.price.cache_write)
@@ -67,8 +69,8 @@ class ModelRoom(msgspec.Struct, frozen=True):
 
 
 async def room_of(rlm: RLM) -> ModelRoom:
-    """Return the context window, the reply limit and the price of the model of the root call. The
-    model is not called."""
+    """Return the context window, the reply limit and the price of the root call's model. The model
+    is not called."""
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
@@ -76,8 +78,8 @@ async def room_of(rlm: RLM) -> ModelRoom:
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item with one plain model call. If the item does not fit the model's window, the
-    model is not asked."""
+    """Attempt an item (a question of a task) with one plain model call. If the item does not fit
+    the model's window, the model is not called."""
     room = await room_of(rlm)
 
     def unfit(start: TaskStart) -> str:
@@ -90,17 +92,20 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
 
 
 async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item in a Python session, in which the model writes code and calls models."""
+    """Attempt an item (a question of a task) in a Python session, in which the model writes code
+    and calls models."""
     return await attempt(rlm, task, item, **{**options, "direct": False})
 
 
 async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item with a ready plan, which is chosen by the words of the question."""
+    """Attempt an item (a question of a task) with a ready plan, which is chosen by the words of the
+    question."""
     return await attempt(rlm, task, item, **{**options, "mode": "plan"})
 
 
 async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item in the mode that is chosen automatically for its question."""
+    """Attempt an item (a question of a task) in the mode that is chosen automatically for its
+    question."""
     return await attempt(rlm, task, item, **{**options, "mode": "auto"})
 
 
@@ -110,7 +115,7 @@ MODES: Mapping[str, AttemptFunction] = {
     "plan": answer_by_plan,
     "auto": answer_automatically,
 }
-"""Name -> mode."""
+"""Name of a mode -> its function."""
 
 
 def mode_of(name: str) -> AttemptFunction:

@@ -54,10 +54,10 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = ComponentLogger("evaluate")
 DOES_NOT_FIT = "not fitting"
-"""Why an attempt has no answer whose prompt is longer than the model's window."""
+"""Reason for an attempt without an answer because its prompt is longer than the model's window."""
 UNANSWERED = "unanswered"
-"""Key in a trajectory's metadata: why it has no answer, in a few words, if ``stop`` does not say
-it."""
+"""Trajectory metadata key: why the answer is missing, in a few words, if ``stop`` does not say
+so."""
 GRACE_S = 30.0
 """Seconds to wait after an attempt's own deadline (``limits.max_seconds``) before it counts as
 stalled. The same limit applies to a task's ``prepare``, ``on_end`` and ``score``."""
@@ -83,9 +83,9 @@ async def attempt(
     refuse: Callable[[TaskStart], str] | None = None,
     model: Model | None = None,
 ) -> Trajectory:
-    """Run one attempt at an item and return its trajectory. The trajectory has ``rewards`` if it
-    could be scored, and otherwise ``errors``. If the attempt does not end in time, its stack traces
-    are logged.
+    """Run one attempt at an item (a question of a task) and return its trajectory. The trajectory
+    has ``rewards`` if it could be scored, and ``errors`` otherwise. If the attempt does not end in
+    time, its stack traces are logged.
 
     Args:
         name: Replaces the id of the run.
@@ -179,8 +179,8 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score a finished rollout, or each path through it separately if it has forked and
-    ``every_line`` is true."""
+    """Score a finished attempt. If the attempt has forked and ``every_line`` is true, score each
+    path through it separately."""
     lines = _lines(trajectory, every_line)
     for line in lines:
         await in_thread(scored_in_time, task, item, line.trajectory, grace_s)
@@ -188,19 +188,21 @@ async def _score(
 
 
 class AttemptAwaitingScore(NamedTuple):
-    """A finished attempt that has not been scored yet, because its task scores several at once."""
+    """A finished attempt that is not scored yet, because its task scores several attempts at
+    once."""
 
     item: Item
     trajectory: Trajectory
     every_line: bool = False
-    """Whether each of its lines is scored as a separate attempt (``search`` of ``attempt``)."""
+    """True if each path through a forked attempt is scored separately (``search`` of
+    ``attempt``)."""
 
 
 async def score_attempts(
     task: Task, attempts: Sequence[AttemptAwaitingScore], grace_s: float = GRACE_S
 ) -> None:
     """Score several finished attempts with one call of their task, within ``grace_s`` seconds. Each
-    trajectory gets its rewards or, if it could not be scored, the reason in ``errors``."""
+    trajectory gets its rewards, or the reason in ``errors`` if it could not be scored."""
     lines = [_lines(each.trajectory, each.every_line) for each in attempts]
     rollouts = [
         (each.item, line.trajectory)
@@ -221,7 +223,7 @@ async def score_attempts(
 
 
 def _note_score_error(trajectory: Trajectory, task: Task, item: Item, error: RamifyError) -> None:
-    """Store in the trajectory why it could not be scored."""
+    """Store in a trajectory the reason why it could not be scored."""
     text = str(error)
     for named in (f"task '{task.name}', item {item.id}: ", f"task '{task.name}': "):
         text = text.removeprefix(named)
@@ -229,19 +231,19 @@ def _note_score_error(trajectory: Trajectory, task: Task, item: Item, error: Ram
 
 
 class _Line(NamedTuple):
-    """One path from the start to an end of a rollout, which has several paths if its session was
-    forked."""
+    """One path from the start of an attempt to one of its ends. An attempt has several paths if its
+    session was forked."""
 
     end: Call | None
-    """Its last call; None: the trajectory has no forks."""
+    """Last call of the path; None if the trajectory has no forks."""
     share: float
     trajectory: Trajectory
 
 
 def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
-    """Return the paths through a rollout that are scored separately: one for each end if the
-    rollout has forked and ``every_line`` is true, and otherwise the whole trajectory as the only
-    path."""
+    """Return the paths through an attempt that are scored separately. If the attempt has forked and
+    ``every_line`` is true, there is one path for each end. Otherwise, the whole trajectory is the
+    only path."""
     ends = list(root_segment(trajectory).path_ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
@@ -249,8 +251,8 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
-    """Combine the scores of the paths through a forked rollout into rewards and metrics of its
-    trajectory: averages, weighted by the share of each path."""
+    """Combine the scores of the paths through a forked attempt into rewards and metrics of its
+    trajectory. These are averages, weighted by the share of each path."""
     of_children: dict[str, dict[str, list[float]]] = {}
     for end, share, line in lines:
         if end is None:
@@ -291,7 +293,7 @@ def _scored_0(name: str, item: Item, why: str) -> Trajectory:
 
 
 def _check_forkable(start: TaskStart) -> None:
-    """Raise ConfigError if the task keeps state outside the session, since a fork of the session
+    """Raise ConfigError if the task keeps state outside the session, because a fork of the session
     would not copy that state."""
     if start.on_end is not None or start.conduct is not None:
         raise ConfigError(
@@ -301,12 +303,12 @@ def _check_forkable(start: TaskStart) -> None:
 
 
 MAX_GOLD = 2_000
-"""Maximum characters of an expected answer that a run keeps for its readers."""
+"""Maximum characters of an expected answer that is stored with a run."""
 
 
 def _gold(item: Item) -> dict[str, str]:
     """Return the expected answer as text, to be stored with the run for people who read it later.
-    The result is empty if the item has no expected answer."""
+    Empty if the item has no expected answer."""
     gold = item.gold if item.right is None else item.right
     text = as_text(gold)
     if len(text) > MAX_GOLD:
@@ -315,8 +317,8 @@ def _gold(item: Item) -> dict[str, str]:
 
 
 async def check_task_start(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
-    """Check that the task can begin an attempt, by preparing one and ending it at once, without
-    asking a model. Raises RamifyError, which names the task and the item, if the task's own code
+    """Check that the task can begin an attempt, by preparing one and ending it at once without
+    calling a model. Raises RamifyError, which names the task and the item, if the task's own code
     fails."""
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
@@ -331,9 +333,9 @@ RootKind = Literal["session", "plain call", "conversations"]
 async def root_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
-    """Return how an attempt at an item begins: with a session, with a single plain call (only if
+    """Return how an attempt at an item begins: with a session, with a plain call (only if
     ``direct`` is true), or with conversations that the task conducts itself. If the item cannot be
-    prepared, the answer is a session, and the attempts will report the reason."""
+    prepared, the result is a session, and the attempts themselves will report the reason."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -372,8 +374,8 @@ async def _run(
     grace_s: float,
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Trajectory, Result | str]:
-    """Start a run and wait until it ends or runs out of time. Returns its trajectory together with
-    its result, or with the reason why there is none."""
+    """Start a run and wait until it ends or times out. Return its trajectory with its result, or
+    with the reason why the result is missing."""
     running = begin()
     if on_start is not None and running.recorder.is_stored:
         on_start(running.id)
@@ -422,8 +424,8 @@ async def _continued(
     options: Mapping[str, Any],
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
-    """Continue the stored run of an interrupted attempt. Returns None if it cannot be continued, so
-    that the attempt must be made again."""
+    """Continue the stored run of an interrupted attempt. Return None if it cannot be continued and
+    the attempt must be made again."""
     try:
         result = rlm.recorded(run)
         has_more = (
@@ -444,9 +446,8 @@ async def _continued(
 
 
 def _unanswered(result: Result | str) -> str:
-    """Return in a few words why an answer is missing, if the model itself is the cause: its session
-    died, its reply was filtered, or its prompt did not fit. Returns an empty string in all other
-    cases."""
+    """Return in a few words why an answer is missing if the model caused it: its session died, its
+    reply was filtered, or its prompt did not fit. Empty in all other cases."""
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
             return "session died"
@@ -467,15 +468,15 @@ def _failure(result: Result | str) -> str | None:
 
 
 def _stacks() -> str:
-    """Describe where the tasks of this event loop are waiting, for the log: each place with the
-    number of tasks there, most frequent first."""
+    """Describe where the tasks of this event loop are waiting, for the log. Each place is listed
+    with its number of tasks, most frequent first."""
     places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
     return "\n".join(f"{count} x {place}" for place, count in places.most_common())
 
 
 def _frames(waiting: Any) -> Iterator[str]:
-    """Yield the file, line and function of a suspended coroutine, then of the one that it awaits,
-    and so on."""
+    """Yield the file, line and function of a suspended coroutine, then of the coroutine that it
+    awaits, and so on."""
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         waiting = waiting.cr_await

@@ -1,4 +1,4 @@
-"""A limit in dollars on the total cost of all attempts of an evaluation.
+"""Limit the total cost in dollars of all attempts of an evaluation.
 
     held = await budget.hold()                None: too little is left
     attempt(…, max_cost=held)                 the attempt may spend at most this
@@ -19,14 +19,14 @@ from ramify.errors import ConfigError
 from ramify.format_quantities import plain
 
 _LEAST = 0.5
-"""Share of an attempt's usual limit. An attempt that may spend less is not started, because it
-would most likely be cut off."""
+"""Fraction of an attempt's usual limit below which it is not started, since it would likely be cut
+off."""
 
 
 class CostBudget:
-    """A limit in dollars that all attempts of an evaluation share. Each attempt reserves its
-    maximum cost before it begins and is charged its actual cost afterwards. An instance may be used
-    in one event loop only."""
+    """A limit in dollars shared by all attempts of an evaluation. Each attempt reserves its maximum
+    cost before it begins and is charged its actual cost afterwards. An instance may be used in one
+    event loop only."""
 
     def __init__(self, limit: float, per_attempt: float, spent: float = 0.0) -> None:
         """Create a budget of ``limit`` dollars, of which earlier evaluations have already used
@@ -62,8 +62,8 @@ class CostBudget:
             await self._freed.wait()
 
     def is_reduced(self, held: float) -> bool:
-        """Return True if an attempt could reserve less than the usual amount. If it was then cut
-        off for its cost, the result says nothing about the model."""
+        """Return True if an attempt reserved less than the usual amount. If it was then cut off for
+        its cost, its result says nothing about the model."""
         return held < self._per_attempt * (1 - 1e-9)
 
     def settle(self, held: float, cost: float) -> None:

@@ -1,5 +1,5 @@
-"""The report of an evaluation: scores by kind of item with confidence intervals, costs, and the
-difference between two evaluations.
+"""Compute the report of an evaluation: scores by kind of item (question) with confidence intervals,
+costs, and the difference between two evaluations.
 
     ledger/test · openai:gpt-5-mini · 100 items, 4 attempts each
                  items   avg@4               pass@4              majority@4
@@ -32,12 +32,12 @@ from ramify.evaluate.statistics import (
 from ramify.format_quantities import plain, seconds
 
 RIGHT = 1 - 1e-9
-"""Minimum reward of an attempt that counts as right."""
+"""Minimum reward of an attempt that counts as right, just below 1 to allow rounding errors."""
 ALL = "all"
 
 
 class ItemKindStatistics(msgspec.Struct, frozen=True):
-    """The scores of an evaluation on one kind of item, or on all items.
+    """Scores of an evaluation on one kind of item (question), or on all items.
 
     Example:
         evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
@@ -59,16 +59,16 @@ class AttemptTotals(msgspec.Struct, frozen=True):
     input_tokens: int
     output_tokens: int
     requests: int
-    """Requests to models, paid or possibly paid."""
+    """Requests to models, billed or possibly billed."""
     cost: float | None
-    """Dollars; None if no attempt has a known cost."""
+    """Total cost in dollars; None if no attempt has a known cost."""
     seconds_mean: float
-    """Per attempt, from question to answer."""
+    """Mean seconds per attempt, from question to answer."""
     seconds_p95: float
     turns_mean: float
-    """Turns of the root."""
+    """Mean turns of the root call per attempt."""
     calls_mean: float
-    """Calls below the root."""
+    """Mean number of calls below the root per attempt."""
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
@@ -83,13 +83,13 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """Number of attempts without a reward."""
     first_error: str
     rows: tuple[ItemKindStatistics, ...]
-    """All items, then each kind."""
+    """Scores of all items, then of each kind of item."""
     rewards: dict[str, float]
     """Reward name -> mean over scored attempts."""
     metrics: dict[str, float]
     """Metric name -> mean over the attempts that have it."""
     stops: dict[str, int]
-    """How attempts ended -> their number."""
+    """Stop reason -> number of attempts that ended with it."""
     spent: AttemptTotals
 
 
@@ -134,7 +134,7 @@ def report(
 
 
 def check_k(k: int, attempts: int) -> None:
-    """Raise ConfigError if the attempts at each item are too few to compute pass@k."""
+    """Raise ConfigError if there are too few attempts at each item to compute pass@k."""
     if k < 1:
         raise ConfigError(f"pass@{k}: k is at least 1")
     if k > attempts:
@@ -147,9 +147,9 @@ def check_k(k: int, attempts: int) -> None:
 def difference(
     ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
 ) -> tuple[MeanEstimate, int]:
-    """Return how much higher the mean reward of one evaluation is than that of another over the
-    items that both have scored, with the number of these items. Raises ConfigError if they evaluate
-    different tasks or have no scored item in common."""
+    """Return how much higher the mean reward of one evaluation is than that of another, and the
+    number of items compared. These are the items that both evaluations have scored. Raises
+    ConfigError if they evaluate different tasks or have no scored item in common."""
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -160,9 +160,9 @@ def difference(
 
 
 def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
-    """Return the items on which two evaluations disagree: ``better`` if only the first answers the
-    item right, and ``worse`` if only the second does. An item is right if at least half of its
-    scored attempts are."""
+    """Return the items on which two evaluations disagree. ``better`` lists those that only the
+    first answers right, ``worse`` those that only the second does. An item is right if at least
+    half of its scored attempts are."""
     a, b = (
         {
             item: 2 * sum(map(_is_right, attempts)) >= len(attempts)
@@ -177,7 +177,7 @@ def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str,
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
     """Raise ConfigError if two evaluations do not ask the same items. The message names the
-    difference, such as another split or other options of the task."""
+    difference, such as another split or other task options."""
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
@@ -187,7 +187,7 @@ def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
 
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
-    """Group the scored attempts by item and keep their order."""
+    """Group the scored attempts by item, keeping their order."""
     attempts: dict[str, list[AttemptOutcome]] = {}
     for outcome in outcomes:
         if outcome.reward is not None:
@@ -323,7 +323,7 @@ def _shown(figure: MeanEstimate | None) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
     """Format rows of cells as the lines of a text table. Columns whose index is in ``numbers`` are
-    aligned to the right."""
+    right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "   ".join(

@@ -1,5 +1,5 @@
-"""The curve of a calibration, which measures how accurately a model answers plain calls of
-different sizes. This module computes its points from the recorded answers and draws it as text and
+"""Compute and draw the curve of a calibration, which measures how accurately a model answers plain
+calls of different sizes. The points come from recorded answers, and the curve is drawn as text and
 SVG.
 
     tokens   accuracy              $ per 1M tokens
@@ -25,19 +25,20 @@ from ramify.plans.calibration import CalibrationPoint, PartSizeCalibration
 from ramify.plans.text_parts import BYTES_PER_TOKEN
 
 QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
-"""Suite -> the families that are asked: a leaf must find four values, or all facts of one kind."""
+"""Suite -> its families of questions that are asked. A call must find four values, or all facts of
+one kind."""
 FIRST_SIZE = 2_000
-"""Smallest size that is measured by default, in tokens of three bytes."""
+"""Default smallest size, in tokens of three bytes."""
 _REPLY_TOKENS = 100
-"""Tokens of a reply in the estimate of the cost."""
+"""Assumed reply tokens in the cost estimate."""
 _BAR_CHARS = 20
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
 def sizes_for(room: ModelRoom) -> list[int]:
-    """Return the sizes that a calibration measures by default: the smallest one, and then each time
-    twice as much as long as that fits into the model's window."""
+    """Return the call sizes that a calibration measures by default: the smallest one, doubled as
+    long as the result fits into the model's window."""
     sizes = [FIRST_SIZE]
     while room.fits(to_text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
@@ -45,8 +46,8 @@ def sizes_for(room: ModelRoom) -> list[int]:
 
 
 def to_text_tokens(size: int) -> int:
-    """Convert a size in tokens of three bytes (as for calls of sub-models) to a length in tokens of
-    four characters (as in the options of a suite)."""
+    """Convert a size from tokens of three bytes, used for calls of sub-models, to tokens of four
+    characters, used in the options of a suite."""
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
@@ -57,7 +58,7 @@ def size_of(cell: MatrixCell) -> int:
 
 def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
-    Returns None if the model has no known price."""
+    Return None if the model has no known price."""
     if room.price is None:
         return None
     read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
@@ -66,8 +67,8 @@ def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
 
 
 def is_calibration(plan: MatrixPlan) -> bool:
-    """Return True if a set of evaluations is a calibration: one model, asked the usual questions of
-    a calibration by plain calls."""
+    """Return True if a set of evaluations forms a calibration, in which one model answers the usual
+    calibration questions by plain calls."""
     models = {cell.plan.model for cell in plan.cells}
     return len(models) == 1 and all(
         cell.mode == "direct"
@@ -78,7 +79,7 @@ def is_calibration(plan: MatrixPlan) -> bool:
 
 
 def date_of(plan: MatrixPlan) -> str:
-    """Return the day on which the evaluations began, which is taken from their common id."""
+    """Return the day on which the evaluations began, taken from their common id."""
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 
@@ -86,7 +87,7 @@ def points_of(
     plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
     """Compute the points of a calibration curve, smallest size first. Sizes without a scored
-    question are left out."""
+    question are omitted."""
     made: dict[int, list[AttemptOutcome]] = {}
     for cell in plan.cells:
         scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]
@@ -120,8 +121,8 @@ def _bar(share: float) -> str:
 
 
 def curve_svg(calibration: PartSizeCalibration) -> str:
-    """Draw a calibration curve as an SVG image: accuracy with confidence intervals on the vertical
-    axis, and the size on a logarithmic horizontal axis."""
+    """Draw a calibration curve as an SVG image. The vertical axis shows accuracy with confidence
+    intervals, and the horizontal axis shows the size on a logarithmic scale."""
     points = calibration.points
     first, last = points[0].tokens, points[-1].tokens
     span = math.log(last / first) or 1.0

@@ -1,4 +1,4 @@
-"""A matrix of evaluations: one for each combination of suite (a task for measuring), family of
+"""Plan a matrix of evaluations: one for each combination of suite (a benchmark task), family of
 questions, length, model, answering mode and scaffold (the prompts for the model).
 
     MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
@@ -43,14 +43,13 @@ from ramify.store.durable_files import (
 from ramify.tasks.base import DATA_SUFFIXES, TASKS, Task, task_of
 
 AXES = ("suite", "family", "length", "model", "mode", "scaffold")
-"""Names of a cell's coordinates, in the order of the rows."""
+"""Names of a cell's coordinates, in the order of report rows."""
 _LENGTH = re.compile(r"(\d{1,9})\s*([km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_length(text: str) -> int:
-    """Parse a length such as ``8k`` and return its number of tokens. Raises ConfigError if the text
-    is not a length.
+    """Parse a length in tokens, such as ``8k``. Raises ConfigError if the text is not a length.
 
     >>> parse_length("8k")
     8192
@@ -63,7 +62,7 @@ def parse_length(text: str) -> int:
 
 
 def length_name(num: int) -> str:
-    """Return the short name of a number of tokens; for example, 8192 tokens are ``8k``."""
+    """Return the short name of a number of tokens. For example, 8192 tokens are ``8k``."""
     for unit in ("m", "k"):
         if num % _UNITS[unit] == 0:
             return f"{num // _UNITS[unit]}{unit}"
@@ -77,17 +76,17 @@ class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
     suites: tuple[str, ...]
     """Names of tasks."""
     lengths: tuple[int, ...] = ()
-    """Tokens of a context, of four characters each; empty: the length that each suite chooses."""
+    """Context lengths in tokens of four characters; empty: the length that each suite chooses."""
     models: tuple[str, ...]
     modes: tuple[str, ...] = ("free",)
     systems: tuple[str, ...] = ()
-    """Other systems that answer the same items: peers, or commands (see systems/)."""
+    """Other systems that answer the same items: known libraries, or commands (see systems/)."""
     scaffolds: tuple[str, ...] = ()
-    """Names or files; empty: one scaffold, which the settings name."""
+    """Names or files of scaffolds; empty: the one scaffold named in the settings."""
     split: str | None = None
-    """Split of each suite; None: ``test``, or the only one."""
+    """Split of each suite; None: ``test``, or the only split."""
     base: EvaluationPlan
-    """Plan of a cell without its coordinates. Its ``items`` are those of each family."""
+    """Evaluation plan shared by all cells, without coordinates. Its ``items`` count per family."""
 
 
 class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,14 +94,14 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluation."""
 
     place: dict[str, str]
-    """Axis -> value: ``{"suite": "niah", "family": "single_1", "length": "8k", …}``."""
+    """Axis -> value, as in ``{"suite": "niah", "family": "single_1", "length": "8k", …}``."""
     plan: EvaluationPlan
     record: str
-    """Id of its record."""
+    """Id under which the cell's evaluation is recorded."""
 
     @property
     def tokens(self) -> int | None:
-        """The length of each context in tokens, or None if the suite chooses the length."""
+        """Length of each context in tokens; None if the suite chooses the length."""
         return parse_length(self.place["length"]) if "length" in self.place else None
 
     @property
@@ -111,12 +110,12 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def system(self) -> str:
-        """The name or command of the external system that answers; empty if Ramify itself does."""
+        """Name or command of the external system that answers; empty if Ramify itself does."""
         return str(self.plan.settings.get("with") or "")
 
 
 class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a matrix: one evaluation for each combination of suite, length, model and so
+    """The plan of a matrix, with one evaluation for each combination of suite, length, model and so
     on."""
 
     id: str
@@ -124,21 +123,21 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_systems(self) -> bool:
-        """True if external systems answer some cells, so that all requests must go through a meter,
-        which counts what each of them costs."""
+        """True if external systems answer some cells. All requests must then go through a metering
+        proxy, which counts their cost."""
         return any(cell.system for cell in self.cells)
 
     @property
     def first_plan(self) -> EvaluationPlan:
-        """The plan of the first cell. All cells have the same split, the same number of items and
-        the same number of attempts as this one."""
+        """The plan of the first cell. All cells have the same split, number of items and number of
+        attempts."""
         return self.cells[0].plan
 
 
 def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
-    """Plan one evaluation for each combination of the axes. Raises ConfigError for a suite, a
-    family, a length, a mode or a system that does not exist. Tasks that must be made for this are
-    kept in ``tasks`` for later."""
+    """Plan one evaluation for each combination of the axes. Tasks that must be created for this are
+    stored in ``tasks`` for later use. Raises ConfigError for a suite, family, length, mode or
+    system that does not exist."""
     for name in axes.modes:
         mode_of(name)
     systems = {system_of(words).name: words for words in axes.systems}
@@ -193,7 +192,7 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
 
 
 def sort_coordinates(place: Mapping[str, str]) -> dict[str, str]:
-    """Return the coordinates of a cell in the order of ``AXES``, which is the order in reports."""
+    """Return the coordinates of a cell in the order of ``AXES``, as reports list them."""
     return {axis: place[axis] for axis in AXES if axis in place}
 
 
@@ -203,8 +202,8 @@ def _file_words(place: Mapping[str, str]) -> str:
 
 
 def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return one pair for each requested length: the cell's coordinates, and the options that give
-    the suite's texts this length. Raises ConfigError if the suite has no option for a length."""
+    """Return, for each requested length, the cell's coordinates and the task options that give the
+    suite's texts this length. Raises ConfigError if the suite has no option for a length."""
     options = dict(axes.base.options)
     if not axes.lengths:
         return [({}, options)]
@@ -229,9 +228,9 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
 def _families(
     suite: str, options: dict[str, Any], split: str, tasks: MatrixTasks
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return one pair for each family of questions in a suite: the cell's coordinates, and the task
-    options that select this family. If the suite has no families or its questions come from a file,
-    there is a single pair without coordinates."""
+    """Return, for each family of questions in a suite, the cell's coordinates and the task options
+    that select this family. Suites without families, or with questions from a file, have a single
+    entry without coordinates."""
     plan = EvaluationPlan(model="", task=suite, options=options)
     names: Sequence[str] = getattr(tasks.of(plan), "families", ())
     if not names or _is_from_a_file(options, split):
@@ -244,8 +243,8 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the function that makes a task, or an empty mapping if the task is
-    not made by a function. Raises ConfigError for an unknown task."""
+    """Return the parameters of the function that creates a task, or an empty mapping if no function
+    creates it. Raises ConfigError for an unknown task."""
     if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
         return {}
     make = TASKS.of(suite)
@@ -263,8 +262,8 @@ class MatrixTasks:
         self._made: dict[bytes, Task] = {}
 
     def of(self, plan: EvaluationPlan) -> Task:
-        """Return the task that a cell evaluates, which is made on first use. Raises ConfigError if
-        it cannot be made."""
+        """Return the task that a cell evaluates, creating it on first use. Raises ConfigError if it
+        cannot be created."""
         key = msgspec.json.encode((plan.task, plan.options), order="deterministic")
         if key not in self._made:
             self._made[key] = task_of(plan.task, **plan.options)
@@ -272,15 +271,15 @@ class MatrixTasks:
 
 
 class MatrixEstimate(msgspec.Struct, frozen=True):
-    """An estimate, made before a matrix begins, of how many attempts are left and what they may
-    cost at most."""
+    """An estimate, made before a matrix begins, of how many attempts are left and their maximum
+    cost."""
 
     attempts: int
-    """Attempts that are left to make."""
+    """Number of attempts that are left to make."""
     unfit: int
-    """Those of them that ask nothing, because their length does not fit the model's window."""
+    """Number of these attempts that call no model, because the item does not fit its window."""
     max_cost: float | None
-    """Upper bound in dollars on the others; None if a model has no known price."""
+    """Upper bound in dollars on the cost of the others; None if a model has no known price."""
 
 
 def estimate(
@@ -289,7 +288,7 @@ def estimate(
     limit: float | None,
     left: Mapping[str, int],
 ) -> MatrixEstimate:
-    """Estimate how many attempts of a matrix are left and what they may cost at most.
+    """Estimate how many attempts of a matrix are left and their maximum cost.
 
     ``rooms`` describes the window and price of each model, ``limit`` is the most that one attempt
     may cost in dollars, and ``left`` has the number of remaining attempts for each record.
@@ -315,7 +314,7 @@ def estimate(
 
 
 class EvaluationMatrixStore:
-    """The matrices that are recorded in a store, which is a folder of runs and evaluations."""
+    """The matrices recorded in a store, which is a folder of runs and evaluations."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
@@ -343,9 +342,8 @@ class EvaluationMatrixStore:
         return EvaluationFileWriter(path, None if self.has_record(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
-        """Find a recorded matrix by its id or by the unique beginning of its id. ``last`` means the
-        newest one, provided that nothing else was evaluated after it. Returns None if there is no
-        such matrix."""
+        """Find a recorded matrix by its id or a unique prefix of it. ``last`` means the newest
+        matrix, if nothing else was evaluated after it. Return None if there is no such matrix."""
         known = [path.name.removesuffix(MATRIX) for path in self.paths()]
         if id == "last":
             records = self.evaluations.paths()

@@ -1,5 +1,6 @@
-"""The report of a matrix, a set of evaluations that combine suites, lengths, models and modes. It
-has one row of figures per evaluation (cell), and one for all families of questions of a suite.
+"""Compute the report of a matrix, which is a set of evaluations that combine suites, lengths,
+models and modes. The report has one row per evaluation (cell), and one row for all families of
+questions of a suite together.
 
     oolong · openai:gpt-5-mini · 20 items, 1 attempt each
     family     length   mode     score               minus direct            cost    calls  tokens …
@@ -35,15 +36,15 @@ from ramify.evaluate.systems.attempt import OWN
 from ramify.types.trajectory import Stop
 
 _OF_ITEMS = ("suite", "family", "length")
-"""Axes that decide which items are asked."""
+"""Axes that determine which items are asked."""
 
 
 class SelfReportedUsage(msgspec.Struct, frozen=True):
-    """The requests and tokens that an external system says it has used, summed over its
+    """The requests and tokens that an external system reports for itself, summed over its
     attempts."""
 
     attempts: int
-    """Attempts for which it has counted. A system that fails may leave no count."""
+    """Attempts with a reported count. A system that fails may report none."""
     calls: int
     """Requests to the model."""
     tokens: int
@@ -51,65 +52,66 @@ class SelfReportedUsage(msgspec.Struct, frozen=True):
 
 
 class MatrixRow(msgspec.Struct, frozen=True):
-    """The figures of one cell of a matrix, or of all families of questions of a suite together."""
+    """The scores and costs of one cell of a matrix, or of all families of questions of a suite
+    together."""
 
     place: dict[str, str]
-    """Axis -> value; the family is ``all`` for all families."""
+    """Axis -> value. The family is ``all`` in a row for all families."""
     records: tuple[str, ...]
-    """Ids of the evaluations in it."""
+    """Ids of the evaluations that the row covers."""
     is_kind: bool
-    """True if it has only those items of its record whose kind is the family."""
+    """True if the row covers only items whose kind is the family."""
     planned: int
-    """Attempts that are planned."""
+    """Number of planned attempts."""
     made: int
-    """Attempts that were made."""
+    """Number of attempts made."""
     items: int
-    """Items with an attempt."""
+    """Number of items with an attempt."""
     score: MeanEstimate | None
     """Mean reward over attempts, then over items. None if no attempt was scored."""
     passes: MeanEstimate | None
     """pass@k; None if no item has k scored attempts."""
     difference: MeanEstimate | None
     """Score minus that of the row with the first model, mode and scaffold, over common items. None
-    for that row itself, and without a common item."""
+    for that first row, or without common items."""
     cost: float | None
-    """Dollars of all attempts; None if none has a known cost."""
+    """Dollars of all attempts; None if no attempt has a known cost."""
     calls: int
-    """Requests to models, paid or possibly paid."""
+    """Requests to models, billed or possibly billed."""
     input_tokens: int
     output_tokens: int
     seconds_p50: float
     """Median time of an attempt, from question to answer; 0 without attempts."""
     seconds_p95: float
     reasons: dict[str, int]
-    """Why attempts were not right -> their number, most frequent first."""
+    """Reason why an attempt was not right -> number of attempts, most frequent first."""
     own: SelfReportedUsage | None = None
-    """What the system itself has counted, beside what a meter has; None without a meter."""
+    """Usage reported by the system itself, next to the metered usage; None without metering."""
 
 
 class MatrixReport(msgspec.Struct, frozen=True):
-    """The results of a matrix (a set of evaluations that combine suites, models and modes), as rows
-    of a table."""
+    """The results of a matrix as rows of a table. A matrix is a set of evaluations that combine
+    suites, models and modes."""
 
     plan: MatrixPlan
     k: int
     baseline: dict[str, str]
-    """Model, mode and scaffold of the rows from which differences are taken; only those axes on
-    which there are several."""
+    """Model, mode and scaffold of the rows that others are compared with; only axes with several
+    values."""
     rows: tuple[MatrixRow, ...]
     first_error: str
-    """Why the first attempt without a reward failed; empty if all have one."""
+    """Why the first attempt without a reward failed; empty if all have a reward."""
 
 
 Outcomes = Mapping[str, Sequence[AttemptOutcome]]
-"""Id of a cell's record -> its outcomes so far."""
+"""Id of a cell's evaluation -> its outcomes so far."""
 
 
 def matrix_report(
     plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> MatrixReport:
     """Compute the report of a matrix. ``k`` is the number of attempts for pass@k, by default all of
-    them, and ``seed`` is the seed of the bootstrap."""
+    them. ``seed`` is the bootstrap seed."""
     k = plan.first_plan.attempts if k is None else k
     check_k(k, plan.first_plan.attempts)
     groups = list(_groups(plan, outcomes))
@@ -141,12 +143,12 @@ class _RowGroup(NamedTuple):
     records: tuple[str, ...]
     planned: int
     made: list[tuple[str, AttemptOutcome]]
-    """(record, outcome)"""
+    """(id of the evaluation, outcome) of each attempt."""
     is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
-        """Group the scored attempts by item and keep their order. Items of different evaluations
-        are kept apart, because items of several families of questions may have the same ids."""
+        """Group the scored attempts by item, keeping their order. Items of different evaluations
+        stay separate, because items of several families may have the same ids."""
         name = {record: number for number, record in enumerate(self.records)}
         attempts: dict[str, list[AttemptOutcome]] = {}
         for record, outcome in self.made:
@@ -157,8 +159,8 @@ class _RowGroup(NamedTuple):
 
 def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
     """Yield the attempts behind each row of the report, suite by suite and length by length. If
-    there are several families of questions, rows for all of them together come first, and rows for
-    each family follow. If one cell asks several families, the kind of an item is its family."""
+    there are several families of questions, a row for all families comes first, followed by a row
+    for each. If one cell asks several families, the kind of an item is its family."""
     of_items: dict[tuple[str, str], list[MatrixCell]] = {}
     for cell in plan.cells:
         key = cell.place["suite"], cell.place.get("length", "")
@@ -290,7 +292,7 @@ def reason_of(outcome: AttemptOutcome) -> str:
 
 
 def matrix_table(report: MatrixReport) -> str:
-    """Format the report as text: a line with what all rows have in common, then a table."""
+    """Format the report as text: one line with the values that all rows share, then a table."""
     plan, rows = report.plan.first_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]
@@ -333,8 +335,8 @@ def matrix_table(report: MatrixReport) -> str:
 def _own_columns(
     rows: Sequence[MatrixRow],
 ) -> list[tuple[str, bool, Callable[[MatrixRow], str]]]:
-    """Return the table columns for the usage that external systems report themselves; none if no
-    row has such counts."""
+    """Return the table columns for the usage that external systems report for themselves. Empty if
+    no row has such counts."""
     if all(row.own is None for row in rows):
         return []
 
@@ -363,7 +365,7 @@ def _signed(figure: MeanEstimate | None) -> str:
 
 
 def _short(num: int) -> str:
-    """Return a large number in a short form; for example, 1234567 becomes ``1.2M``."""
+    """Return a large number in a short form. For example, 1234567 becomes ``1.2M``."""
     for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if num >= size:
             return f"{num / size:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""A wrapper that gives the sessions of a task the tools of MCP servers.
+"""Wrap a task so that its sessions can call the tools of MCP servers.
 
     McpTask(task, "uvx mcp-server-git")                          servers of each rollout
     McpTask(task, "https://host/mcp", lifetime="process")        one connection for all rollouts
@@ -42,10 +42,9 @@ class McpTask:
         timeout_s: float = 300.0,
         start_s: float = 120.0,
     ) -> None:
-        """Wrap a task, so that its sessions can call the tools of the given MCP servers, each named
-        by a command or a URL. ``timeout_s`` limits each call of a tool, and ``start_s`` limits the
-        start of each server. Raises ConfigError if no server is given or ``lifetime`` is
-        unknown."""
+        """Wrap a task, so that its sessions can call the tools of the given MCP servers. Each
+        server is a command or a URL. ``timeout_s`` limits each tool call, and ``start_s`` the start
+        of each server. Raises ConfigError if no server is given or ``lifetime`` is unknown."""
         if not servers:
             raise ConfigError(f"task '{task.name}' names no MCP server: give a command or a URL")
         if lifetime not in _LIFETIMES:
@@ -64,8 +63,8 @@ class McpTask:
 
     async def prepare(self, item: Item) -> TaskStart:
         """Return the initial state of the wrapped task with the servers' tools added. Raises
-        ConfigError if a server cannot be used, or if one of its tools has the same name as a tool
-        of the task."""
+        ConfigError if a server cannot be used, or if one of its tools has the name of a tool of the
+        task."""
         start = await self._task.prepare(item)
         if self._lifetime == "process":
             return self._with_tools(start, await asyncio.to_thread(self._open_shared))
@@ -98,8 +97,8 @@ class McpTask:
         return step_scores(self._task, rollouts)
 
     def close(self) -> None:
-        """End the servers that all rollouts share. Calling it twice is harmless, and the next
-        rollout starts the servers again."""
+        """Stop the servers that all rollouts share. Calling this method twice is harmless, and the
+        next rollout starts the servers again."""
         with self._opening:
             if self._shared is not None:
                 self._shared.close()

@@ -1,5 +1,5 @@
-"""Curves of score against money: how well each system would have scored with a smaller budget per
-attempt.
+"""Compute curves of score against money: how well each system would have scored with a smaller
+budget per attempt.
 
     cost of each attempt   $0.01   $0.03   $0.20            score with $0.02 per attempt:  1/3
     its reward              1       1       0               score with $0.05 per attempt:  2/3
@@ -28,32 +28,33 @@ from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.statistics import MeanEstimate, score_with_interval
 
 NUM_POINTS = 24
-"""Maximum number of budgets of a curve."""
+"""Maximum number of budgets in a curve."""
 _NUM_COLUMNS = 6
 _OF_A_SYSTEM = ("mode", "scaffold")
-"""Coordinates of a cell that say which system answers."""
+"""Coordinates of a matrix cell that identify the answering system."""
 
 
 class MoneyPoint(msgspec.Struct, frozen=True):
-    """One point of a curve: the score that a system would have with a given budget per attempt.
+    """One point of a score-against-budget curve: the score that a system would have with a given
+    budget per attempt.
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]
     """
 
     dollars: float
-    """Budget of one attempt."""
+    """Budget per attempt, in dollars."""
     score: MeanEstimate
-    """Mean over attempts, then over items. Attempts beyond the budget count as 0."""
+    """Mean over attempts, then over items. Attempts over budget count as 0."""
     within: int
-    """Attempts that cost no more than the budget."""
+    """Number of attempts that cost at most the budget."""
 
 
 def money_curves(
     outcomes: Mapping[str, Sequence[AttemptOutcome]], num_points: int = NUM_POINTS
 ) -> dict[str, tuple[MoneyPoint, ...]]:
-    """Compute the curve of score against budget for each system, by name, at the same budgets for
-    all. A system without a scored attempt of known cost gets no points.
+    """Compute the curve of score against budget for each named system, all at the same budgets. A
+    system without a scored attempt of known cost gets no points.
 
     Example:
         curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
@@ -71,8 +72,8 @@ def money_curves(
 
 
 def _budgets(costs: Iterable[float], num_points: int) -> list[float]:
-    """Return the budgets at which a curve can change, which are the different costs of attempts. If
-    there are more than ``num_points``, an evenly spread selection is returned."""
+    """Return the budgets at which a curve can change, which are the distinct costs of attempts. If
+    there are more than ``num_points``, return an evenly spread selection."""
     different = sorted({*costs})
     last = len(different) - 1
     if last < num_points:
@@ -95,7 +96,7 @@ class SystemMoneyCurve(msgspec.Struct, frozen=True):
     """The curve of score against budget for one system of a matrix."""
 
     place: dict[str, str]
-    """Suite, length, model, mode and scaffold; all families are together."""
+    """Suite, length, model, mode and scaffold. All families of questions are combined."""
     points: tuple[MoneyPoint, ...]
 
 
@@ -105,8 +106,8 @@ def matrix_money(
     num_points: int = NUM_POINTS,
 ) -> list[SystemMoneyCurve]:
     """Compute the curve of score against budget for each system of a matrix. Systems that answered
-    the same items with the same model are compared at the same budgets. ``outcomes`` has the
-    attempts of each cell, by the id of its record."""
+    the same items with the same model are compared at the same budgets. ``outcomes`` maps the id of
+    each cell's evaluation to its attempts."""
     together: dict[tuple[tuple[str, str], ...], dict[str, list[AttemptOutcome]]] = {}
     places: dict[tuple[tuple[tuple[str, str], ...], str], dict[str, str]] = {}
     for cell in plan.cells:
@@ -128,19 +129,19 @@ def matrix_money(
 
 
 class MoneyTable(msgspec.Struct, frozen=True):
-    """The scores of several systems on the same items, at a few budgets each."""
+    """The scores of several systems on the same items, at a few budgets."""
 
     items: str
-    """Suite, length and model."""
+    """Suite, length and model of the items."""
     budgets: tuple[str, ...]
-    """Dollars of each column, as text."""
+    """Budget of each column in dollars, as text."""
     systems: dict[str, tuple[MoneyPoint | None, ...]]
-    """System -> its points, one for each budget; None if its cost is unknown."""
+    """System -> one point per budget; None where its cost is unknown."""
 
 
 def money_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
     """Arrange the curves as tables, one for each combination of suite, length and model.
-    Combinations with fewer than two different budgets are left out."""
+    Combinations with fewer than two different budgets are omitted."""
     groups: dict[str, list[SystemMoneyCurve]] = {}
     for row in rows:
         values = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]

@@ -1,4 +1,4 @@
-"""Make the attempts of evaluations on the machines of a Ray cluster.
+"""Run the attempts of evaluations on the machines of a Ray cluster.
 
     evaluate_all ── RayAttemptMaker.make ──> AttemptWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next        a task and an RLM each
@@ -49,20 +49,20 @@ from ramify.tasks.base import Item, items_of
 from ramify.types.trajectory import Trajectory
 
 _STORE_BYTES = 160 << 20
-"""Object store of a cluster that is started here."""
+"""Size of Ray's object store, in bytes, for a cluster that is started here."""
 _WORKER_CPUS = 0.5
-"""CPUs of a worker in Ray's count: most of the time it waits for models."""
+"""CPUs that Ray counts per worker. Workers mostly wait for models."""
 _KEPT_ITEMS = 4
-"""Items that a worker keeps for further attempts at them."""
+"""Number of items that a worker caches for further attempts at them."""
 _TRIES = 6
-"""Workers that may be lost during one attempt."""
+"""Maximum number of workers that may be lost during one attempt."""
 _AGAIN_S = 0.5
-"""Seconds before the second try; before each later one twice as many, since Ray starts a lost
-worker again."""
+"""Seconds before the second try, doubled for each later one. Meanwhile, Ray restarts a lost
+worker."""
 
 MakeAttempts = Callable[[EvaluationPlan, Store | None], RlmAttemptMaker]
-"""Makes the ``RlmAttemptMaker`` of a plan in a worker, with the worker's store. It is sent to the
-workers, and has no keys: each worker reads those of its environment."""
+"""Creates the ``RlmAttemptMaker`` of a plan in a worker, with the worker's store. It contains no
+API keys: each worker reads them from its environment."""
 
 
 class _RemoteRecord:
@@ -78,12 +78,13 @@ class _RemoteRecord:
 
 
 class AttemptWorker:
-    """A Ray actor that makes attempts of evaluations in one process of the cluster, in several
-    threads."""
+    """A Ray actor that runs attempts of evaluations in several threads of one process of the
+    cluster."""
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
-        """Create a worker, which changes to ``folder``, the working directory of the command, if
-        that exists on its machine. So the files of tasks are found by the same relative paths."""
+        """Create a worker and change its working directory to ``folder``, if that exists on its
+        machine. The files of tasks then have the same relative paths as for the command that
+        started the evaluation."""
         check_ramify_version(version)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -96,8 +97,8 @@ class AttemptWorker:
         self._lock = threading.Lock()
 
     def attempt(self, sent: bytes) -> Iterator[bytes]:
-        """Make one attempt. Yields the id of the run as soon as it has begun, and finally the
-        outcome of the attempt; both are encoded as JSON."""
+        """Run one attempt. Yield the id of the run as soon as it has begun, and finally the outcome
+        of the attempt. Both are encoded as JSON."""
         order = msgspec.json.decode(sent, type=RemoteAttemptRequest)
         told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -148,19 +149,19 @@ class AttemptWorker:
 
 
 class RemoteAttemptRequest(msgspec.Struct, frozen=True):
-    """The description of one attempt, as it is sent to a worker."""
+    """The description of one attempt that is sent to a worker."""
 
     plan: EvaluationPlan
     index: int
     """Index of the item."""
     number: int
     run: str
-    """Stored run that began this attempt; empty if none did."""
+    """Id of the stored run that began this attempt; empty if none did."""
     max_cost: float | None
 
 
 class RayAttemptMaker:
-    """Makes the attempts of evaluations on the machines of a Ray cluster. Implements
+    """Runs the attempts of evaluations on the machines of a Ray cluster. Implements
     ``AttemptMaker``."""
 
     makes_items = True
@@ -174,13 +175,12 @@ class RayAttemptMaker:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """Prepare to make up to ``concurrency`` attempts at once on the workers of a cluster. By
-        default there is one worker for each CPU. Raises ConfigError if ``workers`` is less than
-        1."""
+        """Prepare to run up to ``concurrency`` attempts at once on the workers of a cluster. By
+        default, there is one worker per CPU. Raises ConfigError if ``workers`` is less than 1."""
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.num_again = 0
-        """Attempts that were made again because their worker was lost."""
+        """Number of attempts that were repeated because their worker was lost."""
         self._make = make
         self._store = "" if store is None else str(store)
         self._concurrency = concurrency
@@ -188,9 +188,9 @@ class RayAttemptMaker:
         self._cluster = RayClusterConnection(address, store_bytes=_STORE_BYTES, is_quiet=True)
         self._actors: list[Any] = []
         self._load: list[int] = []
-        """Attempts in progress, by worker."""
+        """Number of attempts in progress, per worker."""
         self._home: dict[tuple[int, str, int], int] = {}
-        """(task, split, index of an item) -> the worker that has it."""
+        """(task, split, index of an item) -> worker that has cached the item."""
         self._is_joined = False
 
     async def __aenter__(self) -> RayAttemptMaker:
@@ -226,8 +226,8 @@ class RayAttemptMaker:
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Make one attempt on a worker, and try again if the worker is lost. Returns the outcome of
-        the attempt, and None in place of its trajectory, which stays on the worker."""
+        """Run one attempt on a worker, and try again if the worker is lost. Return the outcome of
+        the attempt without its trajectory, which stays on the worker."""
         ray = imported()
         lost = ""
         for number in range(_TRIES):
@@ -265,8 +265,8 @@ class RayAttemptMaker:
         raise RamifyError("a worker ended an attempt without its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
-        """Choose the worker for an attempt: the one that already has the item, if it has room, and
-        otherwise the one with the fewest attempts in progress."""
+        """Choose the worker for an attempt. Prefer the worker that has already cached the item, if
+        it has room, and otherwise take the one with the fewest attempts in progress."""
         place = id(job.task), job.plan.split, which.item_index
         home = self._home.get(place)
         each = math.ceil(self._concurrency / len(self._actors))

@@ -1,4 +1,4 @@
-"""Rewards from a reward model behind HTTP, requested in concurrent batches with retries.
+"""Get rewards from a reward model behind HTTP. Requests are batched, concurrent and retried.
 
     RewardModel("http://gpu1:8000/classify", model="my-rm")        vLLM and SGLang: POST /classify
     RewardModel("http://gpu1:8000/pooling", model="my-rm")         vLLM: POST /pooling
@@ -50,13 +50,12 @@ _LONGEST_WAIT_S = 5.0
 
 
 def join_question_and_answer(question: str, answer: str) -> str:
-    """Join a question and its answer into one text, for a reward model that has no chat
-    template."""
+    """Join a question and its answer into one text, for a reward model without a chat template."""
     return f"{question}\n\n{answer}"
 
 
 class RewardModel:
-    """A reward function that asks a reward model behind HTTP to score a question with its answer.
+    """A reward function that asks a reward model behind HTTP to score an answer to a question.
 
     Example:
         reward = evaluate.RewardModel("http://gpu1:8000/classify", model="my-rm", label="good")
@@ -125,7 +124,7 @@ class RewardModel:
 
     def __call__(self, answer: Any, item: Item) -> float:
         """Return the reward of one answer, after waiting for its batch. Raises RamifyError if the
-        server did not return a score."""
+        server returned no score."""
         return self._batched(answer, item)
 
     async def _ask(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
@@ -172,7 +171,7 @@ class RewardModel:
         return self._rewards(where, answer, len(texts))
 
     def _connections(self) -> HttpConnectionPool:
-        """Return the connection pool of the running event loop; a pool cannot be shared between
+        """Return the connection pool of the running event loop. A pool cannot be shared between
         loops."""
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
@@ -194,7 +193,7 @@ class RewardModel:
         return rewards
 
     def _reward(self, row: Any) -> float:
-        """Return the score that the reward model gave to the chosen label for one text."""
+        """Return the score of the chosen label for one text."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):
                 return float(row[self._label]["score"])
@@ -205,7 +204,7 @@ class RewardModel:
 
 
 def _in_order(reply: Any) -> list[Any]:
-    """Sort the scores in a reply of vLLM or SGLang into the order of the texts in the request."""
+    """Sort the scores in a reply of vLLM or SGLang into the order of the request's texts."""
     rows = reply["data"] if isinstance(reply, Mapping) and "data" in reply else reply
     rows = rows if isinstance(rows, list) else [rows]
     return sorted(rows, key=lambda row: row.get("index", 0))

@@ -56,20 +56,20 @@ class EvaluationPlan(
     with which settings."""
 
     model: str
-    """Its name as shown to people."""
+    """Name of the model, as shown to people."""
     task: str
-    """Its name, as accepted by ``task_of``."""
+    """Name of the task, as accepted by ``task_of``."""
     options: dict[str, Any] = {}
     """Options of the task."""
     split: str = "test"
     items: int = 100
-    """Number of items, from the beginning of the split; fewer if it has fewer."""
+    """Number of items from the beginning of the split, or all of them if it has fewer."""
     attempts: int = 1
     """Attempts per item."""
     seed: int = 0
-    """Sampling seed, from which each attempt's own seed is derived."""
+    """Sampling seed from which the seed of each attempt is derived."""
     settings: dict[str, Any] = {}
-    """Other settings that affect the outcome: scaffold, limits, temperature."""
+    """Other settings that affect outcomes: scaffold, limits, temperature."""
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.attempts < 1:
@@ -80,35 +80,34 @@ class EvaluationPlan(
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
-    """The recorded result of one attempt at an item: its reward, its answer, how it ended, and what
-    it cost."""
+    """The recorded result of one attempt at an item (a question of a task): its reward, its answer,
+    how it ended, and what it cost."""
 
     item: str
-    """Id of the item."""
+    """Id of the item, which is one question of the task."""
     attempt: int
-    """Number of the attempt, from 0."""
+    """Number of the attempt at its item, from 0."""
     kind: str = ""
     run: str = ""
     """Id of the run, if runs are stored."""
     reward: float | None = None
-    """The weighted sum of ``rewards``; None if the attempt failed for reasons outside the model."""
+    """Weighted sum of ``rewards``; None if the attempt failed for reasons outside the model."""
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     answer: str | None = None
-    """As text, truncated if it is long."""
+    """Answer as text, truncated if it is long."""
     stop: Stop | None = None
     reason: str = ""
-    """Why a scored attempt has no answer, in a few words, if ``stop`` does not say it: ``not
-    fitting``."""
+    """Why a scored attempt has no answer, if ``stop`` does not say so: ``not fitting``."""
     error: str = ""
-    """Why the reward is None, or why another system gave no answer."""
+    """Why the attempt has no reward, or why another system gave no answer."""
     turns: int = 0
-    """Turns of the root."""
+    """Number of turns of the root call."""
     calls: int = 0
     """Number of calls below the root."""
     usage: Usage = Usage()
     cost: float | None = None
-    """Dollars."""
+    """Cost in dollars."""
     seconds: float = 0.0
 
 
@@ -130,12 +129,12 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
     plan: EvaluationPlan
     outcomes: tuple[AttemptOutcome, ...]
-    """In order of items and attempts."""
+    """Outcomes in order of items and attempts."""
 
 
 def choose_split(task: Task, given: str | None = None) -> str:
-    """Return the split of a task to evaluate: the given one, or ``test``, or the only split of the
-    task. Raises ConfigError if the task has none of these."""
+    """Return the split of a task to evaluate: the given one, ``test``, or the task's only split.
+    Raises ConfigError if the task has none of these."""
     if given is not None or "test" in task.splits:
         items_of(task, given or "test")
         return given or "test"
@@ -148,9 +147,9 @@ def choose_split(task: Task, given: str | None = None) -> str:
 
 
 Watcher = Callable[[AttemptOutcome, Trajectory | None], None]
-"""Called with each attempt as it ends, and with its run if that was made in this process."""
+"""Called with the outcome of each attempt, and with its trajectory if it ran in this process."""
 AttemptFunction = Callable[..., Awaitable[Trajectory]]
-"""``attempt``, or one of the modes that are built on it (see answer_modes.py)."""
+"""Function with the signature of ``attempt``, such as an answer mode (see answer_modes.py)."""
 
 
 async def evaluate(
@@ -166,7 +165,7 @@ async def evaluate(
     direct: bool = False,
     budget: CostBudget | None = None,
 ) -> EvaluationResult:
-    """Evaluate a model on a task: make the planned attempts that are not recorded yet, up to
+    """Evaluate a model on a task: run the planned attempts that are not recorded yet, up to
     ``concurrency`` at once.
 
     ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
@@ -227,17 +226,16 @@ async def evaluate_all(
 
 
 class PlannedAttempt(NamedTuple):
-    """An attempt that is still to be made: which item of the split, and the number of the
-    attempt."""
+    """An attempt that is still to be made: its item of the split, and its number."""
 
     item_index: int
     """Index of the item in its split."""
     id: str
     """Id of the item."""
     made: Item | None
-    """The item; None if it is made elsewhere."""
+    """The item; None if another process creates it."""
     number: int
-    """Number of the attempt at it, from 0."""
+    """Number of the attempt at its item, from 0."""
 
     @property
     def item(self) -> Item:
@@ -246,31 +244,31 @@ class PlannedAttempt(NamedTuple):
 
 
 class AttemptMaker(Protocol):
-    """The interface for making the attempts of an evaluation. Implementations run them in this
-    process, on other machines, or with another system."""
+    """Interface for running the attempts of an evaluation in this process, on other machines, or
+    with another system."""
 
     makes_items: bool
-    """Whether it makes the items itself, from their index."""
+    """True if it creates the items itself, from their index."""
 
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Make one attempt and return its outcome with its trajectory. The trajectory is None if
-        the attempt was not a run of this process. The attempt may spend at most ``max_cost``
-        dollars; None means that there is no such limit."""
+        """Run one attempt and return its outcome with its trajectory. The trajectory is None if the
+        attempt was not a run of this process. ``max_cost`` limits the dollars that the attempt may
+        spend; None means no limit."""
         ...
 
     async def __aenter__(self) -> object:
-        """Open what all attempts need, such as a model's client or a cluster, before the first of
-        them begins."""
+        """Open what all attempts need, such as a model's client or a cluster, before the first
+        attempt begins."""
         ...
 
     async def __aexit__(self, *exc: Any) -> None: ...
 
 
 class EvaluationSetup(NamedTuple):
-    """The plan of one evaluation with everything needed to execute it: the task, the record, and
-    the object that makes the attempts."""
+    """The plan of one evaluation with everything needed to carry it out: the task, the record, and
+    the maker of its attempts."""
 
     plan: EvaluationPlan
     task: Task
@@ -281,7 +279,7 @@ class EvaluationSetup(NamedTuple):
 
 
 class RlmAttemptMaker:
-    """Makes attempts by running an ``RLM`` (the engine with its models) in this process. Implements
+    """Runs attempts with an ``RLM``, the engine with its models, in this process. Implements
     ``AttemptMaker``."""
 
     makes_items = False
@@ -303,7 +301,7 @@ class RlmAttemptMaker:
         self, job: EvaluationSetup, item: Item, number: int, max_cost: float | None, **more: Any
     ) -> Trajectory:
         """Run one attempt at an item, continuing its stored run if there is one. Further keyword
-        arguments are passed to the function that makes attempts."""
+        arguments are passed to the attempt function."""
         record, plan = job.record, job.plan
         begun = (
             functools.partial(record.record_start, item.id, number) if record is not None else None
@@ -323,7 +321,7 @@ class RlmAttemptMaker:
     def outcome(
         self, job: EvaluationSetup, item: Item, number: int, trajectory: Trajectory
     ) -> AttemptOutcome:
-        """Summarise the trajectory of a finished attempt as the outcome to be recorded."""
+        """Summarize the trajectory of a finished attempt as the outcome to record."""
         is_stored = self._rlm.store is not None
         return outcome_of(job.task, item, number, trajectory, is_stored=is_stored)
 
@@ -335,8 +333,8 @@ class RlmAttemptMaker:
 
 
 class _EvaluationWork:
-    """The state of one evaluation in progress: the outcomes that were recorded before, and those of
-    the attempts made now."""
+    """The state of one evaluation in progress: the outcomes recorded earlier, and those of the
+    attempts made now."""
 
     def __init__(self, job: EvaluationSetup) -> None:
         self.job = job
@@ -348,19 +346,19 @@ class _EvaluationWork:
         }
         """(item, attempt) -> its outcome."""
         self.ids: dict[str, int] = {}
-        """Id of each item that was made -> its index."""
+        """Id of each created item -> its index."""
 
     def known_id(self, index: int) -> str | None:
-        """Return the id of an item if it is known without making the item, which may take time.
-        Returns None otherwise."""
+        """Return the id of an item if it is known without creating the item, which may take time.
+        Return None otherwise."""
         return self.items.id_of(index) if isinstance(self.items, GeneratedSplit) else None
 
     def has(self, id: str, number: int) -> bool:
         return (id, number) in self.outcomes
 
     async def attempt(self, which: PlannedAttempt) -> None:
-        """Make one attempt and record its outcome. Nothing is recorded if the budget is used up, or
-        if it cut the attempt short."""
+        """Run one attempt and record its outcome. Nothing is recorded if the budget is used up, or
+        if the budget cut the attempt short."""
         job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
         if budget is not None and dollars is None:
@@ -382,7 +380,7 @@ class _EvaluationWork:
             job.on_outcome(outcome, trajectory)
 
     def evaluation(self) -> EvaluationResult:
-        """Return the result of the evaluation: the plan and the outcomes in order of items and
+        """Return the result of the evaluation so far, with outcomes in order of items and
         attempts."""
         outcomes = [
             outcome
@@ -394,20 +392,20 @@ class _EvaluationWork:
 
 
 class _QueuedAttempt(NamedTuple):
-    """An attempt in the queue, together with the evaluation to which it belongs."""
+    """An attempt in the queue, with the evaluation to which it belongs."""
 
     work: _EvaluationWork
     group: int
-    """Number of the items that its job shares with others."""
+    """Number of the group of evaluations that share their items."""
     item_index: int
     """Index of the item."""
     number: int
-    """Number of the attempt at it, from 0."""
+    """Number of the attempt at its item, from 0."""
 
 
 class _AttemptQueue:
     """Hands out the attempts of several evaluations in order, one at a time. Evaluations of the
-    same split of a task share each item, so that it is made only once."""
+    same split of a task share each item, so that the item is created only once."""
 
     def __init__(self, work: Sequence[_EvaluationWork]) -> None:
         groups: dict[tuple[int, str], list[_EvaluationWork]] = {}
@@ -417,7 +415,7 @@ class _AttemptQueue:
         self._groups = list(groups.values())
         self._attempts = self._in_order()
         self._making: dict[tuple[int, int], asyncio.Task[Item]] = {}
-        """(group, index) -> the item."""
+        """(group, index of an item) -> the task that creates the item."""
 
     def __iter__(self) -> Iterator[_QueuedAttempt]:
         return self._attempts
@@ -452,7 +450,7 @@ def _sampling(defaults: Sampling | None, seed: int, item: Item, number: int) -> 
 def outcome_of(
     task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool
 ) -> AttemptOutcome:
-    """Summarise the trajectory of an attempt as the outcome to be recorded. Long answers are
+    """Summarize the trajectory of an attempt as the outcome to record. Long answers are
     truncated."""
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
@@ -481,8 +479,8 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 class EvaluationStore:
-    """The evaluations that are recorded in a store, which is a folder of runs. Each evaluation is
-    one file."""
+    """The evaluations recorded in a store, which is a folder of runs. Each evaluation is one
+    file."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
@@ -496,8 +494,8 @@ class EvaluationStore:
         return EvaluationFileWriter(self._folder / f"{id}.jsonl", plan)
 
     def reopen(self, id: str) -> EvaluationFileWriter:
-        """Open the record of an earlier evaluation in order to continue it. Raises StoreError if
-        there is no such evaluation."""
+        """Open the record of an earlier evaluation to continue it. Raises StoreError if there is no
+        such evaluation."""
         return EvaluationFileWriter(self.path(id))
 
     def reopen_or_create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
@@ -517,9 +515,9 @@ class EvaluationStore:
         return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:
-        """Find the file of an evaluation by its id, the unique beginning of its id, the word
-        ``last``, or the path of a ``.jsonl`` file. Raises StoreError if there is no such
-        evaluation, or more than one."""
+        """Find the file of an evaluation. ``last`` is the newest one; otherwise give its id, a
+        unique prefix of the id, or the path of a ``.jsonl`` file. Raises StoreError if no
+        evaluation or more than one matches."""
         if id.endswith(".jsonl"):
             path = Path(id).expanduser()
             if not path.is_file():
@@ -565,7 +563,7 @@ class EvaluationFileWriter:
             self.plan = plan
             self.outcomes = list[AttemptOutcome]()
             self.unfinished = dict[tuple[str, int], str]()
-            """(item, attempt) without a reward -> the run that made it last."""
+            """(item, attempt) without a reward -> id of the last run that made it."""
             self._write(plan)
         else:
             self._resume()
@@ -614,7 +612,7 @@ class EvaluationFileWriter:
 
 def read_evaluation(path: Path, problems: list[str] | None = None) -> EvaluationResult:
     """Read a recorded evaluation, which may be incomplete. If an attempt was repeated, its last
-    outcome counts. Raises StoreError if a line is damaged. If the list ``problems`` is given,
+    outcome counts. Raises StoreError if a line is damaged. If a list is passed as ``problems``,
     damaged lines are skipped and described in that list instead."""
     try:
         data = path.read_bytes()

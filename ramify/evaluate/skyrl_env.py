@@ -1,5 +1,5 @@
-"""An adapter that turns a task into a text environment for another trainer, with the methods
-``init``, ``step`` and ``close`` of SkyRL-gym.
+"""Turn a task into a text environment for another trainer, with the methods ``init``, ``step`` and
+``close`` of SkyRL-gym.
 
     # a class, for skyrl_gym.register with base=BaseTextEnv
     Env = text_env(ledger(), split="train", scaffold="minimal")
@@ -48,9 +48,9 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """Return a class of text environments, each of which is one attempt at an item of a split. The
-    class inherits from ``base``, because trainers such as SkyRL require a certain base class
-    (``BaseTextEnv``), but none of its methods are used.
+    """Return a class of text environments, in which each instance is one attempt at an item of a
+    split. The class inherits from ``base``, because trainers such as SkyRL require a certain base
+    class (``BaseTextEnv``). No method of the base class is used.
 
     Example:
         Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
@@ -61,7 +61,7 @@ def text_env(
     rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
-        """One attempt at the item whose index in the split is ``extras["index"]``."""
+        """One attempt at the item with the index ``extras["index"]`` in the split."""
 
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:
             index = extras.get("index")
@@ -75,8 +75,8 @@ def text_env(
 
 
 class TaskEnv:
-    """One attempt at an item, in which the caller supplies the model's replies step by step. The
-    engine writes the prompt; the prompt passed to ``init`` is ignored.
+    """One attempt at an item (a question of a task), in which the caller supplies the model's
+    replies step by step. The engine writes the prompt, and ignores the prompt passed to ``init``.
 
     Example:
         env = evaluate.text_env(task)(index=0)
@@ -96,15 +96,15 @@ class TaskEnv:
         self.max_turns = rlm.limits.max_turns
 
     def init(self, prompt: Sequence[Said] = ()) -> tuple[list[Said], dict[str, Any]]:
-        """Start the run. Returns the first messages for the model and a dict with the item's id."""
+        """Start the run. Return the first messages for the model, and a dict with the item's id."""
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
         event_loop_thread.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Pass the model's reply to the run. Returns the next messages, whether the run has ended,
-        and, if it has, the reward."""
+        """Pass the model's reply to the run. Return the next messages and whether the run has
+        ended, with the reward if it has."""
         if self._running is None or self.trajectory is not None:
             raise ConfigError(
                 "step needs a running attempt: call init first, and do not call step after the end"
@@ -195,11 +195,12 @@ class _Driver:
 
 
 _driver: ContextVar[_Driver] = ContextVar("driver")
-"""The driver that answers the run of the current task."""
+"""The driver that answers the requests of the current asyncio task's run."""
 
 
 class _ExternalClient:
-    """A model client whose replies come from the caller of ``TaskEnv.step`` instead of a server."""
+    """A model client that gets its replies from the caller of ``TaskEnv.step`` instead of a
+    server."""
 
     name = "env:outside"
     window = 1 << 30

@@ -1,5 +1,5 @@
-"""Statistics over attempts, with confidence intervals. All functions are pure. For a bootstrap,
-items are resampled, but attempts within an item are not.
+"""Compute statistics over attempts, with confidence intervals. All functions are pure. Bootstraps
+resample items, but not the attempts within an item.
 
 In formulas, n is the number of attempts at an item, c is how many of them are right, and k is that
 of pass@k.
@@ -21,9 +21,10 @@ DRAWS = 1000
 """Number of bootstrap resamples."""
 LEVEL = 0.95
 _NEAR = 0.01
-"""Scores that differ by less count as equal where an interval is chosen."""
+"""Scores that differ by less count as equal when an interval is chosen."""
 _MIN_COUNT = 5
-"""With fewer items that differ, resampling says little: most resamples have the same ones."""
+"""Minimum number of differing items for a bootstrap. With fewer, most resamples contain the same
+items."""
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
@@ -36,13 +37,14 @@ class MeanEstimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
-    """Ends of the 95 % interval; of a bootstrap equal to the value if there is one item."""
+    """Upper end of the 95 % interval (``low`` is the lower end). A bootstrap of one item has no
+    width."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that at least one of k attempts is right, if they are drawn without
-    replacement from n attempts of which c are right: ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", eq. 1).
+    replacement from n attempts of which c are right. The formula is ``1 - C(n-c, k) / C(n, k)``
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
@@ -58,8 +60,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
-    """Return the reward of a majority vote among k attempts: the reward of their most frequent
-    answer. If several answers are equally frequent, the earliest wins.
+    """Return the reward of a majority vote among k attempts, which is the reward of the most
+    frequent answer. If several answers are equally frequent, the earliest wins.
 
     With more than k attempts, the result is the mean over consecutive blocks of k; a remainder at
     the end is not used. An answer of None has no vote.
@@ -84,8 +86,8 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
 
 
 def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """Return the mean of ``values``, one for each item, with its percentile bootstrap interval
-    (Efron 1979).
+    """Return the mean of ``values``, one per item, with its percentile bootstrap interval (Efron
+    1979).
 
     The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` means, each over as
     many items as there are, drawn with replacement.
@@ -107,9 +109,9 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
-    """Return the proportion of successes among ``of`` independent attempts with its 95 % interval,
-    which is Wilson's (1927). If fewer than five attempts succeeded or failed, it is the exact
-    interval of Clopper and Pearson (1934).
+    """Return the proportion of successes among ``of`` independent attempts, with its 95 % Wilson
+    interval (1927). If fewer than five attempts succeeded or failed, the interval is the exact one
+    of Clopper and Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
@@ -127,8 +129,8 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
 
 
 def _upper_end(num: int, of: int) -> float:
-    """Return the upper end of the Clopper-Pearson interval: the success rate at which ``num`` or
-    fewer successes in ``of`` attempts have a probability of 2.5 %."""
+    """Return the upper end of the Clopper-Pearson interval. This is the success rate at which
+    ``num`` or fewer successes in ``of`` attempts have a probability of 2.5 %."""
 
     def at_most(share: float) -> float:
         return math.fsum(
@@ -150,7 +152,7 @@ def _upper_end(num: int, of: int) -> float:
 
 
 def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """Return the mean of scores from 0 to 1, one for each item, with its 95 % interval.
+    """Return the mean of scores from 0 to 1, one per item, with its 95 % interval.
 
     The interval usually comes from resampling the items. If every score is 0 or 1, or all scores
     are equal, it is the interval of a proportion instead: resampling equal scores gives an interval
@@ -174,14 +176,14 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all scores are 0, or nearly all are 1. At most four of them may differ
-    from that by more than 1 %."""
+    """Return True if nearly all scores are 0, or nearly all are 1. At most four scores may differ
+    from that value by more than 1 %."""
     return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
 def _around(total: float) -> tuple[int, int]:
-    """Return the whole numbers below and above a sum of scores. If the sum is a whole number except
-    for a rounding error, both are that number."""
+    """Return the whole numbers below and above a sum of scores. If the sum is a whole number up to
+    rounding errors, both are that number."""
     nearest = round(total)
     return (nearest, nearest) if math.isclose(total, nearest) else (int(total), int(total) + 1)
 
@@ -190,8 +192,8 @@ def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
     """Return the mean difference between the scores of two systems on the same items, with its 95 %
-    interval. Because items are compared in pairs, those that are hard for both systems do not widen
-    the interval.
+    interval. Items are compared in pairs, so items that are hard for both systems do not widen the
+    interval.
 
     If every score is 0 or 1, the interval combines those of two proportions: how many items
     changed, and how many of the changed items got better. It contains the true difference in at
@@ -218,7 +220,7 @@ def paired_difference(
 
 
 def _wider(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
-    """Return the first estimate with its interval widened so that it covers both intervals."""
+    """Return the first estimate with its interval widened to cover both intervals."""
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
 
@@ -244,8 +246,8 @@ def _flips(better: int, worse: int, num: int) -> MeanEstimate:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of numbers in ascending order, with linear interpolation. For example, a
-    ``share`` of 0.5 gives the median.
+    """Return a quantile of numbers in ascending order, with linear interpolation. For example,
+    ``share=0.5`` gives the median.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0

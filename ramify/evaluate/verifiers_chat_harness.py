@@ -1,5 +1,5 @@
-"""The harness with which environments of the ``verifiers`` library are played here: the library's
-own chat program, run in this process.
+"""Provide the harness for running ``verifiers`` environments here. It is the library's own chat
+program, run in this process.
 
 The library's ``null`` harness starts this program in a new process for each segment of a rollout,
 in an environment that ``uv`` installs. Here the same code runs in the event loop of the run. The
@@ -27,7 +27,7 @@ from typing import Any
 from ramify.tasks.verifiers import verifiers_v1
 
 HARNESS_ID = "ramify_chat"
-"""Name under which the library finds the harness."""
+"""Name by which the library finds the harness."""
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def register_chat_harness() -> str:
         """A harness that runs the library's chat program in this process instead of a new one."""
 
         async def setup(self, runtime: Any) -> None:
-            """Do nothing, since the program needs nothing in the runtime."""
+            """Do nothing, because the chat program needs nothing in the runtime."""
 
         async def launch(
             self,
@@ -77,8 +77,8 @@ def register_chat_harness() -> str:
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
-        """Run the chat program once, and return its exit code and errors as if it had been a
-        process."""
+        """Run the chat program once in this process. Return its exit code and errors in the form in
+        which a process would."""
         names: dict[str, Any] = {"__name__": "chat_program"}
         exec(program, names)
         make, clients = names["DefaultAsyncHttpxClient"], []
@@ -111,14 +111,14 @@ def register_chat_harness() -> str:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return an SSL context with the trusted certificates. Reading them takes a fifth of a second,
-    so it is done only once."""
+    """Return an SSL context with the trusted certificates. It is cached, because reading them takes
+    a fifth of a second."""
     return ssl.create_default_context()
 
 
 def _written(folder: str, prompt: Any) -> str:
-    """Write the messages of a prompt to a file in ``folder`` and return its path. Returns an empty
-    string if the prompt is a plain text or missing."""
+    """Write the messages of a prompt to a file in ``folder`` and return its path. Return an empty
+    string if the prompt is plain text or missing."""
     if prompt is None or isinstance(prompt, str):
         return ""
     to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire

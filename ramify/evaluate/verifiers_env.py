@@ -1,5 +1,5 @@
-"""Ramify's tasks as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a harness
-that runs Ramify's engine.
+"""Offer Ramify's tasks as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a
+harness that runs Ramify's engine.
 
     # my_ledger.py, a package that the loaders of verifiers find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
@@ -37,14 +37,14 @@ from ramify.tasks.validation import answered
 from ramify.tasks.verifiers import verifiers_v1
 
 MAX_PROMPT_CHARS = 100_000
-"""A longer context is not put into the prompt for other harnesses."""
+"""Maximum characters of a context in the prompt for other harnesses."""
 _KEY = "ramify"
 
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
-    """Return a ``Taskset`` class of the ``verifiers`` library over a split of the task called
-    ``name`` (see ``tasks.base.task_of``). It has the first ``num`` items of the split, or by
-    default all of them, which may be infinitely many.
+    """Return a ``Taskset`` class of the ``verifiers`` library for a split of the task called
+    ``name`` (see ``tasks.base.task_of``). It contains the first ``num`` items of the split. By
+    default, it contains all of them, which may be infinitely many.
 
     Example:
         ledger = evaluate.taskset("ledger", num=100, multi=1.0)
@@ -106,13 +106,13 @@ def harness(
     sandbox: SandboxSpec | None = None,
     window: int = 128_000,
 ) -> type:
-    """Return a ``Harness`` class with which the ``verifiers`` library runs the tasksets of this
-    module in Ramify's engine. ``window`` is the context window of the model, in tokens."""
+    """Return a ``Harness`` class with which the ``verifiers`` library runs Ramify's tasksets in
+    Ramify's engine. ``window`` is the context window of the model, in tokens."""
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
         """A harness that runs a recursive language model. The model's code runs in sandbox sessions
-        of Ramify's engine instead of the runtime that verifiers provides."""
+        of Ramify's engine instead of the verifiers runtime."""
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
@@ -179,8 +179,9 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """Return the rewards and metrics of a trace. If Ramify's engine ran it, they are recorded in
-    the trace; with any other harness, the last reply of the trace is scored as the answer."""
+    """Return the rewards and metrics of a trace. If Ramify's engine ran the rollout, they are
+    recorded in the trace. With any other harness, the last reply of the trace is scored as the
+    answer."""
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded

@@ -1,4 +1,4 @@
-"""Environments of the ``verifiers`` library (0.4, ``verifiers.v1``), run unchanged as tasks of this
+"""Run environments of the ``verifiers`` library (0.4, ``verifiers.v1``) unchanged, as tasks of this
 package.
 
     task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
@@ -55,7 +55,7 @@ from ramify.types.trajectory import Trajectory
 FROZEN = "frozen"
 _KEY = "verifiers"
 _PERIOD = 10
-"""One task of ten is kept for validation, and one for test."""
+"""Number of tasks per block. Each block gives one task to validation and one to test."""
 _NO_KEY = "NO_API_KEY_IS_NEEDED"
 """Name of an environment variable that is never set. The library reads an API key from it, but the
 endpoint has its own key."""
@@ -109,8 +109,8 @@ class VerifiersSplit(LazySequence[Item]):
     """The items of one split (train, validation or test) of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """Create a split of the runner's taskset. Its tasks are divided into blocks of
-        ``runner.period``, usually ten, and the split has the tasks at the positions ``kept`` of
+        """Create a split of the runner's taskset. Tasks are divided into blocks of
+        ``runner.period``, usually ten. The split contains the tasks at the positions ``kept`` of
         each block."""
         self._runner = runner
         self._split = split
@@ -137,15 +137,15 @@ class VerifiersSplit(LazySequence[Item]):
 
 
 class RunningVerifiersEnv(msgspec.Struct):
-    """An environment of the ``verifiers`` library whose tool servers are running, with the model
-    endpoint that its agents call."""
+    """A ``verifiers`` environment whose tool servers are running, with the model endpoint that its
+    agents call."""
 
     env: Any
     endpoint: ModelEndpoint
 
 
 class EpisodeRunner:
-    """Plays and scores episodes of one environment of the ``verifiers`` library."""
+    """Runs and scores episodes of one environment of the ``verifiers`` library."""
 
     def __init__(
         self,
@@ -179,16 +179,16 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def split_positions(self) -> dict[str, Sequence[int]]:
-        """Return, for each split, which tasks belong to it. Tasks are divided into blocks of
-        ``period`` tasks, usually ten, and each split has certain positions of every block."""
+        """Return, for each split, the positions of its tasks within a block. The taskset is divided
+        into blocks of ``period`` tasks, usually ten."""
         every = range(self.period)
         if self.period < 3:
             return {"train": every, "validation": every, "test": every}
         return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
 
     def _resolved(self, config: dict[str, Any]) -> Any:
-        """Return the configuration of the environment with a harness and a runtime for every agent
-        that work here. Raises ConfigError if the library rejects the configuration."""
+        """Return the configuration of the environment, in which every agent has a harness and a
+        runtime that work here. Raises ConfigError if the library rejects the configuration."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
@@ -217,8 +217,7 @@ class EpisodeRunner:
         return spec.model_copy(update={key: getattr(checked, key) for key in update})
 
     def _taskset_harness(self) -> str:
-        """Return the id of the harness that the taskset recommends, or an empty string if it
-        recommends none."""
+        """Return the id of the harness that the taskset recommends, or an empty string."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         id = self._taskset.config.id
         found = str(loaders.default_harness_id(id)) if id else "bash"
@@ -260,8 +259,8 @@ class EpisodeRunner:
         return Score(record["rewards"], record["calls"], record["metrics"])
 
     async def play(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
-        """Play one episode. Returns the episode of the library, and the rewards and metrics to be
-        recorded for it."""
+        """Run one episode. Return the library's episode object, and the rewards and metrics to
+        record for it."""
         max_turns = conversations.max_turns
         served = await conversations.shared_resource(self, lambda: self._served(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
@@ -302,7 +301,7 @@ class EpisodeRunner:
 
 
 class EpisodeAttempt:
-    """An attempt that plays one episode, and keeps its rewards until the attempt is scored."""
+    """An attempt that runs one episode and keeps its rewards until the attempt is scored."""
 
     def __init__(self, runner: EpisodeRunner, item: Item) -> None:
         self._runner = runner
@@ -310,7 +309,7 @@ class EpisodeAttempt:
         self._record: dict[str, Any] | None = None
 
     async def conduct(self, conversations: RunModelClient) -> str:
-        """Play the episode, and return the last reply of its first trained agent as the answer."""
+        """Run the episode, and return the last reply of its first trained agent as the answer."""
         episode, self._record = await self._runner.play(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
@@ -320,8 +319,8 @@ class EpisodeAttempt:
 
 
 def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) -> dict[str, Any]:
-    """Summarise an episode: the mean rewards and metrics of its trained traces, and the rewards of
-    each trace for the calls that belong to it."""
+    """Summarize an episode: the mean rewards and metrics of its trained traces, and each trace's
+    rewards for the calls that belong to it."""
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     rewards = [_rewards(name, item, trace) for trace in traces]
     calls = {
@@ -375,8 +374,8 @@ def _one_line(error: Any) -> str:
 
 
 def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration in which the given fields of all judges are replaced,
-    however deeply the judges are nested."""
+    """Return a copy of a configuration with the given fields replaced in all judges, however deeply
+    they are nested."""
     if isinstance(config, vf.JudgeConfig):
         return config.model_copy(update=update)
     if isinstance(config, list):
@@ -388,8 +387,8 @@ def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
 
 
 def _env_class(vf: Any, env: Any, taskset: Any) -> type:
-    """Return the environment class that the user chose, or the one that belongs to the taskset.
-    Raises ConfigError if there is none."""
+    """Return the environment class that the user chose, or else the one that belongs to the
+    taskset. Raises ConfigError if neither exists."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     if isinstance(env, type) and issubclass(env, vf.Env):
         return env
@@ -403,8 +402,8 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
 
 
 def register_taskset(taskset: Any) -> str:
-    """Return the id of a taskset. If a program created the taskset itself, its class is first
-    registered under a new id, so that the library can find it."""
+    """Return the id of a taskset. If a program created the taskset itself, first register its class
+    under a new id, so that the library can find it."""
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)

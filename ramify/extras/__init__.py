@@ -1,5 +1,5 @@
-"""Optional parts beside the core: sandboxes of other vendors, planning for clusters, studies, and
-test suites.
+"""Optional parts of Ramify: sandboxes of other vendors, planning for clusters, studies, and test
+suites.
 
     sandboxes/    sessions of monty, IPython, E2B, Modal, Daytona and Prime
     cluster/      plans, simulations and job files of a run on many machines
@@ -68,8 +68,8 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "prime": "ramify.extras.sandboxes.prime",
     },
 }
-"""Group of entry points, as a package's ``pyproject.toml`` names it -> name -> ``module:name``, or
-a module."""
+"""Group of entry points, as in a package's ``pyproject.toml`` -> name -> ``module:name`` or
+module."""
 EXTRA_COMMANDS = {
     "cluster plan": (
         "ramify.extras.cluster.plan_and_simulate_commands",
@@ -84,4 +84,4 @@ EXTRA_COMMANDS = {
         "write and submit a recipe's job files: Slurm, Kubernetes, SkyPilot, Ray",
     ),
 }
-"""Command of ``ramify`` -> (its module, its one-line description)."""
+"""Command of ``ramify`` -> its module and its one-line description."""

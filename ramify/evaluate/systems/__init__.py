@@ -1,5 +1,5 @@
-"""Evaluation of other systems on the items of a task, so that all are compared on the same
-questions with the same model, price and limits.
+"""Evaluate other systems on the items (questions) of a task, so that all systems are compared on
+the same questions with the same model, price and limits.
 
     base.py            what a system is, and the seat at a meter that it asks the model through
     attempt.py         one item answered by a system, and scored: an ``AttemptOutcome``

@@ -1,5 +1,5 @@
-"""Attempts whose model requests go through a meter: another system, or a run of Ramify, answers an
-item, and the task scores the answer.
+"""Run attempts whose model requests go through a metering proxy. Another system, or a run of
+Ramify, answers an item, and the task scores the answer.
 
     item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
     item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
@@ -39,18 +39,18 @@ from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.trajectory import Stop, Trajectory
 
 BUDGET = "budget"
-"""Reason of an attempt that was refused a request beyond its budget."""
+"""Outcome reason of an attempt that was refused a request beyond its budget."""
 OWN = "own_"
-"""Beginning of the metrics that are a system's own counts."""
+"""Prefix of the metrics that a system counts itself."""
 ModelAccessOpener = Callable[
     [str, ModelAccessBudget], AbstractAsyncContextManager[MeteredModelAccess]
 ]
-"""Opens a seat at a meter: (its name, its budget) -> the seat, until the block ends."""
+"""Opens metered access to the model for a name and a budget, until the block ends."""
 
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     """Return the system that the option ``--with`` names: a known library, or a command that
-    contains ``{question}``. ``timeout_s`` limits its time for one item. Raises ConfigError if the
+    contains ``{question}``. ``timeout_s`` is its time limit for one item. Raises ConfigError if the
     system is unknown or not installed."""
     if words in PEERS:
         return PeerSystem(words, timeout_s=timeout_s)
@@ -64,7 +64,7 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
 
 
 class SystemAttemptMaker:
-    """Makes attempts by letting another system answer the items, each with metered access to the
+    """Runs attempts by letting another system answer the items, each with metered access to the
     model. Implements ``AttemptMaker``."""
 
     makes_items = False
@@ -91,8 +91,8 @@ class SystemAttemptMaker:
 
 
 class MeteredRlmAttemptMaker:
-    """Makes attempts by runs of Ramify whose requests go through a meter, as those of other systems
-    do. Implements ``AttemptMaker``."""
+    """Runs attempts with Ramify's engine while a metering proxy counts their requests, as for other
+    systems. Implements ``AttemptMaker``."""
 
     makes_items = False
 
@@ -136,8 +136,9 @@ class MeteredRlmAttemptMaker:
 async def attempt_by(
     system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
-    """Let another system answer an item once, and score its answer. ``number`` counts the attempts
-    at the item, and ``seat`` is the system's metered access to the model.
+    """Let another system answer an item (a question of a task) once, and score its answer.
+    ``number`` counts the attempts at the item, and ``seat`` is the system's metered access to the
+    model.
 
     Raises ConfigError for a task that only Ramify's engine can begin, such as one with tools.
     """
@@ -162,8 +163,8 @@ async def attempt_by(
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
-    """Return the name under which an attempt's access to the model appears in the meter's record
-    and in errors about the budget."""
+    """Return the name of an attempt's access to the model, which the meter's record and budget
+    errors show."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
@@ -175,8 +176,8 @@ def _lowered(budget: ModelAccessBudget, max_cost: float | None) -> ModelAccessBu
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
-    """Raise ConfigError if an item comes with more than a question and a text, for example with
-    tools, which other systems could not be given."""
+    """Raise ConfigError if an item consists of more than a question and a text. Other systems could
+    not use its tools, for example."""
     names = ("tools", "messages", "conduct", "on_session", "on_end")
     more = [name for name in names if getattr(start, name)]
     if more:
@@ -221,8 +222,8 @@ def _stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
 
 
 def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return in a few words why the answer of a system is missing, or an empty string if there is
-    one."""
+    """Return in a few words why the answer of a system is missing, or an empty string if it is
+    there."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:
@@ -231,8 +232,8 @@ def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
 
 
 def _failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return a sentence that says why the answer of a system is missing, or an empty string if
-    there is one."""
+    """Return a sentence that says why the answer of a system is missing, or an empty string if it
+    is there."""
     if given.answer is not None:
         return ""
     return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure

@@ -1,5 +1,5 @@
-"""The interface of a system that answers the items of a task, and its metered access to the model
-(a seat).
+"""Define the interface of a system that answers the items (questions) of a task, and its metered
+access to the model, called a seat.
 
     item ──> System.answer(question, context, seat=…) ──> SystemAnswer ──score──> AttemptOutcome
                           │
@@ -32,14 +32,15 @@ from ramify.types.trajectory import Stop
 class ModelAccessBudget(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The most that a system may spend on one item. None means no limit."""
+    """The maximum that a system may spend on one item (a question of a task). None means no
+    limit."""
 
     max_calls: int | None = None
-    """Requests to the model."""
+    """Number of requests to the model."""
     max_tokens: int | None = None
     """Input and output tokens of all requests."""
     max_cost: float | None = None
-    """Dollars."""
+    """Cost in dollars."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -48,7 +49,8 @@ class ModelAccessBudget(
                 raise ConfigError(f"a budget of {name}={value} allows nothing: give more than 0")
 
     def limits(self) -> Limits:
-        """Convert this budget to the limits of the engine's ledger, which counts what was spent."""
+        """Convert this budget to limits of the engine's budget ledger, which counts the
+        spending."""
         return Limits(
             max_calls=self.max_calls or _MANY,
             max_tokens=self.max_tokens or _MANY,
@@ -61,8 +63,8 @@ NO_LIMIT = ModelAccessBudget()
 
 
 class MeteredModelAccess:
-    """The access to the model that a system gets for one item: a base URL, a key for this item
-    alone, and the count of what was spent."""
+    """A system's access to the model for one item (a question of a task): a base URL, a key for
+    this item alone, and the count of what was spent."""
 
     def __init__(
         self,
@@ -79,49 +81,48 @@ class MeteredModelAccess:
         ``window`` (in tokens) and ``price`` are those of the model."""
         self.name = name
         self.base_url = base_url
-        """Base URL for clients of OpenAI's APIs, which ends with ``/v1``."""
+        """Base URL for clients of OpenAI's APIs, ending with ``/v1``."""
         self.key = key
         self.model = model
-        """Name of the model in requests. A request with any other name is answered by it, too."""
+        """Model name in requests. Requests with any other name go to the same model."""
         self.window = window
         self.price = price
         self.budget = budget
         self.ledger = BudgetLedger(budget.limits(), priced=price is not None, owner="item")
-        """What was spent of the budget, and what is reserved."""
+        """Spent and reserved amounts of the budget."""
         self.num_requests = 0
-        """Requests that arrived, including those that were refused."""
+        """Number of requests that arrived, including refused ones."""
         self.num_refused = 0
-        """Requests that were refused because they would have passed the budget."""
+        """Number of requests refused because they would have exceeded the budget."""
         self.refusal = ""
-        """Sentence of the first such request; empty if there was none."""
+        """Error message of the first request refused for the budget; empty if none was."""
         self.exhausted: Stop | None = None
-        """Limit that this request would have passed."""
+        """Limit that this first refused request would have exceeded."""
         self.outage = ""
-        """Failure of the last request that a retry could have repaired; empty if there was
-        none."""
+        """Error of the last failed request that a retry could have repaired; empty if none."""
         self._answering: set[asyncio.Task[Any]] = set()
 
     @property
     def usage(self) -> Usage:
-        """The requests and tokens so far, as counted by the meter."""
+        """Requests and tokens so far, as counted by the metering proxy."""
         return self.ledger.usage
 
     @property
     def cost(self) -> float | None:
-        """The dollars spent so far, or None if the model has no known price."""
+        """Dollars spent so far; None if the model has no known price."""
         return self.ledger.cost
 
     def record_refusal(self, sentence: str, limit: Stop) -> None:
-        """Count a request that was refused because it would have exceeded a limit. The reason for
-        the first one is kept."""
+        """Record that a request was refused because it would have exceeded a limit. The reason of
+        the first refusal is kept."""
         self.num_refused += 1
         if self.exhausted is None:
             self.refusal, self.exhausted = sentence, limit
 
     @contextmanager
     def track_request(self) -> Iterator[None]:
-        """Register the current task, while the block runs, as one that is answering a request.
-        ``cancel_requests`` cancels the registered tasks."""
+        """Register the current asyncio task as one that is answering a request, while the block
+        runs. ``cancel_requests`` cancels the registered tasks."""
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         self._answering.add(task)
@@ -139,8 +140,8 @@ class MeteredModelAccess:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """Return this access as a model for Ramify's engine, so that the engine's requests go
-        through the meter."""
+        """Return this access as a model for Ramify's engine, so that the engine's requests are
+        metered."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,
@@ -158,30 +159,30 @@ class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The answer of a system to one item, or the reason why there is none."""
 
     answer: str | None = None
-    """None if it gave none."""
+    """Answer of the system; None if it gave none."""
     failure: str = ""
-    """Why it gave no answer, as a sentence; empty if it gave one."""
+    """Sentence that says why the answer is missing; empty if there is one."""
     is_late: bool = False
-    """Whether it was ended because its time was over."""
+    """True if the system was stopped at its time limit."""
     requests: int | None = None
-    """Requests to the model by the system's own count; None if it does not count them."""
+    """Number of requests to the model that the system reports; None if it does not count them."""
     input_tokens: int | None = None
-    """Tokens of prompts by the system's own count."""
+    """Prompt tokens that the system reports."""
     output_tokens: int | None = None
-    """Tokens of replies by the system's own count."""
+    """Reply tokens that the system reports."""
     seconds: float = 0.0
 
 
 class System(Protocol):
-    """The interface of a system that answers questions about a context, using a model that it
-    reaches through a meter."""
+    """Interface of a system that answers questions about a context with a model. The model is
+    reached through a metering proxy."""
 
     name: str
-    """Its name in tables: ``rlms``, or the program of a command."""
+    """Name of the system in tables: ``rlms``, or the program of a command."""
 
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
     ) -> SystemAnswer:
         """Answer a question about a context. A failure is returned as a ``SystemAnswer`` with its
-        reason and never raised. If the call is cancelled, no process is left behind."""
+        reason, and never raised. If the call is cancelled, no process is left behind."""
         ...

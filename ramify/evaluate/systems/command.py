@@ -1,4 +1,4 @@
-"""A command of the user as a system to evaluate: the command gets a question and a file with the
+"""Evaluate a command of the user as a system. The command receives a question and a file with the
 context, and prints the answer.
 
     --with "./my_rlm {question} {context_file}"
@@ -36,12 +36,12 @@ PLACEHOLDERS = {
     "folder": "an empty folder, in which the command runs",
     "python": "the Python interpreter that runs Ramify",
 }
-"""Name in a command -> what it stands for."""
+"""Placeholder in a command -> description of its value."""
 TIMEOUT_S = 1800.0
-"""Seconds that a system may take for one item, unless another limit is given."""
+"""Default time limit of a system for one item, in seconds."""
 _WHERE = "--with"
 _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d.]+")
-"""Words of a command that say nothing about the system."""
+"""Words of a command that do not help to name the system."""
 
 
 class CommandSystem:
@@ -49,7 +49,8 @@ class CommandSystem:
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
         """Create a system from a command line with placeholders. Raises ConfigError if the command
-        has no ``{question}`` or an unknown placeholder, or if its program does not exist."""
+        has no ``{question}``, has an unknown placeholder, or names a program that does not
+        exist."""
         words = split_command(command, PLACEHOLDERS, _WHERE)
         if not any("{question}" in word for word in words):
             raise ConfigError(
@@ -90,8 +91,8 @@ class CommandSystem:
 
 
 def _name_of(words: list[str]) -> str:
-    """Return the name of the program that a command runs, without interpreters and options; for
-    example ``my_rlm.py`` for ``{python} -u /here/my_rlm.py {question}``."""
+    """Return the name of the program that a command runs, without interpreters and options. For
+    example, ``{python} -u /here/my_rlm.py {question}`` runs ``my_rlm.py``."""
     plain = [Path(word).name for word in words if "{" not in word and not word.startswith("-")]
     named = [name for name in plain if not _RUNS_PROGRAMS.fullmatch(name)]
     return (named or plain or ["command"])[0]

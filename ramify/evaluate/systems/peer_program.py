@@ -1,5 +1,5 @@
-"""A script that answers one item with another library for recursive language models (a peer). It
-runs in the virtual environment of that library.
+"""Answer one item (a question of a task) with another library for recursive language models, called
+a peer. This script runs in the virtual environment of that library.
 
     ENVIRONMENT/bin/python -I peer_program.py rlms item.json result.json
 
@@ -11,11 +11,6 @@ The script imports only the standard library and the peer, nothing of Ramify. Ea
 its documentation shows, with its default settings. If it has an option for a limit on an item, that
 limit is passed on, so that the peer can still answer before the meter refuses its requests. The
 versions of the peers are listed in ``peers.py``.
-
-It imports the standard library and the peer, and nothing of Ramify. Each peer is called as its
-documentation shows, with its own defaults. If it has an option for a limit of the item, it gets
-that limit, so that it can still answer before the meter refuses its requests. Not here: which
-versions (``peers.py``).
 """
 
 from __future__ import annotations

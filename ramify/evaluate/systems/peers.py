@@ -1,4 +1,4 @@
-"""Other libraries for recursive language models (peers) as systems to evaluate, each in a separate
+"""Evaluate other libraries for recursive language models (peers) as systems, each in its own
 virtual environment.
 
     ~/.cache/ramify/systems/rlms-0.1.3/      a virtual environment with the pinned versions of PEERS
@@ -33,12 +33,12 @@ PEERS: dict[str, tuple[str, ...]] = {
     "droste": ("droste==0.26.0",),
     "dspy": ("dspy==3.4.1", "litellm==1.110.2", "openai==3.57.0"),
 }
-"""Peer -> the versions in its environment. The first is the peer itself."""
+"""Peer -> the package versions in its environment; the first is the peer itself."""
 FOLDER_VARIABLE = "RAMIFY_SYSTEMS"
-"""Environment variable with another folder for the environments."""
+"""Environment variable that names another folder for the virtual environments."""
 _PROGRAM = Path(__file__).with_name("peer_program.py")
 _OVERTIME_S = 10.0
-"""Seconds after a peer's own time limit until it is ended."""
+"""Seconds that a peer may exceed its own time limit before it is stopped."""
 
 
 class _PeerResult(msgspec.Struct):
@@ -52,13 +52,13 @@ class _PeerResult(msgspec.Struct):
 
 
 class PeerSystem:
-    """A system that answers items with another library for recursive language models, which runs in
-    a separate virtual environment. Implements ``System``."""
+    """A system that answers items with another library for recursive language models, in a separate
+    virtual environment. Implements ``System``."""
 
     def __init__(self, name: str, *, timeout_s: float, environment: Path | None = None) -> None:
         """Create a system from the name of a library in ``PEERS``. ``environment`` is the folder of
-        the virtual environment in which it is installed, if that is not the usual one. If it is
-        missing, raises ConfigError with the command that creates it."""
+        its virtual environment, if not the default one. Raises ConfigError with the command that
+        creates the environment if it is missing."""
         self.name = name
         self._timeout_s = timeout_s
         folder = environment or environment_folder(name)

@@ -1,5 +1,5 @@
-"""Run a program that answers one item, in a separate process with limits on its time and its
-output.
+"""Run a program that answers one item (a question of a task), in a separate process with limits on
+its time and its output.
 
     words, variables ──> ChildProcess ── output ──> ProgramOutcome
                               │ too late, or too much output: SIGTERM, then SIGKILL
@@ -29,23 +29,23 @@ from ramify.evaluate.systems.base import MeteredModelAccess
 from ramify.printable import one_line
 
 MAX_OUTPUT_BYTES = 8 << 20
-"""Output of a program after which it is ended."""
+"""Maximum output of a program, in bytes, before it is stopped."""
 _KEPT_ERROR_BYTES = 1 << 16
 _END_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _QUOTED = 300
-"""Characters of an error output that are quoted."""
+"""Maximum characters of error output that are quoted."""
 
 
 class ProgramOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a program ended: its output, or the reason why it failed."""
 
     output: str = ""
-    """What it wrote to stdout."""
+    """Text that the program wrote to stdout."""
     failure: str = ""
-    """Why the output is not to be used, as a sentence; empty if the program ended well."""
+    """Sentence that says why the output is unusable; empty if the program ended well."""
     is_late: bool = False
-    """Whether it was ended because its time was over."""
+    """True if the program was stopped at its time limit."""
     seconds: float = 0.0
 
 
@@ -58,9 +58,9 @@ async def run_program(
     needs_output: bool = True,
 ) -> ProgramOutcome:
     """Run a program in a folder and return its output, or the reason why it failed. Its environment
-    variables contain the address and the key of its access to the model (``seat``). If
-    ``needs_output`` is true, a program that writes nothing to stdout has failed. If the call is
-    cancelled, the program is ended."""
+    variables hold the address and key of its access to the model (``seat``). If ``needs_output`` is
+    true, a program that writes nothing to stdout has failed. Cancelling the call ends the
+    program."""
     began = time.perf_counter()
     run = _ProgramRun()
     environment = {**passed_on(), **_variables_of(seat)}
@@ -100,7 +100,7 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 
 
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
-    """Return the end of an error output as one line, without the key for the model."""
+    """Return the last part of an error output as one line, with the model's key removed."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
     return one_line(" | ".join(lines)[-_QUOTED:])
 
@@ -114,13 +114,13 @@ class _ProgramRun:
         self.errors = ""
         self._loop = asyncio.get_running_loop()
         self._how: asyncio.Future[str] = self._loop.create_future()
-        """Why the run is over: ``end``, ``late`` or ``flood``."""
+        """How the run ended: ``end``, ``late`` or ``flood``."""
 
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
-        """Run the program until it ends (``end``), its time is over (``late``) or it writes too
-        much (``flood``), and return that word. Raises OSError if it cannot be started."""
+        """Run the program and return how it ended: ``end`` if by itself, ``late`` at its time
+        limit, or ``flood`` if it wrote too much. Raises OSError if it cannot be started."""
         with contextlib.ExitStack() as opened:
             output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
             errors = OutputPipe(_KEPT_ERROR_BYTES)
@@ -161,7 +161,7 @@ async def _started(
     folder: Path,
     files: tuple[int, int],
 ) -> ChildProcess:
-    """Start the program without blocking the event loop. ``files`` are the file descriptors of its
+    """Start the program without blocking the event loop. ``files`` are the file descriptors for its
     stdout and stderr."""
 
     def start() -> ChildProcess:

@@ -1,5 +1,5 @@
-"""Estimates for training runs on many machines: the placement of processes, the memory of each, and
-the time of a step.
+"""Estimate training runs on many machines: the placement of processes, the memory of each process,
+and the time of a step.
 
 Before a run starts:
 

@@ -1,5 +1,5 @@
-"""The speed of an inference engine as a function of the number of sequences that it decodes at
-once.
+"""Measure and model the speed of an inference engine as a function of the number of sequences that
+it decodes at once.
 
     step(b) seconds   time of one token for each of b sequences
     + prompt_token_s  for each prompt token that is read; all sequences wait for it
@@ -61,17 +61,17 @@ _ROUNDS = 20
 
 
 class EngineRate(msgspec.Struct, frozen=True):
-    """The speed of one inference engine: seconds per decoding step by the number of concurrent
+    """The speed of one inference engine: seconds per decoding step by number of concurrent
     sequences, and the time for prompt tokens and requests."""
 
     points: tuple[tuple[float, float], ...]
-    """(concurrent sequences, seconds per step), sorted by sequences. Values between points are
-    interpolated linearly, and the last segment is extrapolated."""
+    """(concurrent sequences, seconds per step), sorted by sequences; linear between and beyond
+    points."""
     prompt_token_s: float = 0.0
     request_s: float = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Return the seconds that one decoding step takes with a number of concurrent sequences."""
+        """Return the seconds of one decoding step with a given number of concurrent sequences."""
         points = self.points
         if len(points) == 1 or sequences <= points[0][0]:
             return points[0][1]
@@ -80,7 +80,7 @@ class EngineRate(msgspec.Struct, frozen=True):
         return y0 + (y1 - y0) * (sequences - x0) / (x1 - x0)
 
     def tokens_per_s(self, sequences: float) -> float:
-        """Return the tokens per second that all concurrent sequences get together."""
+        """Return the total tokens per second of all concurrent sequences together."""
         return sequences / self.step_s(sequences)
 
 
@@ -90,7 +90,7 @@ class MeasuredRequest(NamedTuple):
     begun_s: float
     ended_s: float
     new: int
-    """Prompt tokens that were read, not cached."""
+    """Prompt tokens that were read rather than cached."""
     sampled: int
 
 
@@ -101,7 +101,7 @@ def fit(
     *,
     hidden: float = 1.0,
 ) -> EngineRate:
-    """Fit the speed of an inference engine to the measured requests of a run, in which ``engines``
+    """Fit the speed of an inference engine to the measured requests of a run in which ``engines``
     engines shared the load.
 
     ``hidden`` is the number of requests that ran for each recorded one. Raises ConfigError if there
@@ -138,7 +138,7 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide the time into windows. Returns four arrays with a value for each window: busy seconds,
+    """Divide the time into windows. Return four arrays with one value per window: busy seconds,
     steps of one engine, tokens that it sampled, and prompt tokens that it read. The tokens of a
     request are spread evenly over its time."""
     at, running, pace = _events(served)
@@ -166,7 +166,7 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
     """Return three arrays: the times at which a request began or ended, the number of running
-    requests after each of them, and the tokens per second of these requests together."""
+    requests after each time, and their total tokens per second."""
     begins = np.array([each.begun_s for each in served])
     ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
     pace = np.array([each.sampled for each in served]) / (ends - begins)
@@ -184,8 +184,8 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 def admit_requests(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
-    """Return the requests with their beginning moved to the time at which each got one of ``room``
-    slots, first come, first served. With ``room=None``, they are returned unchanged."""
+    """Return the requests with their start times moved to when each got one of ``room`` slots,
+    first come, first served. With ``room=None``, return them unchanged."""
     if room is None:
         return list(requests)
     begins = [each.begun_s for each in requests]
@@ -211,7 +211,7 @@ def admit_requests(
 
 def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
     """Return two values for each request: the mean number of sequences in its engine while it ran
-    (itself included), and the prompt tokens that the engine read meanwhile."""
+    (itself included), and the prompt tokens that the engine read in that time."""
     at, running, _ = _events(served)
     area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
     begins = np.array([each.begun_s for each in served])
@@ -230,9 +230,9 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
 
 
 def _typical(rows: Floats, took: Floats) -> list[float]:
-    """Fit non-negative coefficients by minimizing absolute instead of squared deviations, so that
-    windows in which the machine was also busy with something else have little influence. The result
-    is scaled so that the total time is right."""
+    """Fit non-negative coefficients by minimizing absolute instead of squared deviations. Windows
+    in which the machine was also busy with other work then have little influence. The result is
+    scaled so that the total time is right."""
     coefficients = non_negative(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
@@ -247,8 +247,8 @@ def _typical(rows: Floats, took: Floats) -> list[float]:
 def non_negative(
     matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
-    """Solve a least-squares problem with non-negative coefficients. Every subset of coefficients is
-    tried, which is fast because there are few."""
+    """Solve a least-squares problem with non-negative coefficients, by trying every subset of
+    coefficients. This is fast because there are few."""
     rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
     best, least = [0.0] * num, float(seconds @ seconds)
@@ -279,7 +279,7 @@ def from_steps(
 
 ROUNDS = 3
 _SHORT, _LONG = 8, 64
-"""Number of words in a prompt."""
+"""Numbers of words in the short and the long prompt."""
 
 
 async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:
@@ -308,8 +308,8 @@ async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
     """Measure the seconds of one decoding step with ``at_once`` concurrent sequences of ``tokens``
-    tokens each, without the time for reading prompts. Raises ConfigError if the model's replies end
-    too early."""
+    tokens each, not counting the time to read prompts. Raises ConfigError if the model's replies
+    end too early."""
     timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
@@ -331,7 +331,8 @@ async def _step_s(
 async def _timed(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
-    """Send a request with a prompt of random words, and return its seconds and its reply."""
+    """Send a request with a prompt of random words, and return the seconds it took and its
+    reply."""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
     started = time.perf_counter()
@@ -348,17 +349,17 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int = 0
     cores: int
-    """Cores that the run could use."""
+    """Number of cores that the run could use."""
     loop_s: float
-    """CPU time of the event loop's thread: requests, replies, session frames."""
+    """CPU seconds of the event loop's thread: requests, replies, session messages."""
     sessions_s: float
-    """CPU time of all child processes, where sessions run."""
+    """CPU seconds of all child processes, in which sessions run."""
     engine: list[EngineStepTotals]
 
 
 def recorded_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
-    """Yield the recorded CPU time of each step of a run, given its folder and its metrics. Runs of
-    earlier versions have it in a separate file, which is read as well."""
+    """Yield the recorded CPU time of each step of a run, given its folder and its metrics. Earlier
+    versions recorded CPU times in a separate file, which is read as well."""
     for line in lines:
         if "cpu/loop_s" in line.values:
             yield _recorded(line)

@@ -1,4 +1,4 @@
-"""The files from which a scheduler starts a training run, and the commands that submit them.
+"""Create the files from which a scheduler starts a training run, and the commands that submit them.
 
     slurm       job.sbatch, node.sh            sbatch
     k8s         job.yaml                       kubectl: a Service, and one Job per kind of node
@@ -29,9 +29,9 @@ from ramify.extras.cluster.model_and_device_specs import DeviceHardwareSpec
 from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, node_script
 
 _PORT = 6379
-"""Port on which the head listens if no other job shares its address."""
+"""Port on which the head node listens, unless another job shares its address."""
 _GRACE_S = 300
-"""Seconds that a run gets to save its steps."""
+"""Seconds that a run gets to save its state before it is killed."""
 _SHARED = "/shared"
 """Mount point of the shared file system on nodes of Kubernetes and SkyPilot."""
 _SCRIPTS = "/ramify"
@@ -43,35 +43,35 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     container image."""
 
     hours: float | None = None
-    """Time limit; None: the scheduler's own."""
+    """Time limit in hours; None: the scheduler's default."""
     image: str = ""
-    """Container image with Ramify. Kubernetes needs it."""
+    """Container image with Ramify, required by Kubernetes."""
     shared: str = ""
-    """File system that all nodes share: a PersistentVolumeClaim of Kubernetes, or a bucket's URL
-    for SkyPilot."""
+    """File system shared by all nodes: a PersistentVolumeClaim of Kubernetes, or a bucket URL for
+    SkyPilot."""
     secrets: tuple[str, ...] = ()
     """Names of environment variables that hold keys, such as OPENAI_API_KEY."""
     settings: Mapping[str, str] = {}
-    """Further settings of the scheduler: options of sbatch, labels of Kubernetes' nodes, or fields
-    of SkyPilot's ``resources``."""
+    """Further scheduler settings: options of sbatch, node labels of Kubernetes, or fields of
+    SkyPilot's ``resources``."""
 
 
 class SubmitCommand(msgspec.Struct, frozen=True):
-    """A shell command that submits a job or prepares for its submission, for example by creating a
+    """A shell command that submits a job or prepares its submission, for example by creating a
     secret."""
 
     words: tuple[str, ...]
     variables: tuple[str, ...] = ()
-    """Environment variables with keys that the command reads. ``RAMIFY_RUN_KEY`` is made if it is
-    not set."""
+    """Environment variables with keys that the command reads. ``RAMIFY_RUN_KEY`` is generated if it
+    is not set."""
     stdin: str = ""
-    """Variable whose value is written to the command's standard input; empty: nothing."""
+    """Environment variable whose value is written to the command's standard input; empty: none."""
     unless: tuple[str, ...] = ()
-    """A check that runs first. If it succeeds, the object exists already and the command is
+    """Check that runs first. If it succeeds, the object already exists and the command is
     skipped."""
 
     def __str__(self) -> str:
-        """Return the command as a user would type it into a shell."""
+        """Return the command as a user would type it in a shell."""
         text = shlex.join(self.words)
         made = "$(openssl rand -hex 32)"
         if self.stdin:
@@ -84,13 +84,13 @@ class JobFiles(msgspec.Struct, frozen=True):
     """The files of a job by name, and the commands that submit it."""
 
     texts: dict[str, str]
-    """Map a file name to its text."""
+    """File name -> text of the file."""
     commands: tuple[SubmitCommand, ...]
 
 
 def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
-    """Return the files for a scheduler, which are to be written to ``folder``, with the commands
-    that submit them. Raises ConfigError for an unknown scheduler, or if it needs an option that is
+    """Return the files for a scheduler, to be written to ``folder``, and the commands that submit
+    them. Raises ConfigError for an unknown scheduler, or if the scheduler needs an option that is
     not set."""
     if kind not in SCHEDULERS:
         raise ConfigError(f"--on {kind}: {did_you_mean(kind, SCHEDULERS)}")
@@ -158,14 +158,14 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _component(group: NodeGroup) -> list[str]:
-    """Return the options of ``sbatch`` for one group of equal nodes."""
+    """Return the options of ``sbatch`` for one group of identical nodes."""
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
 
 
 def _others(job: SchedulerJob, script: str) -> str:
-    """Return the shell command that starts the script on all nodes except the head."""
+    """Return the shell command that starts the script on all nodes except the head node."""
     parts = []
     for index, group in enumerate(job.groups):
         start = f"NODE_RANK=$SLURM_PROCID exec bash {script} {group.cpus} {group.gpus}"
@@ -229,7 +229,7 @@ def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles
 def _kubernetes_job(
     job: SchedulerJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
 ) -> dict[str, object]:
-    """Return a Kubernetes Job with ``count`` pods, one for each node. The node ranks begin with
+    """Return a Kubernetes Job with ``count`` pods, one per node. The node ranks begin at
     ``first``."""
     amounts: dict[str, object] = {"cpu": str(group.cpus)}
     if group.memory_gb:
@@ -297,15 +297,15 @@ def _gpu_resource(device: DeviceHardwareSpec) -> str:
 
 
 def _secret_name(job: SchedulerJob, variable: str) -> str:
-    """Return the name of the Kubernetes secret for an environment variable; for example,
-    ``tiny-openai-api-key`` for ``OPENAI_API_KEY`` in the job ``tiny``."""
+    """Return the name of the Kubernetes secret for an environment variable. For example,
+    ``OPENAI_API_KEY`` in the job ``tiny`` becomes ``tiny-openai-api-key``."""
     return f"{job.name}-{variable.lower().replace('_', '-')}"
 
 
 # --- SkyPilot
 
 _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
-"""Device -> SkyPilot's name if it differs from the device in capitals."""
+"""Device -> its name in SkyPilot, if that is not the device's name in capitals."""
 
 
 def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
@@ -357,7 +357,7 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _typed(text: str) -> object:
-    """Convert the text of an option to a boolean or a number if it looks like one; for example,
+    """Convert the text of an option to a boolean or a number if it looks like one. For example,
     ``"50"`` becomes 50. Other texts stay unchanged."""
     try:
         value: object = json.loads(text)
@@ -391,8 +391,8 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
 
 
 def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
-    """Return two folders on the nodes of a scheduler: the one from which the recipe is read, and
-    the one to which the run is written."""
+    """Return two folders on a scheduler's nodes: the one from which the recipe is read, and the one
+    to which the run is written."""
     if kind == "k8s":
         return _SHARED, f"{_SHARED}/runs/{name}"
     if kind == "skypilot":  # the folder is copied there
@@ -401,7 +401,7 @@ def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
 
 
 def _refuse(kind: str, options: JobOptions, *names: str) -> None:
-    """Raise ConfigError if options are set that have no meaning for a scheduler."""
+    """Raise ConfigError if options are set that a scheduler does not support."""
     for name in names:
         if getattr(options, name):
             shown = "option" if name == "settings" else name
@@ -412,8 +412,8 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_/][\w./-]*")
 
 
 def to_yaml(value: object, indent: int = 0) -> str:
-    """Format mappings, lists and scalars as YAML. Texts of several lines become blocks, so that
-    they stay readable."""
+    """Format mappings, lists and scalars as YAML. Multi-line texts become blocks, so that they stay
+    readable."""
     pad = " " * indent
     if isinstance(value, dict):
         return "\n".join(

@@ -1,5 +1,5 @@
-"""The command ``ramify launch``, which writes the job files of a recipe for Slurm, Kubernetes,
-SkyPilot or Ray, and submits them on request.
+"""Implement the command ``ramify launch``, which writes the job files of a recipe for Slurm,
+Kubernetes, SkyPilot or Ray, and submits them on request.
 
     ramify launch recipes/tiny.py --on slurm --option partition=gpu
         launch/tiny/job.sbatch, launch/tiny/node.sh: 2 nodes of 8 GPUs and 64 CPUs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ramify.extras.cluster.job_files import JobFiles, SubmitCommand
 
 _RUN_S = 600.0
-"""Seconds that one command of a scheduler may take."""
+"""Time limit for one scheduler command, in seconds."""
 
 
 def launch(
@@ -145,8 +145,8 @@ def _write(made: JobFiles, folder: Path) -> list[str]:
 
 
 def _submit(command: SubmitCommand, folder: Path) -> None:
-    """Run one command of the scheduler, unless its check says that it is not needed. If it fails,
-    raises ConfigError with the scheduler's message."""
+    """Run one command of the scheduler, unless its check says that it is not needed. Raises
+    ConfigError with the scheduler's message if the command fails."""
     environment = dict(os.environ)
     if command.unless and _call(command.unless, "", environment).returncode == 0:
         return

@@ -1,5 +1,5 @@
-"""Estimates of the memory that each process of a training run needs, component by component, from
-the model's shape and the run's settings.
+"""Estimate the memory that each process of a training run needs, component by component, from the
+model's shape and the run's settings.
 
     trainer rank    its shard of weights, gradients and optimizer state (fp32); gathered layers
                     while they are computed; a second model for a KL term or a critic; activations
@@ -32,28 +32,28 @@ FP32 = 4
 _ADAMW, _MUON = 2 * FP32, FP32
 """Bytes of optimizer state per trained parameter."""
 _SLOTS = {True: 128, False: 256}
-"""Default slots on a CPU and on a GPU (``inference/local/local_client.py``)."""
+"""Default slots (concurrent sequences) of an engine on a CPU (True) and on a GPU (False)."""
 _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
-"""Share of a GPU that vLLM and SGLang reserve by default. Memory beyond the weights holds keys and
-values."""
+"""Fraction of a GPU's memory that vLLM and SGLang reserve by default. Memory beyond the weights
+holds keys and values."""
 _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
 _GATHERED_BYTES = 16 << 20
-"""Bytes of small tensors that are gathered at once (``backends/fsdp.py``)."""
+"""Total size of small tensors that are gathered at once (``backends/fsdp.py``), in bytes."""
 _SESSION_BYTES = 2_500_000
-"""Memory of an empty session (``docs/log-archive.md``)."""
+"""Memory of an empty session in bytes (``docs/log-archive.md``)."""
 _ACTIVATIONS, _LOGITS = "activations, at most", "logits"
 _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
-"""Parts that exist only while the trainer learns, not while it waits for rollouts."""
+"""Memory components that exist only while the trainer learns, not while it waits for rollouts."""
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
     """The estimated memory of one process: bytes by component, and the memory of its device."""
 
     parts: dict[str, int]
-    """Name of a part -> bytes."""
+    """Component -> its bytes."""
     room: int
-    """Memory of its device in bytes; 0 if unknown."""
+    """Memory of the process's device in bytes; 0 if unknown."""
 
     @property
     def total(self) -> int:
@@ -61,7 +61,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
     @property
     def idle_bytes(self) -> int:
-        """The bytes that a trainer holds while it is not learning, for example while it waits for
+        """Bytes that a trainer holds while it is not learning, for example while it waits for
         rollouts."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
@@ -73,7 +73,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 def estimate_rank_memory(
     run: Run, shape: ModelShape, device: DeviceHardwareSpec, ranks: int, rank: int = 0
 ) -> MemoryEstimate:
-    """Estimate the memory of one rank of the trainer, or of a trainer that is a single process."""
+    """Estimate the memory of one trainer rank, or of a trainer that is a single process."""
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
         "weights": _share((shape.parameters + shape.adapters) * FP32, shards),
@@ -107,8 +107,8 @@ def estimate_engine_memory(
 
 
 def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """Estimate the main memory of the empty sessions of one rollout worker, or of the run itself if
-    it has no rollout workers.
+    """Estimate the main memory of the empty sessions of one rollout worker, or of the run's own
+    process if it has no rollout workers.
 
     Sessions of child calls and the data that code creates need more, which is not included because
     their size is unknown.
@@ -120,8 +120,8 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
 
 
 def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of each memory limit beyond which a session is ended. A limit of
-    0 bytes means a share of the machine's memory."""
+    """Yield the name and the bytes of each memory limit beyond which a session is killed. A limit
+    of 0 bytes means a share of the machine's memory."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if not isinstance(run.sandbox, JailSpec):
@@ -136,7 +136,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return how many bytes one parameter takes in an inference engine, by the rules of
+    """Return the bytes per parameter in an inference engine, by the rules of
     ``train/policy_dependent_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
@@ -149,8 +149,8 @@ def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
 def cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
-    """Return the bytes that keys and values take if every slot (concurrent sequence) fills the
-    context window, but at most ``limit``."""
+    """Return the bytes of the keys and values if every slot (concurrent sequence) fills the context
+    window, but at most ``limit``."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
     longest = min(shape.window, max(1, limit // token))
@@ -159,7 +159,7 @@ def cache_bytes(
 
 def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     """Return the maximum number of tokens in a training batch on one device. This is the configured
-    number, or as many as fit into the memory for activations."""
+    number, or else as many as fit into the memory for activations."""
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))
@@ -167,7 +167,7 @@ def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) ->
 
 
 def slots(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return how many sequences an inference engine decodes at once."""
+    """Return the maximum number of sequences that an inference engine decodes at once."""
     return (
         _slots_of(run, device)
         if run.inference is not None
@@ -192,8 +192,8 @@ def _optimizer(run: Run, shape: ModelShape) -> int:
 
 
 def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the bytes of weights that are gathered from other ranks during computation, and of
-    full gradients before they are reduced."""
+    """Return the bytes of weights gathered from other ranks during computation, and of full
+    gradients before they are reduced."""
     itemsize = compute_itemsize(run, device)
     shard = run.compute.shard
     experts = shape.experts // shape.layers
@@ -210,15 +210,14 @@ def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
 
 
 def _split(run: Run, dense: int, experts: int) -> int:
-    """Return how many parameters one rank computes with: its share of the dense parameters plus its
-    share of the expert parameters."""
+    """Return the number of parameters with which one rank computes: its share of the dense
+    parameters plus its share of the expert parameters."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 
 
 def compute_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the bytes per element of matrix products, and of the weights that are gathered for
-    them."""
+    """Return the bytes per element in matrix products, and in the weights gathered for them."""
     by_precision = {"fp32": FP32, "bf16": 2, "auto": weight_itemsize(run, device)}
     return by_precision[run.compute.precision]
 
@@ -240,8 +239,7 @@ def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
 
 
 def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
-    """Return the bytes, by component, that rank 0 holds in addition to other ranks because it
-    controls the run."""
+    """Return the bytes, by component, that only rank 0 holds because it controls the run."""
     itemsize = weight_itemsize(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
@@ -262,7 +260,8 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[
 
 
 def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return how many sequences an engine decodes at once according to its command-line options."""
+    """Return the number of sequences that an engine decodes at once, according to its command-line
+    options."""
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
         if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
@@ -271,8 +270,8 @@ def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
 
 
 def _share_of_gpu(args: Sequence[str]) -> float:
-    """Return the share of a GPU's memory that vLLM or SGLang reserves according to its command-line
-    options."""
+    """Return the fraction of a GPU's memory that vLLM or SGLang reserves, according to its
+    command-line options."""
     for name, value in pairwise(" ".join(args).replace("=", " ").split()):
         if name in _SHARE_OPTIONS and value.replace(".", "", 1).isdigit():
             return float(value)

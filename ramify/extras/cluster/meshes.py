@@ -1,5 +1,5 @@
-"""Estimates for every mesh (arrangement of the trainer's ranks) that a model allows: the memory of
-a rank, the bytes that it sends in a step, and the seconds of learning.
+"""Estimate every mesh (arrangement of the trainer's ranks) that a model allows: the memory of a
+rank, the bytes that it sends in a step, and the seconds of learning.
 
     a batch          2 gathers of each layer's weights, 1 of what is outside; gradients once
                      (``shard``), then summed over copies (``replicas``)
@@ -40,22 +40,22 @@ from ramify.train.backends.mesh import MeshSizes, check_model
 from ramify.train.config import Run
 
 NODE_GPUS = 8
-"""GPUs that the fast links of a machine connect."""
+"""Number of GPUs connected by the fast links of a machine."""
 NODE_GB_PER_S, NETWORK_GB_PER_S = 200.0, 25.0
-"""What a rank sends per second, in 10^9 bytes, within a machine and between machines."""
+"""Bandwidth of a rank in 10^9 bytes per second, within a machine and between machines."""
 
 
 class RankCommunicationBytes(msgspec.Struct, frozen=True):
     """The bytes that one rank of the trainer sends in a step, by purpose."""
 
     shard: float
-    """Gathered weights and reduced gradients."""
+    """Bytes of gathered weights and reduced gradients."""
     replicas: float
-    """Gradients summed over copies of the model."""
+    """Bytes of gradients summed over copies of the model."""
     tensor: float
-    """Hidden states and logits within a ``tensor`` group."""
+    """Bytes of hidden states and logits within a ``tensor`` group."""
     experts: float
-    """Tokens on their way to experts and back."""
+    """Bytes of tokens sent to experts and back."""
 
     @property
     def total(self) -> float:
@@ -67,15 +67,15 @@ class MeshEstimate(msgspec.Struct, frozen=True):
     ranks."""
 
     fields: dict[str, int]
-    """The fields of ``compute.shard`` to set."""
+    """Values for the fields of ``compute.shard``."""
     memory: int
-    """Bytes of the fullest rank."""
+    """Bytes on the rank that needs most memory."""
     fits: bool
     seconds: float
-    """Learning in one step."""
+    """Seconds of learning in one step."""
     sent: RankCommunicationBytes
     idle: float
-    """Share of the ranks' time without work, from 0 to 1."""
+    """Fraction of the ranks' time without work, from 0 to 1."""
 
 
 def meshes(
@@ -88,7 +88,7 @@ def meshes(
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
     """Estimate every mesh that a number of ranks can form. Meshes that fit into memory come first,
-    and within each of the two groups the fastest is first."""
+    and the fastest is first among those that fit and among those that do not."""
     found = [
         _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
     ]
@@ -96,8 +96,8 @@ def meshes(
 
 
 def _sizes(run: Run, config: Any, ranks: int) -> Iterator[MeshSizes]:
-    """Yield the meshes over which the model's layers can be split. Tensor parallelism never extends
-    beyond one machine."""
+    """Yield the sizes of the meshes over which the model's layers can be split. Tensor parallelism
+    never extends beyond one machine."""
     shard = run.compute.shard
     for tensor in (each for each in _divisors(ranks) if each <= NODE_GPUS):
         for replicas in _divisors(ranks // tensor):
@@ -201,7 +201,7 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
-    """Return how many tokens the busiest group of ranks learns from in a step."""
+    """Return the number of tokens of the busiest group of ranks in a step."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.learnt / sizes.num_batches,
@@ -210,7 +210,7 @@ def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
 
 
 def _link(device: DeviceHardwareSpec, is_near: bool) -> float:
-    """Return how many bytes a rank can send per second, within a machine or between machines."""
+    """Return the bytes per second that a rank can send, within a machine or between machines."""
     near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
     return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)
 
