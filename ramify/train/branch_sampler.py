@@ -1,5 +1,5 @@
-"""Let rollouts fork into several continuations during RL training. The option
-``rl.rollout.branch`` says where they fork, into how many continuations, and within which budget.
+"""Fork rollouts into several continuations during RL training. The option ``rl.rollout.branch``
+sets where they fork, into how many continuations, and within which budget.
 
     BranchOptions(where=(1, 3), num=2, budget=4)        four lines of one rollout:
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options that say where rollouts fork, into how many continuations, and how many lines (paths
-    from the start to an end) one rollout may have.
+    """Options for forking rollouts: where they fork, into how many continuations, and how many
+    lines one rollout may have. A line is a path from the start of the rollout to one of its ends.
 
     >>> train.BranchOptions(where=(1,), num=4, budget=4).budget
     4
@@ -43,7 +43,7 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num: int = 2
     """Number of continuations of a fork, including that of the original session."""
     budget: int = 4
-    """Most lines of one rollout."""
+    """Maximum number of lines of one rollout."""
     lines: Literal["all", "first"] = "all"
     """``all``: every line may fork again. ``first``: only the first line forks, and the other
     continuations are single lines that estimate its values (for ``vine``)."""
@@ -64,8 +64,8 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def check(self, limits: Limits, max_turns: int) -> None:
-        """Raise ConfigError if no rollout could ever fork, because its root call ends after
-        ``max_turns`` turns."""
+        """Raise ConfigError if no rollout could ever fork because its root call ends too early,
+        after ``max_turns`` turns."""
         if isinstance(self.where, tuple) and min(self.where) >= max_turns:
             raise ConfigError(
                 f"rl.rollout.branch.where={list(self.where)}: a root has at most {max_turns} turns "
@@ -84,9 +84,9 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened_limits(self, limits: Limits) -> Limits:
-        """Return the limits for a rollout with as many lines as the budget allows. The limits on
-        calls, tokens and cost are multiplied, so that each line may use as much as a rollout
-        without forks."""
+        """Return limits for a rollout that may have as many lines as the fork budget allows. The
+        limits on calls, tokens and cost are multiplied, so that each line may use as much as a
+        rollout without forks."""
         cost = limits.max_cost
         return msgspec.structs.replace(
             limits,
@@ -97,17 +97,18 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class BranchSampler:
-    """Decides when one rollout forks, and into how many lines. All lines are kept for training, and
-    the first one gives the answer."""
+    """Decides when one rollout forks, and into how many continuations. All branches are kept for
+    training, and the first one gives the rollout's answer."""
 
     is_optional = True
-    """The rollout continues without a fork if its session cannot be forked now."""
+    """True: if the session cannot be forked at this moment, the rollout continues without a
+    fork."""
 
     def __init__(self, options: BranchOptions) -> None:
         self._options = options
         self._budgets: dict[str, int] = {}
-        """Map the id of a call to the number of lines that may still branch from it. The root has
-        the whole budget."""
+        """Map the id of each call to the number of branches that may still start from it. The root
+        has the whole budget."""
 
     def __repr__(self) -> str:
         return f"BranchSampler({self._options})"
@@ -131,8 +132,8 @@ class BranchSampler:
         return 0
 
     def _forks_before(self, call: LiveCall) -> bool:
-        """Return True if the options let a call fork before its next turn. This depends only on
-        earlier turns."""
+        """Return True if the options let a call fork before its next turn. The decision depends
+        only on earlier turns."""
         where, turn = self._options.where, call.num_turns_before + call.turn
         if turn < 1:
             return False
@@ -146,8 +147,9 @@ class BranchSampler:
 
 
 def fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return the arguments that make a rollout fork as ``options`` say, or no arguments if it is
-    None. ``limits`` are those of a rollout without forks, and are raised for the continuations."""
+    """Return the arguments that make a rollout fork as ``options`` say. Returns no arguments if
+    ``options`` is None. ``limits`` are those of a rollout without forks, and are raised to allow
+    for the continuations."""
     if options is None:
         return {}
     return {"search": BranchSampler(options), "limits": options.widened_limits(limits)}

@@ -1,5 +1,5 @@
-"""Build a trainer from the loaded parts of a training run: open everything that it needs in the
-right order, and close it again.
+"""Build a trainer from the loaded parts of a training run. Resources are opened in the right order
+and closed in reverse.
 
     RunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages ─> Trainer
 
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("train")
 _SWITCH_S = 5e-4
-"""How long one thread may keep the interpreter from another. The event loop's thread, which talks
-to sessions, waits for the engine's thread after each system call; with Python's 5 ms, a step of
-rollouts takes a fifth longer."""
+"""Seconds for which one thread may hold the interpreter lock before it must switch. The event loop
+waits for the engine's thread after each system call. With Python's default of 5 ms, sampling takes
+a fifth longer."""
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +79,7 @@ async def opened_trainer(
 ) -> AsyncIterator[Trainer]:
     """Open a trainer that writes to the folder ``out``. Its engines, sandbox and other resources
     are open inside the ``async with`` block and closed after it. ``on_start`` is called once it is
-    known that the run can continue from ``checkpoint``."""
+    certain that the run can continue from ``checkpoint``."""
     import torch
 
     if checkpoint is not None:
@@ -133,8 +133,8 @@ async def opened_trainer(
 
 @contextlib.contextmanager
 def _interpreter_for_training() -> Iterator[None]:
-    """Tune the Python interpreter for rollouts inside the block: switch between threads more often,
-    and exclude the objects that exist now from garbage collection."""
+    """Tune the Python interpreter for rollouts inside the ``with`` block. Threads switch more
+    often, and objects that exist now are excluded from garbage collection."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -157,8 +157,8 @@ def _record(
     trained: TrainedModel,
     listener: Callable[[StepMetrics], None] | None,
 ) -> TrainingRunRecorder:
-    """Create the recorder that writes the files of a training run, and choose the extra metrics
-    that it measures with each step."""
+    """Create the recorder that writes the files of a training run, and select the extra metrics for
+    each step."""
     from ramify.inference.local.local_client import LocalClient
 
     run, client = parts.run, rollouts.client
@@ -195,17 +195,17 @@ def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluationPl
 
 
 class LearnerContext(NamedTuple):
-    """What all learners of a run share (a learner trains one policy), and the names of one
-    learner's policy."""
+    """The resources that all learners of a run share, and the names of one learner's policy. A
+    learner trains one policy."""
 
     record: TrainingRunRecorder
     thread: WatchedTrainingThread
     prompt: Sequence[Message]
-    """Prompt of the canary."""
+    """Prompt of the canary, which compares log-probabilities of engine and trainer."""
     model: str
-    """Name under which its policy answers calls, if there are several."""
+    """Name under which the policy answers calls, if the run has several policies."""
     name: str = ""
-    """Name in ``Run.policies``."""
+    """Name of the policy in ``Run.policies``."""
 
 
 def _learner(
@@ -216,9 +216,9 @@ def _learner(
     wiring: LearnerContext,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
-    """Build the learner that trains one policy, with the checks that its engines compute the same
-    as the trainer. ``source`` returns the initial weights of a policy that starts as a copy of
-    another one."""
+    """Build the learner that trains one policy, with checks that its engines and the trainer
+    compute the same log-probabilities. ``source`` returns the initial weights of a policy that
+    starts as a copy of another one."""
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
@@ -247,7 +247,7 @@ def _other_learners(
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
     """Build the learners of the additional policies in ``Run.policies``. A policy for which no
-    checkpoint is given starts with the weights of the main policy, which ``main`` holds."""
+    checkpoint is given starts with the weights of the main policy, taken from ``main``."""
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
@@ -265,7 +265,7 @@ def _control_ids(policy: Policy) -> set[int]:
 
 
 def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
-    """Create the model to train: either the policy of this process itself, or a copy of it that is
+    """Create the model to train. It is either the policy object of this process, or a copy that is
     sharded over several processes."""
     run = parts.run
     if parts.kind.is_here:
@@ -292,7 +292,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> 
 
 
 def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Backend:
-    """Return the backend that trains a stage, with a critic if the stage needs one."""
+    """Return the backend for a stage, with a critic if the stage needs one."""
     if not stage.critic:
         return trained.backend(stage.optim)
     assert parts.run.rl is not None
@@ -310,7 +310,7 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
 def _rl_stages(
     parts: RunParts, rollouts: RolloutResources, out: Path, teachers: RunTeachers | None
 ) -> Iterator[RlStage]:
-    """Yield the reinforcement-learning stage, or nothing if the run has none."""
+    """Yield the reinforcement-learning stage of the run. Yields nothing if the run has none."""
     run, rl = parts.run, parts.run.rl
     if rl is None:
         return
@@ -355,8 +355,8 @@ def teachers_of(
     trained: TrainedModel,
     weights: EnginePolicyWeights,
 ) -> RunTeachers | None:
-    """Return the teacher models, whose scores some training signals need, or None if no signal
-    needs one. Raises ConfigError if a signal needs the current policy while rollouts may be
+    """Return the teacher models that score rollouts for some training signals. Returns None if no
+    signal needs one. Raises ConfigError if a signal needs the current policy while rollouts may be
     stale."""
     from ramify.inference.local import connect
     from ramify.inference.local.local_client import LocalClient
@@ -392,7 +392,7 @@ def teachers_of(
 def _signals(
     parts: RunParts, rollouts: RolloutResources, teachers: RunTeachers | None
 ) -> TrainingSignalSet:
-    """Return the training signals that are computed from rollouts in addition to their reward."""
+    """Return the training signals that are computed from rollouts in addition to the reward."""
     rl = parts.run.rl
     assert rl is not None
     assert isinstance(rl.algorithm, Hybrid)

@@ -1,5 +1,5 @@
-"""The folder of a training run, with its checkpoints and its lock. Checkpoints are written
-atomically, and only the last and best ones are kept.
+"""Manage the folder of a training run with its checkpoints and its lock. Checkpoints are written
+atomically, and only the newest and the best ones are kept.
 
     OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
                                       state.json, and checksums.json, verified before loading
@@ -39,8 +39,8 @@ from ramify.train.run_doctor import GuardState
 
 _log = ComponentLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]
-"""Writes one part to a path. If it returns a function, writing continues in the background, and the
-function waits for it."""
+"""A function that writes one part of a checkpoint to a path. If writing continues in the
+background, it returns a function that waits for it."""
 FOLDER = "checkpoints"
 ABANDONED = "abandoned"
 _STATE = "state.json"
@@ -96,13 +96,13 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def algorithm_state(self, policy: str) -> dict[str, float]:
-        """Return the state of the algorithm that trains a policy, given its name in
-        ``Run.policies``. The empty name stands for the main policy, ``Run.policy``."""
+        """Return the state of the algorithm that trains one policy. ``policy`` is its name in
+        ``Run.policies``, or empty for the main policy, ``Run.policy``."""
         return self.memories.get(policy, {}) if policy else self.memory
 
 
 class CheckpointStore:
-    """The checkpoints in one run's folder."""
+    """The checkpoints in the folder of one run."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
         if keep_last < 1 or keep_best < 0:
@@ -116,9 +116,9 @@ class CheckpointStore:
         self._background: BackgroundWork | None = None
 
     def save(self, state: CheckpointState, parts: Mapping[str, Write]) -> Path:
-        """Write a checkpoint and return its path. ``parts`` maps a file or folder name in the
-        checkpoint to the function that writes it. If such a function continues in the background,
-        the checkpoint is complete once ``settle`` returns.
+        """Write a checkpoint and return its path. ``parts`` maps each file or folder name in the
+        checkpoint to a function that writes it. If such a function continues in the background, the
+        checkpoint is complete once ``settle`` returns.
 
         Raises StoreError if this write or the previous background write failed; earlier checkpoints
         stay.
@@ -185,8 +185,7 @@ class CheckpointStore:
         self._drop_old()
 
     def all(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first, after waiting for one that is being
-        written."""
+        """Return the complete checkpoints, oldest first. Waits first if one is being written."""
         self.settle()
         return self._whole()
 
@@ -196,9 +195,9 @@ class CheckpointStore:
         )
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Move the checkpoints of later steps into the folder ``abandoned``, because the run goes
-        back to ``step``, so that none of them counts as its latest or best. Returns their new
-        paths. Folders of the same name in ``abandoned`` are replaced."""
+        """Move the checkpoints after ``step`` into the folder ``abandoned``, because the run goes
+        back to ``step``. They no longer count as its latest or best. Returns their new paths.
+        Folders of the same name in ``abandoned`` are replaced."""
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED
         # Newest first: a kill in between must not leave a gap in the branch.
@@ -212,9 +211,9 @@ class CheckpointStore:
         return next(reversed(self.all()), None)
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the highest validation score, or None if none has a score. If
-        several are equal, the earliest wins, except that the policy from before the first step of a
-        stage is chosen only if all others are worse."""
+        """Return the checkpoint with the highest validation score, or None if none has a score.
+        Among equal scores the earliest wins. The policy from before the first step of a stage is
+        chosen only if all others are worse."""
         self.settle()
         return next(iter(self._ranked()), None)
 
@@ -238,8 +237,8 @@ class CheckpointStore:
                 shutil.rmtree(dying)
 
     def recover(self) -> None:
-        """Restore a checkpoint that was about to be replaced, if a kill came before the new one was
-        complete."""
+        """Restore a checkpoint that was moved away to be replaced, if the process was killed before
+        the new one was complete."""
         for old in self.folder.glob(f".step-*{_OLD}"):
             whole = old.with_name(old.name.removesuffix(_OLD).removeprefix("."))
             if not whole.exists():
@@ -256,7 +255,8 @@ def _step_of(path: Path) -> int:
 
 
 class BackgroundWork:
-    """A function that runs in a separate thread. The process does not exit before it is done."""
+    """A function that runs in a separate thread. The process does not exit before the function has
+    returned."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -265,7 +265,8 @@ class BackgroundWork:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the function has returned. Raises the exception that it raised, if any."""
+        """Wait until the function has returned. Raises the function's exception, if it raised
+        one."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -278,7 +279,7 @@ class BackgroundWork:
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Read the state stored in a checkpoint, and rename fields of older versions to their present
+    """Read the state stored in a checkpoint. Fields that an older version wrote get their present
     names. Raises StoreError if the folder is not a checkpoint, is damaged, or was written by a
     later version."""
     state = _decoded(checkpoint)
@@ -288,8 +289,8 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def verify(checkpoint: Path, under: str = "") -> None:
-    """Check the files of a checkpoint, or only those whose path begins with ``under``, against
-    their stored checksums.
+    """Check the files of a checkpoint against their stored checksums. ``under`` restricts the check
+    to paths that begin with it.
 
     Raises StoreError, which names the first damaged file and the checkpoint to use instead. A
     checkpoint from before there were checksums is accepted as it is.
@@ -303,8 +304,8 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """Return advice for an error message about a damaged checkpoint: which older checkpoint to
-    resume from, if there is one."""
+    """Return advice for an error about a damaged checkpoint. It names an older checkpoint to resume
+    from, if there is one."""
     others = [path for path in checkpoint.parent.glob("step-*") if (path / _STATE).is_file()]
     older = [path for path in others if path.name < checkpoint.name]
     again = "start again in another folder"
@@ -329,8 +330,8 @@ def _decoded(checkpoint: Path) -> CheckpointState:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return ``path`` itself if it is a checkpoint, or the latest checkpoint if it is the folder of
-    a run. Raises ConfigError if there is none."""
+    """Return the checkpoint at ``path``. If ``path`` is the folder of a run, return its latest
+    checkpoint. Raises ConfigError if there is none."""
     if (path / _STATE).is_file():
         return path
     checkpoints = CheckpointStore(path)
@@ -348,7 +349,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def _write_privately(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, because it holds the user's options."""
+    """Write a file that only its owner can read, because it contains the user's options."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
 
@@ -369,15 +370,16 @@ def _sync_folder(path: Path) -> None:
 
 FILE = ".lock"
 _PATIENCE_S = 0.5
-"""How long to retry: a reader that checks whether a run is live holds the lock for an instant."""
+"""Seconds for which taking the lock is retried. A reader that checks whether a run is live holds it
+for an instant."""
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the folder ``out``. The folder is created if it is missing, and removed
-    again if nothing was written to it. Raises RunInUse, naming the holder, if another process has
-    the lock."""
+    """Hold the lock of the run's folder ``out``. A missing folder is created, and removed again if
+    nothing was written to it. Raises RunInUse, which names the holder, if another process has the
+    lock."""
     missing: list[Path] = []
     path = out / FILE
     try:
@@ -401,7 +403,8 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def holder(out: Path) -> WriterProcessId | None:
-    """Return the process that is writing to the run's folder ``out`` now, or None."""
+    """Return the process that currently writes to the run's folder ``out``, or None if there is
+    none."""
     path = out / FILE
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -417,7 +420,7 @@ def holder(out: Path) -> WriterProcessId | None:
 
 
 def _acquired(path: Path) -> int:
-    """Lock the file ``path``, write the id of this process to it, and return the file descriptor
+    """Lock the file ``path`` and write the id of this process to it. Returns the file descriptor
     that holds the lock."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -461,7 +464,8 @@ def _holder_in(path: Path) -> WriterProcessId:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove the given folders from first to last, and stop at one that is not empty."""
+    """Remove the given empty folders from first to last. Stops at the first one that is not
+    empty."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

@@ -1,5 +1,5 @@
-"""The configuration of a training run as plain data, with a default for nearly every option.
-Nothing is built or loaded here.
+"""Define the configuration of a training run as plain data, with defaults for nearly every option.
+This module builds and loads nothing.
 
     Run
     ├── policy     a checkpoint, or the shape of a model to create from scratch
@@ -191,16 +191,16 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     more than one action."""
 
     def as_base_spec(self) -> TaskSpec:
-        """Return a plain ``TaskSpec`` with the same name and options, without the fields that a
-        subclass may add."""
+        """Return a plain ``TaskSpec`` with the same name and options, without fields that a
+        subclass adds."""
         if type(self) is TaskSpec:
             return self
         return TaskSpec(name=self.name, options=self.options, validate=self.validate)
 
 
 class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A first stage for a model created from scratch: it learns to predict the second copy of
-    random strings that are repeated (``data/sft_data.py``).
+    """Options of a warm-up stage for a model created from scratch. The model learns to predict the
+    second copy of random strings that are repeated, a skill known as induction.
 
     >>> train.InductionWarmUpSpec(steps=100).batch_tokens
     2048
@@ -221,7 +221,7 @@ class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Supervised fine-tuning."""
+    """Options of supervised fine-tuning: its demonstrations, trajectories and optimizer."""
 
     demos: str = ""
     """Source of demonstrations: a name in ``sft_data.DEMOS``, ``module:function``, or
@@ -280,7 +280,7 @@ _ALGORITHM, _LOSS = DrGRPO(), LossSpec()
 
 
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Reinforcement learning.
+    """Options of the reinforcement-learning stage: rollouts, advantages, loss and optimizer.
 
     >>> train.RlSpec(steps=200, algorithm=train.GRPO()).steps
     200
@@ -360,7 +360,7 @@ class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is evaluated, and when."""
+    """Options of evaluations: which splits are evaluated, when, and with how many items."""
 
     num: int = 256
     """Number of items per reported split; the first ones are used."""

@@ -1,4 +1,5 @@
-"""Compute token weights, which say how much each sampled token counts in the loss.
+"""Weight each sampled token in the loss. The module implements the reductions by which RL trainers
+average a loss: over tokens, rollouts, calls or groups.
 
 The gradient of the mean reward over trees is a plain sum over all sampled tokens. So by default
 (``constant``) every token counts the same, and nothing that depends on the size of a tree divides
@@ -59,13 +60,13 @@ ALSO = {
     "prompt_mean": "prompt",
     "token_sum": "sum",
 }
-"""A reduction's name in other libraries -> its name here."""
+"""Map the name of a reduction in other libraries to its name in Ramify."""
 Share = Literal["token", "call"]
 Counts = Mapping[str, float]
-"""Map the id of a call of one rollout to the number of its tokens that carry loss. If several lines
-share the weight of a token, the token counts only in part."""
+"""Map the id of each call of a rollout to the number of its tokens that carry loss. A token that
+several branches of a forked rollout share counts only in part."""
 Weights = dict[str, float]
-"""Call id -> weight of each of these tokens."""
+"""Map the id of each call to the loss weight of one of its tokens."""
 
 
 def weights(
@@ -75,8 +76,8 @@ def weights(
     rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
     """Return the loss weight of each sampled token of a step, and the number by which the step's
-    loss is divided. The weights are nested by group, rollout and call id, and all tokens of a call
-    weigh the same. Rollouts without tokens are not counted.
+    loss is divided. The weights are nested by group, rollout and call id. All tokens of a call
+    weigh the same, and rollouts without tokens are not counted.
 
     ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by."""
     name = ALSO.get(reduction, reduction)
@@ -102,13 +103,13 @@ def weights(
 
 
 StepWeights = tuple[list[list[Weights]], float]
-"""The result of ``weights``."""
+"""The result of ``weights``: the nested token weights and the divisor of the loss."""
 
 
 def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """Return for each call how many times as much one of its tokens counts in the step's loss under
-    the weighting ``other`` as under ``base``. The result is 1 if both weightings count the token
-    the same."""
+    """Compare two weightings of the same step. For each call, return the factor by which one of its
+    tokens counts more in the loss under ``other`` than under ``base``. The factor is 1 if both
+    count the token the same."""
     scale = base[1] / other[1] if other[1] else 0.0
     return [
         [
@@ -120,21 +121,22 @@ def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
 
 
 _SLOWEST = 0.1
-"""Weight of the latest step in the running mean of tokens per rollout, after ten steps."""
+"""Weight of the latest step in the running mean of tokens per rollout, once ten steps have
+passed."""
 
 
 class RunningMeanRolloutTokens(NamedTuple):
-    """A running mean of the number of tokens per rollout, by which ``reduction="constant"`` divides
-    the loss. It is the plain mean of the first ten steps, and then an exponential one. It changes
-    slowly, so that clipping by norm means the same for narrow and wide trees. A step is divided by
-    the mean of the steps before it. Only a run's first step is divided by its own mean.
+    """A running mean of the tokens per rollout. With ``reduction="constant"`` the loss is divided
+    by it. The mean of the earlier steps is used, so that one step with unusually long rollouts does
+    not change the divisor. It is a plain mean for ten steps and an exponential one after that. Only
+    the first step is divided by its own mean.
 
     For example, if the first steps have 100 and 300 tokens per rollout, both are divided by 100,
     and the third by 200."""
 
     value: float = 1.0
     steps: int = 0
-    """Number of steps in the mean; 0: ``value`` means nothing."""
+    """Number of steps in the mean. If it is 0, ``value`` has no meaning."""
 
     @classmethod
     def of_memory(cls, memory: Mapping[str, float]) -> RunningMeanRolloutTokens:
@@ -145,12 +147,12 @@ class RunningMeanRolloutTokens(NamedTuple):
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
 
     def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
-        """Return the number of tokens per rollout by which a step with these rollouts is
-        divided."""
+        """Return the divisor for the loss of the next step, in tokens per rollout. ``groups`` are
+        the rollouts of that step, which count only if no step came before."""
         return self.value if self.steps else self.after(groups).value
 
     def after(self, groups: Sequence[Sequence[Counts]]) -> RunningMeanRolloutTokens:
-        """Return the running mean that includes one more step, whose rollouts are ``groups``."""
+        """Return the running mean after one more step, whose rollouts are ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)
         if not num:
@@ -162,8 +164,8 @@ class RunningMeanRolloutTokens(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """The size of a group: how many of its rollouts have a token that carries loss, and the number
-    of such tokens."""
+    """The size of a rollout group: the number of rollouts with at least one token that carries
+    loss, and the number of such tokens."""
 
     rollouts: int
     tokens: float

@@ -1,8 +1,6 @@
-"""Manage the memory of a training step: estimate how many tokens fit, recompute activations instead
-of storing them, and configure what happens to freed memory. This module also estimates the time
-that a token takes. Batches are filled by ``data/pack.py``, and ``models/trunk.py`` limits the
-memory of the logits.
-"""
+"""Manage the memory of a training step. This module estimates how many tokens fit, recomputes
+activations instead of storing them, and configures whether freed memory returns to the system. It
+also estimates the compute time per token."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from ramify.errors import ConfigError
 from ramify.train.data.pack import PackingCostModel
 
 LEAST_TOKENS = 1024
-"""Lower limit of ``max_tokens``, whatever the memory."""
+"""Lower limit of ``max_tokens``, however small the memory is."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = 1 << 30
 _BLOCK = 1 << 20
 
 
 def activation_room(memory: int) -> int:
-    """Return how many bytes activations may take. ``memory`` is the memory of the GPU in bytes, or
-    0 on a CPU."""
+    """Return the number of bytes that activations may occupy. ``memory`` is the memory of the GPU
+    in bytes, or 0 on a CPU."""
     return 2 * memory // 5 if memory else 4 << 30
 
 
@@ -36,9 +34,9 @@ def max_logits(is_cuda: bool) -> int:
 
 
 def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsize: int) -> int:
-    """Estimate the bytes of activations that one token needs until its backward pass: about ten
-    vectors of the model's width and four of the MLP's per layer, or one per layer with
-    recomputation.
+    """Estimate how many bytes of activations one token needs until its backward pass. Each layer
+    stores about ten vectors of the model's width and four of the MLP's. With activation
+    checkpointing (``recompute``), a layer stores only one vector.
 
     ``itemsize``: bytes of a number in matrix products. In bf16 an H200 held .39 to .45 of what fp32
     is counted with (Qwen3 0.6B, 1.7B and 4B). The input of a layer is fp32 in any case.
@@ -55,7 +53,7 @@ def total_gpu_bytes(device: torch.device) -> int:
 
 def most_tokens(config: Any, device: torch.device, recompute: bool, precision: str) -> int:
     """Return the number of tokens whose activations fit into the memory of the device.
-    ``precision`` is that of matrix products: fp32 or bf16."""
+    ``precision`` is the precision of matrix products, ``fp32`` or ``bf16``."""
     itemsize = 2 if precision == "bf16" else 4
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
@@ -64,16 +62,16 @@ def most_tokens(config: Any, device: torch.device, recompute: bool, precision: s
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model, which are the entries of its longest ``ModuleList``. The result
-    is empty if the model has no such list."""
+    """Return the transformer layers of a model, taken from its longest ``ModuleList``. Returns an
+    empty list if the model has no such list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
     return list(longest)
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Turn activation checkpointing on or off for each layer of a model. An earlier backend of the
-    same model may have turned it on."""
+    """Turn activation checkpointing on or off for each layer of a model. Off must be set too, since
+    an earlier backend of the same model may have turned it on."""
     layers = layers_of(model)
     if enabled and not layers:
         raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
@@ -134,27 +132,28 @@ def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, which decide when computing a shared prefix once is worth its
-    overhead. CPU speeds were measured on one core; GPU speeds come from data sheets, for one kernel
-    call per depth of the prefix tree."""
+    """Rough speeds of a device, from which Ramify decides whether it pays to compute a shared
+    prefix only once. CPU speeds were measured on one core. GPU speeds come from data sheets and
+    assume one kernel call per depth of the prefix tree."""
 
     products: float
     """FLOP per second of matrix products."""
     attention: float
     """FLOP per second of attention."""
     call_s: float
-    """Overhead of a shared stretch: seconds per layer."""
+    """Fixed overhead of computing a shared prefix separately, in seconds per layer."""
     join_s: float
-    """Overhead of a token below it: seconds per layer and element of its heads."""
+    """Overhead of each token below a shared prefix, in seconds per layer and element of its
+    heads."""
 
 
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
 def packing_cost_model(model: nn.Module, config: Any, device: str) -> PackingCostModel:
-    """Estimate the compute costs by which batches are packed for a model and a device. The unit is
-    one token's work forward and backward, which is 6 FLOP per weight of the layers. A pair of
-    tokens in attention costs 14 FLOP per layer and element of the heads: two products forward, five
+    """Estimate the compute costs of a model on a device, by which batches are balanced. The unit is
+    the forward and backward work of one token, 6 FLOP per weight of the layers. A pair of tokens in
+    attention costs 14 FLOP per layer and element of the heads: two products forward and five
     backward."""
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(

@@ -1,4 +1,5 @@
-"""The interface of a training backend, with the operations of the Tinker API, and its options.
+"""Define the interface of a training backend, whose operations follow the Tinker API, and the
+options of training backends.
 
     batches = pack(sequences, backend.packing, denominators)   the whole optimizer step
     backend.forward_backward(batches, loss)                    add to the gradient, batch by batch
@@ -41,11 +42,11 @@ BACKENDS = Registry(
         "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
     },
 )
-"""Name -> class that implements ``TrainedModel``."""
+"""Map the name of each training backend to the class that implements ``TrainedModel``."""
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The optimizer and its learning-rate schedule."""
+    """Options of the optimizer and its learning-rate schedule."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     """``muon`` orthogonalizes the momentum of matrices (2502.16982); embeddings, the output matrix
@@ -95,7 +96,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def num_warmup(self) -> int:
-        """Number of warm-up steps."""
+        """Number of steps of learning-rate warm-up."""
         return self.warmup_steps or 0
 
     def lr_at(self, step: int) -> float:
@@ -116,8 +117,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options that say how the ``fsdp`` backend shards a model over processes (ranks). They change
-    the loss only by rounding."""
+    """Options for sharding a model over several processes (ranks) with the ``fsdp`` backend.
+    Sharding changes the loss only by rounding."""
 
     ranks: int | None = None
     """Number of ranks; None: as many as torchrun started, or without torchrun one per GPU of this
@@ -168,14 +169,14 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
 
     def mesh(self, num_ranks: int) -> MeshSizes:
-        """Return the device mesh that ``num_ranks`` ranks form. Raises ConfigError if the number of
-        ranks does not fit the options."""
+        """Return the sizes of the device mesh that ``num_ranks`` ranks form. Raises ConfigError if
+        the number of ranks does not fit the options."""
         return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options that say how the trainer computes. They change speed and memory, and the loss only by
-    rounding."""
+    """Options of the trainer's computation, such as precision and batch size. They affect speed and
+    memory, and change the loss only by rounding."""
 
     backend: str = "single"
     """A name in ``BACKENDS``, or ``module:attribute``."""
@@ -217,79 +218,80 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 class ReferenceModel(Protocol):
     """A model that computes log-probabilities but is not trained, such as the reference policy of a
-    KL penalty. It needs only a part of the methods of a ``Backend``."""
+    KL penalty. It implements only a few of the methods of a ``Backend``."""
 
     @property
     def packing(self) -> PackingSpec:
-        """How to pack sequences for this model on this device."""
+        """The settings for packing sequences into batches for this model and device."""
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the log-probabilities of the entries under this model: an array [E] for each
-        batch."""
+        """Return the log-probabilities under this model of all tokens that carry loss. Each batch
+        gives one array of shape [E], where E is its number of such tokens."""
         ...
 
 
 class TrainedModel(Protocol):
-    """The model that a run trains, through all of its stages, wherever its weights are stored.
+    """The interface of the model that a run trains. One object serves all stages of the run,
+    whether the weights are in this process or sharded over others.
 
     Example:
         backend = model.backend(train.OptimizerSpec(lr=1e-5))
     """
 
     is_here: bool
-    """Whether the trained weights are those of the policy in this process."""
+    """True if the trained weights belong to the policy object in this process."""
 
     def backend(self, optim: OptimizerSpec) -> Backend:
-        """Return a backend that trains the model in the next stage, with a fresh optimizer."""
+        """Return a backend for the next training stage, with a fresh optimizer."""
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
         """Return a backend that trains the policy together with a critic. ``optim`` is the policy's
-        optimizer, and ``own`` is the critic's. If ``own`` is None, the critic is a value head on
-        the policy's layers. Otherwise it is a separate model that starts as a copy of the
-        policy."""
+        optimizer and ``own`` the critic's. If ``own`` is None, the critic is a value head on the
+        policy's layers. Otherwise it is a separate model that starts as a copy of the policy."""
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
-        """Load the policy saved in ``folder`` as a reference that is not trained. ``is_base`` is
-        True if nothing had been trained when the policy was saved."""
+        """Load the policy saved in ``folder`` as a frozen reference model. ``is_base`` is True if
+        the policy was saved before any training."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of each weight, with adapters merged into the weights that
-        they adapt."""
+        """Yield the name and the tensor of each weight. Low-rank adapters are merged into the
+        weights that they adapt."""
         ...
 
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe each weight without computing or gathering it: yield its name, a tensor of its
-        shape, and a function that makes the weight. The function is None if the tensor is the
-        weight itself."""
+        """Describe each weight without computing or gathering it. Yields its name, a tensor of its
+        shape, and a function that computes the weight. The function is None if the tensor is
+        already the weight."""
         ...
 
     def release_memory(self) -> None:
-        """Return cached but unused device memory, so that other processes on the device can use
+        """Return unused memory from torch's cache to the device, so that other processes can use
         it."""
         ...
 
     def close(self) -> None:
-        """Free all resources, including started processes."""
+        """Free all resources and end the processes that were started."""
         ...
 
 
 class Backend(Protocol):
-    """The interface of a training backend, which computes gradients and updates the weights."""
+    """The interface of a training backend, which computes gradients and updates the weights of one
+    model."""
 
     @property
     def packing(self) -> PackingSpec:
-        """How to pack sequences for this model on this device."""
+        """The settings for packing sequences into batches for this model and device."""
         ...
 
     @property
     def version(self) -> int:
-        """Version of the policy: the number of optimizer steps so far."""
+        """Version of the policy: the number of optimizer steps made so far."""
         ...
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
@@ -311,7 +313,7 @@ class Backend(Protocol):
 
     def check_gradient(self) -> None:
         """Raise TrainError if the accumulated gradient is not finite, and clear the gradient in
-        that case. Otherwise change nothing."""
+        that case. Otherwise nothing changes."""
         ...
 
     def clear_gradient(self) -> None:
@@ -319,41 +321,41 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return log-probabilities under the current policy: an array [E] for each batch, one
-        number per entry. They are computed with the temperature and the sampling support that the
-        entry was sampled with. ``pack.attach`` maps them back to the sequences."""
+        """Return log-probabilities of the trained tokens under the current policy. Each batch gives
+        one array of shape [E], where E is its number of tokens that carry loss. The temperature and
+        the truncation (top-p or top-k) are those with which the token was sampled."""
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the critic's estimates of the return: an array [E] for each batch, with the
-        estimate from before each entry's token is sampled. Raises ConfigError if the backend has no
-        critic."""
+        """Return the critic's estimates of the return. Each batch gives one array of shape [E],
+        where E is its number of tokens that carry loss. Each estimate is made before its token is
+        sampled. Raises ConfigError if the backend has no critic."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the tensor of each parameter, with Hugging Face names. The tensors are
-        views, valid until the next ``optim_step``."""
+        views, which are valid until the next ``optim_step``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the parameters; the optimizer state stays unchanged."""
+        """Replace the parameters by ``weights``. The optimizer state stays unchanged."""
         ...
 
     def save(self, folder: Path) -> Callable[[], None] | None:
-        """Write the current weights, optimizer state and random states to ``folder``, which is
-        created. If writing continues in the background, the returned function waits for it to
+        """Write the current weights, optimizer state and random states to ``folder``, creating the
+        folder. If writing continues in the background, the returned function waits for it to
         finish."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state saved in ``folder``, bit by bit. Raises ConfigError, naming the first
-        difference, if the state does not fit this backend."""
+        """Restore the state saved in ``folder``, bit for bit. Raises ConfigError, which names the
+        first difference, if the state does not fit this backend."""
         ...
 
 
 def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """Replace ``precision="auto"`` by a definite precision. It is bf16 if the policy was loaded in
-    a 16-bit ``dtype`` and the device supports bf16, and otherwise fp32."""
+    """Replace ``precision="auto"`` in ``compute`` by a definite precision. It is bf16 if the policy
+    was loaded in a 16-bit ``dtype`` and the device supports bf16. Otherwise it is fp32."""
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2

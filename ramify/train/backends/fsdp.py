@@ -1,5 +1,5 @@
-"""The ``fsdp`` backend: one model over several processes, as seen from rank 0, where the training
-loop runs.
+"""The ``fsdp`` backend, which shards one model over several processes. This file has the part that
+runs on rank 0, with the training loop.
 
     FsdpRanks ── spread ──> FsdpModel ── backend ──> FsdpBackend (``fsdp_model.py``)
 
@@ -41,7 +41,7 @@ from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 
 
 class FsdpRanks:
-    """The processes (ranks) of a training run, over which models are sharded."""
+    """The processes (ranks) of a training run, which hold the shards of its models."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class FsdpRanks:
         dumps: Path | None = None,
         hosts: Launcher | None = None,
     ) -> None:
-        """Start the ranks, on ``hosts`` if given, or join those of torchrun. Batches with a
-        non-finite loss, and the stacks of stuck ranks, are written to ``dumps``. Raises
-        ConfigError, before anything is started, if ``compute.shard`` does not fit this machine."""
+        """Start the ranks on ``hosts``, or on this machine, or join those that torchrun started.
+        The folder ``dumps`` receives batches with a non-finite loss and the stack traces of stuck
+        ranks. Raises ConfigError if ``compute.shard`` does not fit this machine. Nothing has been
+        started then."""
         self.compute = compute
         self.device = device
         self.dumps = dumps or Path()
@@ -68,7 +69,7 @@ class FsdpRanks:
 
     @property
     def rank_models(self) -> Any:
-        """The ``RankModels`` of this process, with its shard of each model."""
+        """The shards that this process holds, one of each model."""
         return self._joined.rank
 
     def shard_model(
@@ -82,10 +83,11 @@ class FsdpRanks:
         holds_base: bool = False,
     ) -> FsdpModel:
         """Shard a model over the ranks, given its Hugging Face configuration and a source of
-        weights. ``compute`` overrides the ranks' options, except their number. ``critic``: add a
-        value head, initialized to 0. ``holds_base``: keep the weights that adapters are added to in
-        this process too, so that only adapters are gathered. Raises ConfigError, naming the first
-        tensor that does not fit."""
+        weights. Raises ConfigError, which names the first tensor that does not fit.
+
+        ``compute`` overrides the ranks' options, except their number. ``critic`` adds a value head,
+        initialized to 0. ``holds_base`` keeps the weights that adapters are added to in this
+        process too, so that only adapters have to be gathered."""
         compute = compute or self.compute
         TensorParallelPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source_tensors(config, source)
@@ -100,7 +102,7 @@ class FsdpRanks:
 
 class FsdpTrainedModel:
     """The model that a run trains, sharded over several processes (ranks). The policy object in
-    this process belongs to the inference engine, which gets new weights whenever they are
+    this process is a separate copy for the inference engine. It gets new weights whenever they are
     published."""
 
     is_here = False
@@ -118,8 +120,8 @@ class FsdpTrainedModel:
         device: str | None = None,
     ) -> None:
         """Start the ranks, and shard a model like that of ``policy`` over them. The weights of
-        ``policy`` may change later. ``critic``: add a value head, for ``with_critic``. ``device``:
-        kind of the ranks' devices; None: the policy's."""
+        ``policy`` may change later. ``critic`` adds a value head, for ``with_critic``. ``device``
+        is the kind of the ranks' devices; None takes the policy's."""
         device = device or policy.device.type
         compute = resolve_precision(compute, policy.dtype, device)
         self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
@@ -135,8 +137,8 @@ class FsdpTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
-        """Raise ConfigError if the ranks cannot be started. ``elsewhere``: not all ranks are on
-        this machine."""
+        """Raise ConfigError if the ranks cannot be started. ``elsewhere`` is True if some ranks run
+        on other machines."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
     @staticmethod
@@ -147,8 +149,8 @@ class FsdpTrainedModel:
         lora: AdapterSpec | None,
         optims: Many[OptimizerSpec],
     ) -> None:
-        """Raise ConfigError if the model, its adapters or one of the optimizers that will train it
-        cannot be split over the mesh."""
+        """Raise ConfigError if the model, its adapters or one of its optimizers cannot be split
+        over the mesh of ranks."""
         shard = compute.shard
         TensorParallelPlan.check(config, shard, launch.num_ranks(shard, device), lora)
         for optim in optims:
@@ -181,7 +183,7 @@ class FsdpTrainedModel:
         return self._model.base_tensors_and_adapters()
 
     def stacks(self) -> str:
-        """Return the stack traces of the other ranks, as text."""
+        """Return the stack traces of all other ranks, as text."""
         return self._ranks.rank_group.stacks()
 
     def release_memory(self) -> None:
@@ -192,8 +194,8 @@ class FsdpTrainedModel:
 
 
 def check_source_tensors(config: Any, source: Source) -> None:
-    """Raise ConfigError if the tensors of a source of weights do not fit the model of a
-    configuration. The error names the first such tensor."""
+    """Raise ConfigError if a source of weights does not have the tensors that the model of
+    ``config`` needs. The error names the first tensor that does not fit."""
     model = on_meta(config)
     if isinstance(source, Path):
         check_weights(model, stored_tensors(source, model), str(source))

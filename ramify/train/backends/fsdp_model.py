@@ -1,5 +1,5 @@
-"""A model that is sharded over several processes (ranks): access to its weights, and the
-distribution of batches over the ranks while it trains.
+"""Train a model that is sharded over several processes (ranks). Rank 0 uses this module to access
+the full weights and to distribute batches over the ranks.
 
     weights, unmerged, export   one tensor at a time, gathered from all ranks
     load_weights                one tensor at a time, to the ranks that hold parts of it
@@ -46,15 +46,15 @@ from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
 _AT_ONCE = 16 << 20
-"""Bytes of tensors gathered or sent at once; a larger tensor is handled alone."""
+"""Bytes of tensors that are gathered or sent together. A larger tensor is handled alone."""
 Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
-"""Source of a model's weights: a folder that all ranks can read, tensors of this process, or a
-model over the same mesh."""
+"""Source of a model's weights: a folder that all ranks can read, tensors of this process, or
+another model over the same mesh."""
 
 
 def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
-    """Raise ConfigError if the optimizer cannot update a model that is sharded in this way: Muon
-    does not work with tensor parallelism."""
+    """Raise ConfigError if the optimizer cannot update a model that is sharded as ``shard`` says.
+    Muon does not work with tensor parallelism."""
     if optim.kind == "muon" and shard.tensor > 1:
         raise ConfigError(
             f"optim.kind=muon needs the whole columns of a matrix on a rank, but "
@@ -63,7 +63,7 @@ def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
 
 
 class FsdpBackend:
-    """A training backend that distributes its work over several processes (ranks)."""
+    """A training backend that distributes its batches over several processes (ranks)."""
 
     def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
         self._model = model
@@ -113,7 +113,7 @@ class FsdpBackend:
         return self.entry_logprobs(batches, base=False)
 
     def base_reference(self) -> ShardedReference:
-        """Return the model without its adapters, for use as a reference model."""
+        """Return the model without its adapters, for use as a frozen reference model."""
         return ShardedReference(self)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
@@ -122,8 +122,8 @@ class FsdpBackend:
         return self._collect("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and a copy of each full tensor. A tensor is gathered only when it is
-        requested."""
+        """Yield the name and a copy of each full tensor. A tensor is gathered from the ranks only
+        when the caller asks for it."""
         return self._model.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -147,8 +147,8 @@ class FsdpBackend:
 
     def load(self, folder: Path) -> None:
         """Restore the training state saved in ``folder``. With the same number of ranks, training
-        continues bit by bit as before; with another number, sums are rounded differently. Raises
-        ConfigError if the state does not fit this backend."""
+        continues bit for bit. With another number, sums are rounded differently. Raises ConfigError
+        if the state does not fit this backend."""
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -169,12 +169,12 @@ class FsdpBackend:
         self._steps = state["num_steps"]
 
     def entry_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """Return the log-probabilities of the entries of each batch. With ``base``, they are
-        computed without the model's adapters."""
+        """Return log-probabilities of the tokens that carry loss, one array for each batch. With
+        ``base``, they are computed without the model's adapters."""
         return self._collect("logprobs", batches, base)
 
     def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """Distribute the batches over the ranks, call the method ``verb`` on each rank, and return
+        """Distribute the batches over the ranks and call the method ``verb`` on each rank. Returns
         one result per batch, in the order of ``batches``."""
         if not batches:
             return []
@@ -186,7 +186,7 @@ class FsdpBackend:
         return [by_index[index] for index in range(len(batches))]
 
     def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """Divide the batches among the ranks. The ranks of a tensor-parallel group compute the same
+        """Divide the batches among the ranks. All ranks of a tensor-parallel group get the same
         batches.
 
         Returns two lists. The first has the indices of the batches of each group, and the second
@@ -216,8 +216,8 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """A reference model that computes with the initial weights of a sharded model, by leaving its
-    adapters out."""
+    """A reference model with the initial weights of a sharded model. It uses the trained model and
+    leaves its adapters out."""
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
@@ -231,7 +231,7 @@ class ShardedReference:
 
 
 class FsdpModelSpec(NamedTuple):
-    """The arguments from which a model sharded over ranks is created."""
+    """The arguments for creating a model that is sharded over ranks."""
 
     config: Any
     source: Source
@@ -242,7 +242,8 @@ class FsdpModelSpec(NamedTuple):
 
 
 class FsdpModel:
-    """One model that is sharded over all ranks, as seen by rank 0, which controls the others."""
+    """One model that is sharded over all ranks. This object lives on rank 0 and controls the shards
+    of the other ranks."""
 
     def __init__(
         self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelSpec
@@ -286,7 +287,7 @@ class FsdpModel:
             if not sharded_lora.is_adapter(name)
         }
         self._frozen: dict[str, nn.Parameter] = {}
-        """Name -> weight that adapters are added to, if this process keeps them."""
+        """Map the name of each adapted weight to its frozen tensor, if this process keeps them."""
         if lora is not None and holds_base:
             assert not isinstance(source, FsdpModel)
             initial: Mapping[str, Any] = (
@@ -299,7 +300,8 @@ class FsdpModel:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter of the policy, by its name in the model without adapters."""
+        """Map the name of every parameter of the policy to its shape. The names are those of the
+        model without adapters."""
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
             sharded_lora.plain(n): tuple(s)
@@ -308,14 +310,14 @@ class FsdpModel:
         }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
-        """Return a backend that trains the model with a fresh optimizer. With ``critic``, the
-        value head is trained too, if the model was created with one."""
+        """Return a backend that trains the model with a fresh optimizer. ``critic`` also trains the
+        value head, if the model was created with one."""
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each weight, on the CPU, one at a time. A model
-        with adapters yields its initial weights plus the adapters. Initial weights that this
-        process does not hold are gathered as well."""
+        """Yield the name and the full tensor of each weight, one at a time, on the CPU. Adapters
+        are merged into the weights that they adapt. Weights that this process does not hold are
+        gathered from the ranks."""
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -325,9 +327,9 @@ class FsdpModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe each weight without gathering it from the ranks: yield its name, a tensor of its
-        shape, and a function that gathers it. The function is None for a frozen weight that this
-        process holds, since the tensor is then the weight itself."""
+        """Describe each weight without gathering it from the ranks. Yields its name, a tensor of
+        its shape, and a function that gathers the weight. The function is None for a frozen weight
+        that this process holds, because the tensor is then the weight itself."""
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
             blank = torch.empty(shape, device="meta")
@@ -341,19 +343,19 @@ class FsdpModel:
                 yield name, blank, LazyFrozenWeight(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each adapter matrix (A and B), the only weights
-        that are trained if the model has adapters."""
+        """Yield the name and the full tensor of each adapter matrix (A and B). In a model with
+        adapters, no other weights are trained."""
         yield from self._gathered([name for name in self._shapes if sharded_lora.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of every trained parameter with its full accumulated gradient. This is
+        """Yield the name and the full accumulated gradient of every trained parameter. This is
         meant for debugging."""
         trained = self.own.backend_of(self.key).trained_parameters_and_optimizer[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights on all ranks by full tensors of this process, which are sent one at a
-        time. Raises ConfigError if the model has adapters."""
+        """Replace the weights on all ranks by full tensors of this process. The tensors are sent
+        one at a time. Raises ConfigError if the model has adapters."""
         if self.lora is not None:
             raise ConfigError(
                 "a model with adapters keeps its initial base weights: it accepts no others"
@@ -363,8 +365,8 @@ class FsdpModel:
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
         """Write the model to a Hugging Face folder, one tensor at a time, in ``dtype`` (default
-        fp32). With adapters, the folder holds the merged weights, and its subfolder ``adapter``
-        holds the adapters in peft's format."""
+        fp32). For a model with adapters, the folder holds the merged weights, and its subfolder
+        ``adapter`` the adapters in peft's format."""
         buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
         tensors = itertools.chain(self.weights(), self._buffers.items())
         shapes = {**self.shapes, **buffers}
@@ -375,7 +377,7 @@ class FsdpModel:
             sharded_lora.save(folder / "adapter", self.lora, self._adapted, self.adapters())
 
     def drop(self) -> None:
-        """Free the model on all ranks."""
+        """Free this model's memory on all ranks."""
         self.rank_group.call("drop", self.key)
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
@@ -400,7 +402,7 @@ class FsdpModel:
         return AdaptedMatrix(partial(self._base, name), pair, scale, torch.float32)
 
     def _base(self, name: str) -> Tensor:
-        """Return the weight ``name`` of the model without adapters."""
+        """Return the weight ``name`` of the model without its adapters."""
         if name in self._frozen:
             return self._frozen[name].detach()
         return self._one(self._own_names[name])
@@ -416,7 +418,8 @@ class FsdpModel:
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Split the names of ``tensors`` into groups that are small enough to be gathered at once."""
+    """Split the names of ``tensors`` into groups that are small enough to gather in one
+    operation."""
     group: list[str] = []
     size = 0
     for name, tensor in tensors.items():

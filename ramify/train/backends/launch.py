@@ -1,5 +1,5 @@
-"""Start the processes (ranks) of a training run, or join those started by ``torchrun``, and connect
-them.
+"""Start the processes (ranks) of a training run, or join the ones that ``torchrun`` started, and
+connect them to rank 0.
 
     ramify train R compute.backend=fsdp compute.shard.ranks=2
         this process is rank 0, and starts the others
@@ -45,7 +45,7 @@ from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
 
 _POLL_S = 0.05
 _START_S = 120.0
-"""Time limit in seconds for a rank to start, including its imports."""
+"""Time limit in seconds for the start of a rank, including its imports."""
 _log = ComponentLogger("train")
 
 
@@ -55,34 +55,34 @@ class RankHello(msgspec.Struct, frozen=True):
     rank: int
     kind: Literal["talk", "watch", "store"]
     place: str
-    """Process id and host, for errors."""
+    """Process id and host of the rank, for error messages."""
 
 
 class RankSettings(msgspec.Struct, frozen=True):
-    """The first message that rank 0 sends to another rank, with the settings of the group."""
+    """The first message from rank 0 to another rank, with the settings of the whole group."""
 
     size: int
     """Number of ranks."""
     local_rank: int
-    """Index of the GPU that the rank uses, unless torchrun says so."""
+    """Index of the GPU that the rank uses, unless torchrun sets it."""
     device: str
     """``cpu`` or ``cuda``."""
     timeout_s: float
     is_local: bool
-    """Whether all ranks are on one machine."""
+    """True if all ranks are on one machine."""
 
 
 def follow_if_told() -> None:
-    """If torchrun started this process as a rank other than 0, do what rank 0 commands until it
-    ends, and then exit. Otherwise do nothing."""
+    """Serve rank 0 if torchrun started this process as another rank. The process then executes rank
+    0's commands until the run ends, and exits. Otherwise do nothing."""
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
 
 
 def is_restarted() -> bool:
-    """Return True if this process is rank 0 and torchrun restarted it after an earlier attempt that
-    had passed its checks and begun."""
+    """Return True if this process is rank 0 and torchrun has restarted it. The earlier attempt must
+    have passed its checks and begun."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
@@ -90,8 +90,8 @@ def is_restarted() -> bool:
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
-    """Return the number of ranks of a run on this machine: the configured number, or else the size
-    of the torchrun group, one per GPU, or one."""
+    """Return the number of ranks of a run on this machine. It is the configured number, or else the
+    size of the torchrun group, or else one per GPU, or one on a CPU."""
     import torch
 
     world = RankInfo.of_environment()
@@ -100,9 +100,9 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
 
 
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """Check that the configured ranks can be started, before anything is started, and return their
-    number. ``elsewhere`` means that some ranks run on other machines, so the number of local GPUs
-    does not matter. Raises ConfigError if they cannot be started."""
+    """Check that the configured ranks can be started, and return their number. ``elsewhere`` means
+    that some ranks run on other machines, so that the number of local GPUs does not matter. Raises
+    ConfigError if the ranks cannot be started."""
     import torch
     import torch.distributed as dist
 
@@ -149,20 +149,20 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
 
 
 class JoinedRanks(NamedTuple):
-    """What rank 0 holds once all other ranks are connected to it."""
+    """The resources of rank 0 once all other ranks have connected to it."""
 
     rank_group: Any
-    """``RankGroup``"""
+    """A ``RankGroup``, through which rank 0 calls the other ranks."""
     rank: Any
-    """``RankModels``: this process's own."""
+    """The ``RankModels`` of this process, rank 0."""
     close: Callable[[], None]
-    """Frees what the other ranks met at."""
+    """Free the rendezvous resources through which the ranks have met."""
 
 
 @contextlib.contextmanager
 def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
-    """Kill all started ranks if the block raises an exception, so that a failed start leaves no
-    processes behind."""
+    """Kill all started ranks if the ``with`` block raises an exception, so that a failed start
+    leaves no processes behind."""
     import torch.distributed as dist
 
     try:
@@ -178,9 +178,9 @@ def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
 def start_ranks(
     shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None
 ) -> JoinedRanks:
-    """Start the other ranks, on ``hosts`` if given, or connect to those that torchrun started.
-    Raises ConfigError if the configured ranks cannot be started, and TrainError if a rank does not
-    start."""
+    """Start the other ranks on ``hosts`` or on this machine, or connect to the ones that torchrun
+    started. Raises ConfigError if the configuration does not allow that, and TrainError if a rank
+    does not start."""
     from ramify.actors.rank_group import RankGroup
     from ramify.actors.rank_store import KeyValueStoreServer
     from ramify.actors.rank_watch import RankConnection, RankProgress
@@ -249,8 +249,8 @@ def stop_ranks(joined: JoinedRanks) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's cache of sharding decisions. Later ranks of this process may form an equal
-    mesh, and torch would then use the process groups that were just destroyed."""
+    """Clear torch's cache of sharding decisions. If this process later forms a mesh of the same
+    shape, torch would otherwise use process groups that no longer exist."""
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -259,8 +259,8 @@ def _forget_meshes() -> None:
 
 
 def follow(world: RankInfo) -> NoReturn:
-    """Run as one of torchrun's ranks other than 0: execute the commands of rank 0 until it ends,
-    and then exit. Raises TrainError if rank 0 cannot be reached in time."""
+    """Run this process as a torchrun rank other than 0. It executes the commands of rank 0 until
+    rank 0 ends, and then exits. Raises TrainError if rank 0 cannot be reached in time."""
     meeting = TorchrunMeeting(world)
     until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
     while True:
@@ -276,7 +276,7 @@ def follow(world: RankInfo) -> NoReturn:
 
 
 def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
-    """Join the process group, execute the commands of rank 0 until it ends, and then exit. Raises
+    """Join the process group, execute the commands of rank 0 until rank 0 ends, and exit. Raises
     EOFError or OSError if rank 0 ends before the group is complete."""
     import torch.distributed as dist
 
@@ -310,8 +310,8 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 def _started(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> Process:
-    """Start the process of one rank: on this machine, or where the launcher ``hosts`` places it,
-    which then exposes only the GPUs assigned to the rank."""
+    """Start the process of one rank and return it. It runs on this machine, or where the launcher
+    ``hosts`` places it. That machine then exposes only the GPUs assigned to the rank."""
     import torch
 
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
@@ -326,7 +326,7 @@ def _started(
 
 
 def _check_alive(processes: Sequence[Process], rank: int) -> None:
-    """Raise TrainError if a rank that was started here has exited."""
+    """Raise TrainError if the process of this rank was started here and has exited."""
     if processes and processes[rank - 1].poll() is not None:
         raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 
@@ -344,8 +344,8 @@ class _RankChannel(NamedTuple):
 def _accept_ranks(
     listener: ConnectBackListener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
-    """Accept connections until every other rank has joined. Returns the channels by rank and kind
-    of channel. ``look`` is called with each missing rank, and raises if that rank has exited.
+    """Accept connections until every other rank has joined. Returns the channels, keyed by rank and
+    kind of channel. ``look`` is called with each missing rank and raises if that rank has exited.
     Raises TrainError if a rank does not join in time."""
     joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
@@ -377,7 +377,7 @@ def _accept_ranks(
 
 
 def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
-    """Open the three connections from this rank to rank 0, and return them by kind."""
+    """Open this rank's three connections to rank 0, and return them by kind."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
     return {
@@ -386,8 +386,8 @@ def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
 
 
 def _torch_timeout(timeout_s: float) -> float:
-    """Return the timeout in seconds for torch's operations. It is longer than Ramify's own timeout,
-    whose error message says which rank is stuck."""
+    """Return the timeout in seconds for torch's collective operations. It is longer than Ramify's
+    own timeout, so that the user sees Ramify's error, which names the stuck rank."""
     return 2 * timeout_s + 30
 
 

@@ -1,5 +1,5 @@
-"""The arrangement of a run's processes (ranks) in a mesh: what each axis of the mesh splits, and
-which sizes fit.
+"""Arrange the processes (ranks) of a run in a mesh with one axis per kind of parallelism. This
+module says what each axis splits, and checks that the sizes fit the model.
 
     ranks=8, replicas=2, tensor=2             experts=4 (the same ranks, seen by experts)
 
@@ -31,11 +31,11 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _EXPERT_WIDTH = "moe_intermediate_size"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in configurations."""
+"""Names under which model configurations store the number of experts."""
 
 
 class MeshSizes(NamedTuple):
-    """The length of each axis of a mesh of ranks."""
+    """The number of ranks along each axis of a device mesh."""
 
     replicas: int
     shard: int
@@ -45,7 +45,7 @@ class MeshSizes(NamedTuple):
     @classmethod
     def of(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
         """Compute the sizes of a mesh of ``num_ranks`` ranks. The number of shards follows from the
-        other sizes. Raises ConfigError if the ranks do not fill the mesh."""
+        other sizes. Raises ConfigError if the ranks cannot fill the mesh."""
         rest = replicas * tensor
         if num_ranks % rest:
             named = f"{replicas} replicas" + (f" x {tensor} tensor" if tensor > 1 else "")
@@ -67,18 +67,18 @@ class MeshSizes(NamedTuple):
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks that share the rows of the same experts."""
+        """Number of ranks that shard the weights of the same experts."""
         return self.shard * self.tensor // self.experts
 
     @property
     def num_batches(self) -> int:
-        """Number of different batches that are computed at the same time."""
+        """Number of different batches that the ranks compute at the same time."""
         return self.replicas * self.shard
 
     @property
     def splits_layers(self) -> bool:
-        """True if the computation of a layer is split over ranks, and not only the storage of its
-        weights."""
+        """True if several ranks compute each layer together, instead of only sharing the storage of
+        its weights."""
         return self.tensor > 1 or self.experts > 1
 
     def place(self, rank: int) -> str:
@@ -100,8 +100,9 @@ def check_model(
     expert_plan: Mapping[str, str],
 ) -> None:
     """Raise ConfigError if the layers of a Hugging Face model cannot be split over the mesh. The
-    error names the sizes that are not divisible, with divisors that would fit, or the model class
-    if it has no plan. ``tensor_plan`` and ``expert_plan`` are additional rules from the recipe."""
+    error names sizes that are not divisible and divisors that would fit. If the model class has no
+    plan for splitting, the error says so. ``tensor_plan`` and ``expert_plan`` add rules from the
+    recipe."""
     if not sizes.splits_layers:
         return
     check_transformers_version()

@@ -1,5 +1,5 @@
-"""Build a model without its weights from its configuration. On PyTorch's meta device, it has its
-modules and shapes only.
+"""Build a model from its configuration without allocating its weights. The model is on PyTorch's
+meta device and has only modules and shapes.
 
 Ranks create such a model before they split and fill it, and checks use it to find out what a model
 consists of.
@@ -19,8 +19,8 @@ from ramify.models.dense import DenseModel, unsupported
 
 def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
     """Build the model of a Hugging Face configuration on the meta device, without allocating its
-    weights. Computed buffers (rotations) have their values. With ``splits_layers``, the model is
-    always the one from ``transformers``, which comes with plans for splitting its layers."""
+    weights. Computed buffers, such as rotary frequencies, hold their real values. ``splits_layers``
+    selects the class from ``transformers``, which comes with plans for splitting its layers."""
     if unsupported(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()
@@ -35,8 +35,8 @@ def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside the ``with`` block, move every parameter that a module registers to the meta device.
-    Buffers keep their values, since these are not in any checkpoint."""
+    """Move every parameter that a module registers inside the ``with`` block to the meta device.
+    Buffers keep their values, because checkpoints do not contain them."""
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

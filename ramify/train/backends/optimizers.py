@@ -1,7 +1,8 @@
-"""The optimizers that update the weights of a model, and the interface through which they access
-the weights. A ``WeightSharding`` hides from ``single.py`` how the weights are stored.
-``SingleProcessWeightSharding`` is for one device that holds them all; the layout for several ranks
-is in ``sharding.py``. Which parameters each optimizer updates:
+"""Update the weights of a model with AdamW or Muon. The optimizers access the weights through a
+``WeightSharding``, which hides whether one device or several ranks hold them. The version for
+several ranks is in ``sharding.py``.
+
+Which parameters each optimizer updates:
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without weight decay
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from ramify.train.backends.base import OptimizerSpec
 
 _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
-"""Name parts of matrices that are not inside a layer."""
+"""Parts of names by which matrices outside the layers are recognized."""
 
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -39,10 +40,11 @@ _EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer, for matrices only. It differs from ``torch.optim.Muon`` in two ways:
-    matrices of the same shape are processed together, and on a CPU the products are fp32, since
-    most CPUs are many times slower in bf16 (a step of the smallest policy took 0.6 s, of which
-    0.04 s are needed)."""
+    """The Muon optimizer for matrices. Unlike ``torch.optim.Muon``, it processes matrices of the
+    same shape together. On a CPU it multiplies in fp32, since bf16 is many times slower on most
+    CPUs.
+
+    On a CPU, a step of the smallest policy took 0.6 s in bf16, of which 0.04 s are needed."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         return orthogonal(torch.stack(matrices))
 
     def _momentum(self, parameter: Tensor, beta: float) -> Tensor:
-        """Update and return the Nesterov momentum of a parameter's gradient."""
+        """Update the Nesterov momentum of a parameter's gradient, and return it."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -85,8 +87,8 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer:
-    """The optimizer of a whole model: AdamW for all parameters, or Muon for the matrices inside
-    layers and AdamW for the others."""
+    """The optimizer of a whole model. It uses AdamW for all parameters, or Muon for the matrices
+    inside layers and AdamW for the rest."""
 
     def __init__(self, model: nn.Module, optim: OptimizerSpec, muon: type[Muon] = Muon) -> None:
         self._optim = optim
@@ -126,7 +128,7 @@ class CombinedOptimizer:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the trained parameters into the matrices inside layers and all others."""
+    """Split the trained parameters into the matrices inside layers and all other parameters."""
     inside: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -144,14 +146,14 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def is_inside(name: str, parameter: nn.Parameter) -> bool:
-    """Return True if a parameter is a matrix inside a layer, as opposed to an embedding, a norm or
-    the output matrix."""
+    """Return True if a parameter is a matrix inside a layer. Embeddings, norms and the output
+    matrix are not."""
     return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
 
 
 def orthogonal(matrices_nRC: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrix to each of n matrices [n, R, C]: bring all singular
-    values close to 1 (0.7 to 1.2)."""
+    """Approximate the nearest orthogonal matrix to each of n matrices, given as a tensor of shape
+    [n, R, C]. All singular values become close to 1, between 0.7 and 1.2."""
     x = matrices_nRC.to(torch.bfloat16 if matrices_nRC.is_cuda else torch.float32)
     is_tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if is_tall else x
@@ -166,12 +168,12 @@ T = TypeVar("T")
 
 
 class WeightSharding(Protocol):
-    """The interface to a model's weights from the view of one rank, which may hold only a part of
-    them."""
+    """The interface through which one rank accesses the weights of a model. The rank may hold only
+    a shard of them."""
 
     @property
     def muon(self) -> type[Muon]:
-        """The version of the Muon optimizer that can update matrices in this layout."""
+        """The version of the Muon optimizer that can update weights sharded in this way."""
         ...
 
     @property
@@ -180,20 +182,20 @@ class WeightSharding(Protocol):
         ...
 
     def run_with_weights(self, work: Callable[[], T]) -> T:
-        """Call a function that uses the weights, and return its result. All ranks must make this
-        call together, since the weights may have to be gathered."""
+        """Call the function ``work``, which uses the weights, and return its result. All ranks must
+        make this call together, because the weights may have to be gathered first."""
         ...
 
     def agree(self, is_well: bool) -> bool:
-        """Return True if the ranks agree that all is well: if every rank passes True."""
+        """Return True if every rank passes True, so that all ranks reach the same decision."""
         ...
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the ranks that compute different batches."""
+        """Sum ``tensor`` over all ranks that compute different batches."""
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Return the norm of all tensors together. The parts on other ranks are included."""
+        """Return the norm of all tensors taken together. The shards on other ranks are included."""
         ...
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:
@@ -202,8 +204,8 @@ class WeightSharding(Protocol):
 
 
 class SingleProcessWeightSharding:
-    """Access to the weights of a model that a single device holds completely, so that nothing is
-    sharded or gathered."""
+    """Access to the weights of a model on a single device. The device holds all of the weights, so
+    nothing is sharded or gathered."""
 
     muon = Muon
 
@@ -227,8 +229,8 @@ class SingleProcessWeightSharding:
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, computed in fp64. In fp32 the rounding, and
-    so the factor of gradient clipping, would depend on the layout of the tensors: after twenty
+    """Return the sum of the squares of all elements, computed in fp64. In fp32 the rounding would
+    depend on the layout of the tensors, and with it the factor of gradient clipping. After twenty
     steps gradients would differ by 2e-5."""
     return (
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])

@@ -1,5 +1,5 @@
-"""One rank, a process of a distributed training run: its shard of each model, and the operations
-that all ranks run together.
+"""The code of one rank, a process of a distributed training run. The rank holds its shard of each
+model and executes operations that all ranks run together.
 
     make ── (put …) ── stage ──┬── add, optim_step     each call runs on every rank at the same
                                ├── logprobs            time, with the rank's own batches
@@ -46,13 +46,13 @@ from ramify.types.sequence import Batch, Floats
 
 
 class ModelConfigText(msgspec.Struct, frozen=True):
-    """A Hugging Face model configuration as text, which ranks parse as transformers parses a
-    file."""
+    """A Hugging Face model configuration as text, in which form it is sent to other ranks. They
+    parse the text as transformers parses ``config.json``."""
 
     text: str
     """JSON, as in ``config.json``."""
     attention: str | None
-    """The implementation of attention, which that file does not hold."""
+    """The implementation of attention, which ``config.json`` does not store."""
 
     @classmethod
     def of(cls, config: Any) -> ModelConfigText:
@@ -79,17 +79,19 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
 
 class RankModelSpec(NamedTuple):
-    """Describes a model that all ranks create together, each with its shard."""
+    """The specification of a model that all ranks create together. Each rank creates only its own
+    shard."""
 
     config: ModelConfigText
     compute: ComputeSpec
     folder: str
-    """Folder from which each rank reads its shard; empty: rank 0 sends the weights with ``put``."""
+    """Folder from which each rank reads its shard. If it is empty, rank 0 sends the weights with
+    ``put``."""
     lora: AdapterSpec | None
     dumps: str
-    """Folder for batches with a non-finite loss."""
+    """Folder that receives batches with a non-finite loss."""
     critic: bool = False
-    """Whether to add a value head, initialized to 0."""
+    """True to add a value head, initialized to 0."""
 
 
 class _Model:
@@ -124,8 +126,8 @@ class _Model:
 
 
 class RankModels:
-    """The models of which one rank holds a shard, by name. Its methods are the operations that rank
-    0 calls on all ranks."""
+    """The shards of all models on one rank, by name. Rank 0 calls the methods of this class on all
+    ranks."""
 
     def __init__(
         self,
@@ -152,18 +154,18 @@ class RankModels:
 
     @property
     def pending_write(self) -> sharded_checkpoint.CheckpointWrite:
-        """The latest checkpoint write, which may still be running."""
+        """The latest write of a checkpoint, which may still be in progress."""
         assert self._pending is not None
         return self._pending
 
     def backend_of(self, key: str) -> SingleBackend:
-        """Return the backend with which this rank trains a model."""
+        """Return the backend with which this rank trains the model ``key``."""
         return self._models[key].backend
 
     # --- verbs: models
 
     def make(self, key: str, making: RankModelSpec) -> None:
-        """Create this rank's shard of a model. Without a folder to read the weights from, only the
+        """Create this rank's shard of a model. Without a folder of weights to read from, only the
         adapters and the value head are initialized."""
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
@@ -199,8 +201,8 @@ class RankModels:
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
-        """Receive weights from rank 0 and store this rank's shards of them. The names are those of
-        the model without adapters."""
+        """Receive full weights from rank 0 and store this rank's shards of them. The names are
+        those of the model without adapters."""
         made = self._models[key]
         made.sharded.reshard()
         here = {sharded_lora.plain(name): name for name in self._base(made)}
@@ -208,8 +210,8 @@ class RankModels:
             made.sharded.scatter_weight(here[name], tensor)
 
     def copy(self, key: str, source: str) -> None:
-        """Copy the weights of another model, which has the same mesh and no adapters, to the model
-        ``key``."""
+        """Copy the weights of another model to the model ``key``. Both must have the same mesh, and
+        the source must have no adapters."""
         made, other = self._models[key].sharded, self._models[source].sharded
         made.reshard()
         with torch.no_grad():
@@ -220,8 +222,8 @@ class RankModels:
                 made.buffers[name].copy_(buffer)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
-        """Collect the full tensors of the named weights, or of their gradients, on rank 0, which
-        returns them. The other ranks take part and return None."""
+        """Gather the full tensors of the named weights, or of their gradients, on rank 0. Rank 0
+        returns them; the other ranks take part and return None."""
         found = []
         for name in names:
             tensor = self._models[key].sharded.gather(name, gradients)
@@ -230,7 +232,7 @@ class RankModels:
         return found if self.index == 0 else None
 
     def release_memory(self) -> None:
-        """Return cached memory of this rank's GPU to the device."""
+        """Return unused memory of this rank's GPU to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -238,8 +240,8 @@ class RankModels:
         self._models.pop(key, None)
 
     def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
-        """Prepare a model for a training stage, with a fresh optimizer. With ``critic``, the value
-        head is trained too."""
+        """Prepare a model for a training stage, with a fresh optimizer. ``critic`` also trains the
+        value head."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
@@ -261,9 +263,10 @@ class RankModels:
     def add(
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
     ) -> SerializableLossTally:
-        """Compute the loss of this rank's batches and add its gradient to the accumulated one. None
-        in the list stands for a batch that only other ranks have; the rank then computes the batch
-        ``idle``, to stay in step. ``formula``: the loss, in the form of ``LossSpec.stored``."""
+        """Add the gradient of this rank's batches to the accumulated gradient. None in the list
+        marks a batch that only other ranks have. The rank then computes the batch ``idle`` instead,
+        because all ranks must run the same operations. ``formula`` is the loss in the form of
+        ``LossSpec.stored``."""
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
         made.backend.prepare_expert_loads(
             [idle if batch is None else batch for batch in batches], loss
@@ -288,9 +291,9 @@ class RankModels:
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
-        """Return the log-probabilities [E] of each batch. Where the list has None, the rank
-        computes the batch ``idle`` to stay in step with the others, and returns nothing for it.
-        With ``base``, the model's adapters are left out."""
+        """Return the log-probabilities [E] of the E tokens with loss of each batch. Where the list
+        has None, the rank computes the batch ``idle`` to stay in step with the others, and returns
+        nothing for it. ``base`` leaves the model's adapters out."""
         made = self._models[key]
         with sharded_lora.without(made.model) if base else nullcontext():
             found = [
@@ -299,7 +302,8 @@ class RankModels:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """Return the critic's values [E] for each batch that is not None."""
+        """Return the critic's values [E] at the E tokens with loss of each batch. Batches that are
+        None give no result."""
         backend = self.backend_of(key)
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
@@ -308,7 +312,7 @@ class RankModels:
 
     def save(self, key: str, folder: str, asynchronous: bool) -> sharded_checkpoint.RandomState:
         """Write this rank's shard of a checkpoint, and return the rank's random state. If writing
-        continues in the background, ``wait`` waits for it."""
+        continues in the background, call ``wait`` before using the checkpoint."""
         self.wait()
         single = self.backend_of(key)
         weights, optimizers = single.trained_parameters_and_optimizer
@@ -319,8 +323,8 @@ class RankModels:
         return sharded_checkpoint.torch_random_state(self.device)
 
     def wait(self) -> None:
-        """Wait until the last ``save`` is complete on all ranks. Raises StoreError if it failed on
-        any."""
+        """Wait until all ranks have completed the last ``save``. Raises StoreError if it failed on
+        any rank."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -340,8 +344,7 @@ class RankModels:
             sharded_checkpoint.set_random_state(self.device, random[self.index])
 
     def _base(self, made: _Model) -> list[str]:
-        """Return the names of the tensors that the model would have without adapters and value
-        head."""
+        """Return the names of the tensors of the model without its adapters and value head."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
             name
@@ -351,13 +354,15 @@ class RankModels:
 
 
 def is_of_critic(name: str) -> bool:
-    """Return True if a parameter belongs to the value head, which is not part of the policy."""
+    """Return True if a parameter belongs to the critic's value head. Such parameters are not part
+    of the policy."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
 def idle(batch: Batch) -> Batch:
-    """Return a batch of one token without loss weight, which a rank computes when it has no batch
-    left. Its streams and denominators have the same names as those of ``batch``."""
+    """Return a batch of one token without loss weight. A rank computes it when it has no batch
+    left, to stay in step with other ranks. It has streams and denominators of the same names as
+    ``batch``."""
     streams: dict[str, Any] = {
         name: np.zeros_like(column[:1]) for name, column in batch.streams.items()
     }
@@ -378,8 +383,8 @@ def idle(batch: Batch) -> Batch:
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Distribute batches over ranks, and return the indices of each rank's batches. The longest
-    batches go first, each to the rank with the fewest tokens so far."""
+    """Distribute batches over ranks, and return the indices of the batches of each rank. The
+    longest batches go first, each to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):

@@ -1,5 +1,5 @@
-"""Write a model to a Hugging Face folder tensor by tensor, so that only one tensor is in memory at
-a time, however large the model.
+"""Write a model to a Hugging Face folder one tensor at a time, so that memory never holds more than
+one tensor.
 
     config.json, and model.safetensors
     or model-00001-of-00003.safetensors … and model.safetensors.index.json
@@ -22,16 +22,16 @@ from torch import Tensor
 from ramify.models.stored_weights import lazy_disk_tensors, to_disk_tensors
 
 _MAX_BYTES = 5_000_000_000
-"""Maximum size of a file."""
+"""Maximum size of one file in bytes."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class ExportManifest(NamedTuple):
-    """The names, shapes and precision of the weights to write, which must be known before their
-    values."""
+    """The names, shapes and precision of the weights of an export. They must be known before the
+    first value is written."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> shape, in the order in which the values will arrive."""
+    """Map the name of each tensor to its shape, in the order in which the values will arrive."""
     dtype: torch.dtype | None = None
     """None: fp32."""
 
@@ -43,8 +43,9 @@ def export(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
-    """Write a model's configuration and weights to ``folder``, which is created. Raises ValueError
-    if a tensor does not have the name and shape that ``weights`` announces."""
+    """Write a model's configuration and weights to ``folder``, creating the folder. Raises
+    ValueError if a tensor does not have the name and shape that the manifest ``weights``
+    announces."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
     parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
@@ -81,8 +82,9 @@ def export_model(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a checkpoint of a model in the layout of the model's published checkpoints. ``tensors``
-    yields the weights under the names that they have in memory, which are converted. ``shapes`` has
-    the shape of each tensor, in the same order. ``model`` may be on the meta device."""
+    yields the weights under their names in memory, which are converted to the published names.
+    ``shapes`` has the shape of each tensor, in the same order. ``model`` may be on the meta
+    device."""
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:
@@ -94,8 +96,8 @@ def export_model(
 
 
 def convert_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
-    """Copy a checkpoint from the folder ``source`` to ``folder``, one tensor at a time, and convert
-    its weights to the precision ``dtype``."""
+    """Copy a checkpoint from ``source`` to ``folder`` and convert its weights to the precision
+    ``dtype``. One tensor is in memory at a time."""
     stored = lazy_disk_tensors(source)
     weights = ExportManifest({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))

@@ -1,4 +1,5 @@
-"""Checkpoints in which every rank writes its own shard, with ``torch.distributed.checkpoint``.
+"""Save and load checkpoints in which every rank writes its own shard, with
+``torch.distributed.checkpoint``.
 
     FOLDER/shards/__0_0.distcp, __1_0.distcp, .metadata   weights.NAME, optim.NAME.exp_avg, …
     FOLDER/trainer.pt                                     steps, options, random states;
@@ -40,18 +41,18 @@ class RandomState(NamedTuple):
 
 
 class ShardedState(NamedTuple):
-    """The part of a model's training state that this rank holds, and that it writes to a checkpoint
-    and reads from it."""
+    """This rank's shard of a model's training state, as written to and read from checkpoints."""
 
     weights: Mapping[str, Any]
-    """Name -> this rank's part of a trained parameter."""
+    """Map the name of each trained parameter to this rank's shard of it."""
     optimizers: CombinedOptimizer
     packed: Mapping[str, int]
-    """Parameter that is two matrices side by side -> the dimension."""
+    """Map the name of each parameter that holds two joined matrices to the dimension along which
+    they are joined."""
 
 
 class CheckpointWrite:
-    """A checkpoint that is being written."""
+    """A write of a checkpoint that may continue in the background."""
 
     def __init__(self, work: Callable[[], object], in_background: bool) -> None:
         self._work = work
@@ -66,7 +67,7 @@ class CheckpointWrite:
 
     def wait(self) -> None:
         """Wait until the checkpoint is written. Raises StoreError if a rank could not write its
-        part."""
+        shard."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -97,8 +98,8 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
 
 
 def load(folder: Path, trained: ShardedState, group: Any) -> None:
-    """Read this rank's shard of a checkpoint into the weights and the optimizer. ``check`` must
-    have accepted the checkpoint before."""
+    """Read this rank's shard of a checkpoint into the weights and the optimizer. Call ``check``
+    first to make sure that the checkpoint fits."""
     weights, optimizers, packed = trained
     shapes = sizes(folder)
     parameters = {name: owner.detach() for name, owner in weights.items()}
@@ -131,8 +132,8 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a checkpoint, by name; numbers have an empty shape.
-    Raises ConfigError if the folder holds no checkpoint."""
+    """Return the shape of each tensor in a checkpoint, by name. Numbers have an empty shape. Raises
+    ConfigError if the folder holds no checkpoint."""
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
@@ -146,8 +147,8 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check(folder: Path, trained: ShardedState) -> None:
-    """Raise ConfigError, naming the first tensor that differs, unless the weights in a checkpoint
-    have exactly the names and shapes of those in ``trained``."""
+    """Raise ConfigError if the weights in a checkpoint and those in ``trained`` differ in names or
+    shapes. The error names the first tensor that differs."""
     shapes = {
         stored: tuple(part.shape)
         for name, each in trained.weights.items()
@@ -202,8 +203,9 @@ def _state(
 
 
 def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
-    """Return the tensors that a checkpoint stores for a parameter, by name: the tensor itself, or
-    the two matrices of a parameter that packs two side by side. They are views of its memory."""
+    """Return the tensors that a checkpoint stores for one parameter, by name. This is the parameter
+    itself, or its two matrices if it packs two side by side. The tensors are views of the
+    parameter's memory."""
     if packed is None:
         return {name: tensor}
     if not isinstance(tensor, DTensor):
@@ -229,7 +231,7 @@ def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the CPU, which does not change when the weights do."""
+    """Copy a tensor to the CPU, so that later updates of the weights do not change the copy."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters for sharded models, by ``peft``: base weights are frozen, A and B are trained.
+"""Add low-rank adapters to sharded models, with ``peft``. The base weights are frozen, and only the
+adapter matrices A and B are trained.
 
     inject(model, lora)          on the meta device, before the model is sharded
     begin(...)                   A random by seed, B zero: same initial values as ``lora.py``
@@ -29,7 +30,7 @@ _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.we
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The rank and scale of low-rank adapters, and the modules that get one."""
+    """The rank, the scale and the target modules of low-rank adapters."""
 
     rank: int
     alpha: float
@@ -44,7 +45,7 @@ def need_peft() -> None:
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
     """Return the names of the linear modules that get an adapter, in the model's order. Raises
-    ConfigError if there are none."""
+    ConfigError if no module matches."""
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -71,7 +72,7 @@ def initial_weights(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` and
-    ``shapes`` are those of the matrices that get an adapter."""
+    ``shapes`` are those of the weight matrices that get an adapter."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
         rows, columns = shapes[name]
@@ -80,7 +81,7 @@ def initial_weights(
 
 
 def plain(name: str) -> str:
-    """Return the name that a parameter would have in the model without adapters."""
+    """Return the name that a parameter has in the model without adapters."""
     return name.replace("base_layer.", "")
 
 
@@ -89,16 +90,16 @@ def is_adapter(name: str) -> bool:
 
 
 def matrix_names(name: str) -> tuple[str, str]:
-    """Return the names of the adapter matrices A and B for a matrix, given its name in the model
-    without adapters."""
+    """Return the names of the adapter matrices A and B of a weight matrix, given its name in the
+    model without adapters."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{_A}", f"{owner}.{_B}"
 
 
 @contextmanager
 def without(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters within the ``with`` block, so that the model computes as the base
-    model."""
+    """Disable the adapters inside the ``with`` block, so that the model computes with its base
+    weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -114,8 +115,8 @@ def without(model: nn.Module) -> Iterator[None]:
 def save(
     folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write adapters to a folder in the format of ``peft``: adapter_config.json and
-    adapter_model.safetensors."""
+    """Write adapters to a folder in the format of ``peft``, as ``adapter_config.json`` and
+    ``adapter_model.safetensors``."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ShardedMuon(Muon):
-    """The Muon optimizer for parameters of which FSDP2 gives each rank some of the rows.
+    """The Muon optimizer for parameters whose rows FSDP2 distributes over ranks.
 
         rows of all matrices ── all to all ── full matrices, each on one rank ── orthogonal
                              ── all to all ── rows
@@ -66,8 +66,8 @@ class ShardedMuon(Muon):
         )
 
     def _rows(self, parameter: Any, beta: float) -> Tensor:
-        """Compute the Nesterov momentum of the gradient for the rows of a matrix that this rank
-        holds. The optimizer's state is sharded like the parameter."""
+        """Compute the Nesterov momentum of the gradient for this rank's rows of a matrix. The
+        optimizer's state is sharded like the parameter."""
         gradient = parameter.grad
         state = self.state[parameter]
         if not state:
@@ -79,8 +79,7 @@ class ShardedMuon(Muon):
 
 
 class FsdpWeightSharding:
-    """Shards a model over ranks with FSDP2. Afterwards, the model's parameters hold only this
-    rank's rows."""
+    """A model sharded over ranks with FSDP2. Its parameters hold only the rows of this rank."""
 
     muon = ShardedMuon
 
@@ -93,9 +92,9 @@ class FsdpWeightSharding:
         compute: ComputeSpec,
         tick: Callable[[], None],
     ) -> None:
-        """Shard ``model``, which is on the meta device, and allocate memory for this rank's part.
+        """Shard ``model``, which is on the meta device, and allocate memory for this rank's shard.
         The values are undefined until ``scatter_weight`` or ``fill`` sets them. ``tick`` is called
-        whenever a layer is entered, which shows other ranks that this one makes progress."""
+        whenever a layer is entered, which shows other ranks that this rank makes progress."""
         self.device = device
         self.packed = plan.packed
         """As in ``TensorParallelPlan``."""
@@ -131,11 +130,12 @@ class FsdpWeightSharding:
             each.set_force_sum_reduction_for_comms(True)
         _give_memory(self._root, torch.device("cpu") if shard.offload else device, device)
         self.parameters = dict(model.named_parameters())
-        """Name -> this rank's rows."""
+        """Map the name of each parameter to this rank's rows."""
         self.buffers = {
             name: each for name, each in model.state_dict().items() if name not in _names(model)
         }
-        """Name -> tensor, full on every rank: what a checkpoint holds in addition to parameters."""
+        """Map the name of each buffer that checkpoints store to its full tensor, which every rank
+        holds."""
 
     # --- WeightSharding
 
@@ -169,8 +169,8 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def expect(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last one of a series. Gradients are summed
-        over ranks only after the last one, if the option ``gather`` is ``step``."""
+        """Announce whether the next backward pass is the final one of a series. With the option
+        ``gather="step"``, gradients are summed over ranks only after the final pass."""
         if self._shard.gather == "step":
             for each in self._sharded:
                 each.set_requires_gradient_sync(is_last, recurse=False)
@@ -179,15 +179,16 @@ class FsdpWeightSharding:
 
     def reshard(self) -> None:
         """Free the weights that were gathered from other ranks, and keep only this rank's rows.
-        Otherwise the gathered weights would still be used after the weights have changed."""
+        Call this after weights have changed, because FSDP2 would otherwise keep using the gathered
+        values."""
         for each in self._sharded:
             each.reshard()
 
     # --- weights
 
     def fill(self, weights: Mapping[str, Any]) -> None:
-        """Set this rank's part of the weights from full tensors or from tensors on disk, of which
-        only that part is read."""
+        """Set this rank's shard of the weights from full tensors. Of tensors on disk, only the
+        shard is read."""
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
@@ -197,7 +198,7 @@ class FsdpWeightSharding:
                     _local(parameter).copy_(part_of(parameter, tensor))
 
     def scatter_weight(self, name: str, tensor: Tensor | None) -> None:
-        """Send a full tensor from rank 0 to all ranks, which store their parts of it. The other
+        """Send a full tensor from rank 0 to all ranks, each of which stores its shard. The other
         ranks pass None."""
         mine = self.parameters[name] if name in self.parameters else self.buffers[name]
         whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
@@ -207,7 +208,7 @@ class FsdpWeightSharding:
         self.fill({name: whole})
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
-        """Gather a full tensor, or its gradient, from all ranks, and return it on the CPU. Every
+        """Gather a full tensor, or its gradient, from all ranks and return it on the CPU. Every
         rank must call this method."""
         parameter = self.parameters[name]
         found = parameter.grad if gradient else parameter.detach()
@@ -223,9 +224,9 @@ class FsdpWeightSharding:
 
 
 class _Root(nn.Module):
-    """A wrapper around the model whose forward pass calls a given function. One forward pass of
-    FSDP then covers whatever the function does with the model, including the use of its output
-    matrix, and parameters keep their names."""
+    """A wrapper module whose forward pass calls a given function with the model. One forward pass
+    of FSDP2 then covers everything that the function does, including its use of the output matrix.
+    Parameters keep their names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -236,7 +237,7 @@ class _Root(nn.Module):
 
 
 def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Allocate uninitialized memory for this rank's part of the weights. Tied parameters stay
+    """Allocate uninitialized memory for this rank's shard of the weights. Tied parameters stay
     tied."""
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
@@ -257,8 +258,8 @@ def _names(model: nn.Module) -> set[str]:
 
 
 def part_of(parameter: Tensor, whole: Any) -> Tensor:
-    """Return this rank's part of a full tensor, which may be in memory or in a safetensors file.
-    ``parameter`` is the sharded parameter that the part is for."""
+    """Return this rank's shard of a full tensor in memory or in a safetensors file. ``parameter``
+    is the sharded parameter that it belongs to."""
     if not isinstance(parameter, DTensor):
         return cast(Tensor, whole[...])
     if parameter.device_mesh.ndim > 1 and any(
@@ -273,8 +274,8 @@ def part_of(parameter: Tensor, whole: Any) -> Tensor:
 
 
 def _rows(parameter: DTensor) -> slice:
-    """Return which rows of a parameter this rank holds. FSDP2 divides them as ``torch.chunk``
-    does."""
+    """Return the range of rows of a parameter that this rank holds. FSDP2 divides rows as
+    ``torch.chunk`` does."""
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
     size = -(-num_rows // mesh.size(mesh.ndim - 1))
     index = mesh.get_local_rank(mesh.ndim - 1)
@@ -282,7 +283,7 @@ def _rows(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Group this rank's parts of the tensors by the number of ranks that hold the same part."""
+    """Group the tensors by the number of ranks that hold the same shard."""
     found: dict[int, list[Tensor]] = {}
     for each in tensors:
         parts = 1
@@ -296,8 +297,8 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Make parameters that were tied before layers were split share one tensor again. Splitting
-    had replaced the parameter under one of its names."""
+    """Tie parameters again that were tied before layers were split over ranks. Splitting replaces
+    the parameter under only one of its names."""
     after = dict(model.named_parameters(remove_duplicate=False))
     first: dict[nn.Parameter, str] = {}
     for name, parameter in before.items():

@@ -1,4 +1,5 @@
-"""The backend for one device, a CPU or a GPU: the reference that all other backends must reproduce.
+"""The training backend for one device, a CPU or a GPU. Its results are the reference that all other
+backends must reproduce.
 
     forward_backward   for each batch: trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
@@ -61,13 +62,14 @@ from ramify.types.sequence import Batch, Floats, SequenceUnit
 _STATE = "backend.pt"
 VALUE_HEAD = "value_head"
 EntryOutput = Literal["no", "value", "gradient", "values alone"]
-"""What to compute at entries: log-probabilities without entropy, with it, with its gradient, or
-only the critic's values."""
+"""The quantity to compute at each token with loss: log-probabilities without entropy, with entropy,
+with the entropy's gradient, or only the critic's values."""
 _FILL_TOKENS = 4096
 
 
 class SingleBackend:
-    """The training backend for one device: it computes gradients and updates the weights."""
+    """The training backend for one device. It computes gradients and updates the weights in this
+    process."""
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class SingleBackend:
         self._spread = spread or SingleProcessWeightSharding(policy.device)
         self._device = self._spread.device
         self.compute = resolve_precision(compute or ComputeSpec(), policy.dtype, self._device.type)
-        """Precision, sharing and other settings, with the choices of this device."""
+        """Settings such as precision and prefix sharing, with the defaults of this device filled
+        in."""
         self._dumps = dumps or Path()
         self.model: nn.Module = policy.model.float()
         """The policy's network, whose gradients the backend computes."""
@@ -151,8 +154,8 @@ class SingleBackend:
         return tally.metrics()
 
     def prepare_expert_loads(self, batches: Many[Batch], loss: LossSpec) -> None:
-        """Compute what depends on all batches of the step: the load of the experts, if the model is
-        a mixture of experts. Call this before ``add``, which processes the batches one by one."""
+        """Compute the load of each expert over all batches of the step, if the model is a mixture
+        of experts. Call this before ``add``, which sees only one batch at a time."""
         given = loss.router_aux_loss_coef
         weight = self._router_weight if given is None else given
         if self._balance is not None:
@@ -167,8 +170,8 @@ class SingleBackend:
             )
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
-        """Compute the loss of one batch, add its gradient to those of the step, and return its
-        metrics. ``prepare_expert_loads`` must have been called with all batches of the step."""
+        """Add the gradient of one batch to the accumulated gradient, and return the batch's
+        metrics. Call ``prepare_expert_loads`` with all batches of the step first."""
         with self.trunk.forward_context(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
@@ -221,10 +224,10 @@ class SingleBackend:
         return found
 
     def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return log-probabilities for each batch, as arrays by name: ``logprobs`` [E] of the
-        targets; ``candidates`` [E, k] of the tokens in the stream ``teacher_ids``, if the batch has
-        one; and, if ``top`` is above 0, ``top_ids`` and ``top`` [E, top], the likeliest tokens of
-        each entry and their log-probabilities."""
+        """Return log-probabilities for each batch, as arrays by name. ``logprobs`` [E] is for the E
+        tokens with loss. ``top_ids`` and ``top`` [E, top] are the likeliest tokens at each position
+        and their log-probabilities, if ``top`` is above 0. ``candidates`` [E, k] is for the tokens
+        in the stream ``teacher_ids``, if the batch has one."""
         results = []
         with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
@@ -331,8 +334,9 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the network on one batch. Returns the log-probabilities [E, j], the entropies [E],
-        and the critic's values [E, 1], or None if the model has no value head."""
+        """Run the network on one batch. Returns log-probabilities [E, j] and entropies [E] at the E
+        tokens with loss, and the critic's values [E, 1]. The values are None if the model has no
+        value head."""
         with self._autocast():
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
@@ -361,8 +365,9 @@ class SingleBackend:
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Return log-probabilities at each entry's temperature: of the entry's token, of its
-        ``num`` likeliest tokens, and of its candidate tokens if the batch has any."""
+        """Return log-probabilities for each token with loss, at its sampling temperature: of the
+        token itself, of the ``num`` likeliest tokens at its position, and of its candidate tokens
+        if the batch has any."""
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
             self._tensor(batch.targets)[:, None],
@@ -407,8 +412,8 @@ class SingleBackend:
     def _fail(
         self, batch: Batch, entries: BatchLossInputs, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
-        """Write the batch to a file, name the first sequence with a non-finite loss, and raise
-        TrainError."""
+        """Raise TrainError for a batch with a non-finite loss. The batch is first written to a
+        file, and the error names the first sequence concerned."""
         self.trained_modules.zero_grad(set_to_none=True)
         if is_finite:
             raise PeerRankFailedError(
@@ -449,7 +454,7 @@ class SingleBackend:
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
         """Raise ConfigError if ``state`` was saved by a backend with another model, critic or
-        optimizer. The message names the first difference."""
+        optimizer. The error names the first difference."""
         saved, ours = state["weights"], dict(self.weights())
         for name in sorted(saved.keys() | ours.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
@@ -473,7 +478,8 @@ class SingleBackend:
 
 
 def check_window(batch: Batch, window: int) -> None:
-    """Raise ConfigError if a path of ``batch`` is longer than the policy's window."""
+    """Raise ConfigError if a token sequence in ``batch`` is longer than the policy's context
+    window."""
     longest = int(batch.positions.max()) + 1
     if longest > window:
         names = ", ".join(sorted(batch.sequences.values())[:3])
@@ -499,8 +505,8 @@ def value_head(width: int) -> nn.Linear:
 
 
 def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
-    """Return a module with everything that the optimizer updates: the model and, if there is one,
-    its value head."""
+    """Return one module with everything that the optimizer updates: the model and its value head,
+    if there is one."""
     return (
         model
         if value_head is None or hasattr(model, VALUE_HEAD)

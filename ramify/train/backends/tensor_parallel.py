@@ -1,5 +1,5 @@
-"""Split the layers and experts of a ``transformers`` model over ranks, according to the plans that
-its class defines.
+"""Split the layers and experts of a ``transformers`` model over ranks (tensor and expert
+parallelism). The plans come from the model's class.
 
     TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
@@ -27,23 +27,25 @@ from ramify.train.backends.sharded_lora import AdapterSpec, chosen
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _ADAPTED = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
-"""How a linear layer is split -> the factor of its adapter that is split in the same way. The other
-factor is whole on every rank, with its whole gradient."""
+"""Map each way of splitting a linear layer to the adapter matrix that is split in the same way. The
+other adapter matrix is whole on every rank and needs its whole gradient."""
 
 
 class TensorParallelPlan(NamedTuple):
-    """How the layers of one model are split over ranks: a style for each module or parameter, by
-    name."""
+    """A plan for splitting the layers of one model over ranks. It maps the name of a module or
+    parameter to a style of splitting."""
 
     tensor: dict[str, str]
     experts: dict[str, str]
     packed: dict[str, int]
-    """Parameter that is two matrices side by side -> the dimension. The same on every mesh."""
+    """Map each parameter that holds two matrices side by side to the dimension along which they are
+    joined. The same on every mesh."""
 
     @classmethod
     def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
-        """Return the plan for a ``transformers`` model: the one that its class defines, with the
-        rules of the recipe added. Raises ConfigError if the rules are invalid."""
+        """Return the plan for a ``transformers`` model. It consists of the rules that the model's
+        class defines and of the recipe's additional rules. Raises ConfigError if a rule is
+        invalid."""
         packed = _packed(model)
         if not sizes.splits_layers:
             return cls({}, {}, packed)
@@ -70,9 +72,9 @@ class TensorParallelPlan(NamedTuple):
         )
 
     def with_adapters(self, names: Sequence[str]) -> TensorParallelPlan:
-        """Return the plan for the same model after some of its linear modules, given by name, got
-        low-rank adapters. Raises ConfigError if a module is split in a way in which its adapter
-        cannot be split."""
+        """Return the plan for the same model with low-rank adapters on the linear modules
+        ``names``. Raises ConfigError if a module is split in a way that does not work with an
+        adapter."""
         tensor: dict[str, str] = {}
         adapted = set(names)
         for name, style in self.tensor.items():
@@ -96,8 +98,8 @@ class TensorParallelPlan(NamedTuple):
 
     @staticmethod
     def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
-        """Raise ConfigError if the model of a Hugging Face configuration, or its adapters, cannot
-        be split over the ranks. This starts and allocates nothing."""
+        """Raise ConfigError if a Hugging Face model, or its adapters, cannot be split over the
+        ranks. The check starts no process and allocates no memory."""
         from ramify.train.backends.meta_model import on_meta
 
         sizes = shard.mesh(num_ranks)
@@ -109,7 +111,7 @@ class TensorParallelPlan(NamedTuple):
 
     @property
     def expert_modules(self) -> list[str]:
-        """Names of the modules that hold experts and send tokens to them."""
+        """Names of the modules that hold experts and dispatch tokens to them."""
         return [name for name, style in self.experts.items() if style == "ep_dispatch_experts"]
 
 
@@ -118,7 +120,7 @@ class RankMesh:
     axes."""
 
     def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
-        """Form the process groups of the mesh, with ``members``, on devices of the kind
+        """Create the process groups of the mesh together with ``members``, on devices of the kind
         ``device``."""
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -145,8 +147,8 @@ class RankMesh:
         return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
 
     def split(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Split the layers of a model, which is on the meta device, as ``plan`` says. Afterwards
-        the model's parameters are only this rank's parts."""
+        """Split the layers of a model on the meta device as ``plan`` says. Afterwards the model's
+        parameters are only this rank's shards."""
         if plan.tensor:
             from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -168,8 +170,8 @@ class RankMesh:
 
 
 def _packed(model: Any) -> dict[str, int]:
-    """Find the parameters that hold two matrices side by side, such as the gate and up projections
-    of experts. Returns, by parameter name, the dimension along which the matrices are joined."""
+    """Find parameters that hold two matrices side by side, such as the gate and up projections of
+    experts. Returns the dimension along which the matrices are joined, by parameter name."""
     rules = {
         name: style
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()
@@ -186,15 +188,16 @@ def _packed(model: Any) -> dict[str, int]:
 
 
 def _own_output(module: nn.Module) -> None:
-    """Make a module return a copy of its output, which is otherwise a view of a gathered tensor. If
-    the caller added to the view in place, FSDP2 would not notice its backward pass."""
+    """Make a module return a copy of its output instead of a view of a gathered tensor. If a caller
+    added to such a view in place, FSDP2 would not notice the backward pass of the module."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
 
 
 def _sum_gradients(module: nn.Module, group: Any) -> None:
-    """Make a module sum the gradients of its parameters over the ranks of ``group``. The parameters
-    are not split, but each rank computes only the part of the gradient from its own heads.
+    """Make a module sum the gradients of its parameters over the ranks of ``group``. Every rank
+    holds the whole parameters, but computes only the part of the gradient that comes from its own
+    heads.
 
     The style of transformers sums what is accumulated, so it counts earlier batches twice if
     weights stay gathered over a step. Here each batch's gradient is summed once."""

@@ -1,5 +1,5 @@
-"""Let processes that ``torchrun`` started find the one with rank 0 in each attempt, and make sure
-that no stranger joins them.
+"""Find rank 0 among the processes that ``torchrun`` started, in each attempt of the run. No other
+process can join the group.
 
     all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
                                  writes a new one in each attempt
@@ -38,17 +38,17 @@ _STORE_S = 120.0
 
 
 class RankInfo(NamedTuple):
-    """What torchrun tells a process that it started: its rank, the number of ranks, and the address
-    of torchrun's store."""
+    """The rank and the meeting point that torchrun assigned to this process: its rank, the number
+    of ranks, and the address of torchrun's store."""
 
     rank: int
     size: int
     local_rank: int
-    """Index among the ranks of its machine, which selects its GPU."""
+    """Index of this rank on its machine, which selects its GPU."""
     address: str
     port: int
     is_local: bool
-    """Whether all ranks are on this machine."""
+    """True if all ranks are on this machine."""
 
     @classmethod
     def of_environment(cls) -> RankInfo | None:
@@ -67,8 +67,8 @@ class TorchrunMeeting:
     started."""
 
     def __init__(self, world: RankInfo) -> None:
-        """Prepare to publish or find the address. Raises ConfigError if ranks are on several
-        machines and no secret key is set."""
+        """Prepare to publish or find the address of rank 0. Raises ConfigError if ranks are on
+        several machines and no secret key is set."""
         self._world = world
         self._key = given_key()
         if not world.is_local and self._key is None:
@@ -79,8 +79,8 @@ class TorchrunMeeting:
             )
 
     def listen(self) -> ConnectBackListener:
-        """Listen for the other ranks of this attempt, and publish the address for them. Rank 0
-        calls this."""
+        """Listen for the other ranks of this attempt, and publish the address. Only rank 0 calls
+        this."""
         world = self._world
         if world.is_local:
             listener = ConnectBackListener()
@@ -113,8 +113,8 @@ class TorchrunMeeting:
         return ConnectBackTicket(address, self._key, "") if address else None
 
     def has_earlier_attempt(self) -> bool:
-        """Return True if rank 0 of an earlier attempt passed its checks and waited for other ranks.
-        torchrun's restart count does not show this, because it differs between machines."""
+        """Return True if rank 0 of an earlier attempt passed its checks and waited for the other
+        ranks. torchrun's restart count does not show this, because it differs between machines."""
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:
             return is_restarted and self._file.exists()
@@ -133,8 +133,8 @@ class TorchrunMeeting:
         return make_folder(default_root() / "torchrun") / name
 
     def _published(self) -> str:
-        """Return rank 0's address from torchrun's store, or an empty string if the store has none
-        with a valid signature of this run."""
+        """Return rank 0's address from torchrun's store. Returns an empty string if the store has
+        no address with a valid signature of this run."""
         assert self._key is not None
         store = self._store()
         if not store.check([_PUBLISHED]):
@@ -165,7 +165,7 @@ class TorchrunMeeting:
 
 
 def _is_agents() -> bool:
-    """True if the store at MASTER_ADDR belongs to torchrun's agent. Such a store lives as long as
+    """Return True if torchrun's agent owns the store at MASTER_ADDR. Such a store lives as long as
     the agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

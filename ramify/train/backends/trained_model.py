@@ -1,7 +1,5 @@
-"""A model trained in this process, on one device: the policy's own model, which the engine may also
-sample from. Its critic, if it is a separate model, is updated and saved together with it. A critic
-that shares the policy's layers is made by ``SingleBackend(critic=True)``.
-"""
+"""Train a model in this process, on one device. The inference engine may sample from the same
+model. This module also combines the policy with a critic that is a separate model."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from ramify.types.sequence import Batch, Floats
 
 
 class LocalTrainedModel:
-    """The model that a run trains, if it is in this process, on one device."""
+    """The model that a run trains, in this process and on one device."""
 
     is_here = True
 
@@ -42,8 +40,8 @@ class LocalTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str) -> None:
-        """Raise ConfigError if several ranks were configured or started, since all except one would
-        wait forever."""
+        """Raise ConfigError if several ranks were configured or started. This backend uses one
+        rank, and all others would wait forever."""
         started = RankInfo.of_environment()
         if started is not None and started.size > 1:
             raise ConfigError(
@@ -91,12 +89,12 @@ class LocalTrainedModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Do nothing, since no process was started."""
+        """Do nothing, because this model starts no processes."""
 
 
 class AdapterFreeReference:
-    """A reference model that is the trained model without its adapters, so that no second model is
-    needed. It must be called in the training thread."""
+    """A reference model that computes with the trained model while its adapters are disabled. No
+    second model is needed. Call it only in the training thread."""
 
     def __init__(self, model: nn.Module, trained: SingleBackend) -> None:
         self._model = model
@@ -122,8 +120,8 @@ class PolicyWithSeparateCritic:
     all others         the policy's"""
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
-        """Combine two backends. That of the critic has a value head, and that of the policy has
-        none."""
+        """Combine the backends of a policy and a critic. Only the critic's backend has a value
+        head."""
         self._policy = policy
         self.critic = critic
 
@@ -169,7 +167,8 @@ class PolicyWithSeparateCritic:
 
     @contextlib.contextmanager
     def _both_or_none(self) -> Iterator[None]:
-        """If the block raises TrainError because of one model, clear the gradients of both."""
+        """Clear the gradients of both models if the ``with`` block raises TrainError because of one
+        of them."""
         try:
             yield
         except TrainError:
