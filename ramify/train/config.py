@@ -457,8 +457,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def can_be_evaluated(self) -> bool:
-        """True if the policy can be evaluated on the run's task. False for a run that only does
-        supervised fine-tuning on conversations and sets no task."""
+        """True if the policy can be evaluated on the run's task. A run that only imitates
+        conversations and names no task cannot be evaluated."""
         only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
         return not only_talks or self.task != TaskSpec()
 
@@ -503,8 +503,8 @@ def with_objective(run: Run, name: str) -> Run:
 
 
 def with_sandbox(run: Run, provider: str) -> Run:
-    """Return a copy of ``run`` that uses another sandbox provider. The limits that all providers
-    have in common keep their values."""
+    """Return a copy of ``run`` that uses another sandbox provider. Limits that all providers have
+    in common keep their values."""
     common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
     check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
     return msgspec.structs.replace(run, sandbox=provider_spec(spec))
@@ -516,12 +516,12 @@ CHOICES: Choices = {
     "rl.algorithm": ALGORITHMS,
     "rl.loss.policy": POLICY_LOSSES,
 }
-"""Field that holds one of several classes -> name -> class."""
+"""Map each field that holds one of several classes to its choices, which map names to classes."""
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """Return ``run`` as plain data without secrets (``config_redaction.py``). Checkpoints store
-    this form, and experiment trackers receive it.
+    """Return ``run`` as plain data without secrets. Checkpoints store this form, and experiment
+    trackers receive it.
 
     Raises ConfigError if a part of ``run`` cannot be serialized.
     """

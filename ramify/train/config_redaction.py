@@ -1,4 +1,4 @@
-"""Remove secrets from configurations, and check the types and the optional numbers of their fields.
+"""Remove secrets from configurations, and check the types of their fields.
 
 ``redacted`` gives a configuration without its secrets, the only form in which it is written to disk
 or sent anywhere:
@@ -51,14 +51,15 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration, given as plain values, in which secrets are replaced by a
-    mark. The secrets are also remembered, and are redacted everywhere else from now on."""
+    """Return a copy of a configuration in which a mark replaces each secret. The configuration is
+    given as plain values. The secrets are also remembered, so that they are redacted everywhere
+    else from now on."""
     secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
 
 def redacted_keys(config: Any, name: str = "") -> Iterator[str]:
-    """Yield the dotted name of each field of a stored configuration whose value was redacted."""
+    """Yield the dotted name of each redacted field of a stored configuration."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from redacted_keys(value, f"{name}.{key}" if name else str(key))
@@ -101,16 +102,17 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
 
 
 def check_none_or_positive(owner: str, null: str, **values: float | None) -> None:
-    """Raise ConfigError if one of the given fields is neither None nor positive. The message uses
-    ``owner``, the name of the section, and ``null``, the meaning of None."""
+    """Raise ConfigError if one of the given fields is neither None nor positive. ``owner`` is the
+    name of the configuration section and ``null`` the meaning of None, both for the error
+    message."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
 
 
 def check_types(config: msgspec.Struct, name: str = "") -> None:
-    """Raise ConfigError if a field of a configuration, or of a struct inside it, has a value of the
-    wrong type. The error names the field."""
+    """Raise ConfigError if a field of a configuration has a value of the wrong type. Nested structs
+    are checked too. The error names the field."""
     try:
         kinds = typing.get_type_hints(type(config))
     except NameError:  # a plug-in's annotation that exists only for type checkers
@@ -135,8 +137,9 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
 
 
 def _example(kind: Any, value: Any) -> str:
-    """Return advice to give a struct, if ``kind`` is one struct class and ``value`` is not a
-    mapping, whose fields the error names. Otherwise the text is empty."""
+    """Return advice on how to write a struct as the value of a field. Returns an empty string if
+    ``kind`` is not a single struct class, or if ``value`` is a mapping, whose fields the error
+    already names."""
     structs = [
         each
         for each in (kind, *typing.get_args(kind))
@@ -148,8 +151,8 @@ def _example(kind: Any, value: Any) -> str:
 
 
 def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type]]:
-    """Yield each place where ``value`` has a mapping in place of a struct, with the class of the
-    struct. ``converted`` is ``value`` after its conversion to the type of its field."""
+    """Yield each place at which ``value`` has a mapping instead of a struct, with the class of the
+    struct. ``converted`` is ``value`` after conversion to the type of its field."""
     if isinstance(value, Mapping):
         if isinstance(converted, msgspec.Struct):
             yield name, type(converted)
@@ -162,8 +165,8 @@ def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield every struct in a value, which may be a struct or nested lists and mappings of structs,
-    together with its dotted name."""
+    """Yield every struct in a value, with its dotted name. The value may be a struct, or nested
+    lists and mappings of structs."""
     if isinstance(value, msgspec.Struct):
         yield name, value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Chooses which model answers the calls at each depth of a rollout, and keeps the budgets of models
+"""Choose the model that answers calls at each depth of a rollout, and enforce the budgets of models
 that are not trained.
 
     Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
@@ -74,7 +74,7 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_none_or_positive("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
-        """Convert this depth's settings to the form that the engine takes."""
+        """Return the options of this depth in the form that the engine takes."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
         return DepthOptions(
             max_turns=self.max_turns,
@@ -89,8 +89,8 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The budget that all frozen models (models that are not trained) share. Retries, and failed
-    requests that may be billed, count too."""
+    """The budget shared by all frozen models (models that are not trained). Retries count, and so
+    do failed requests that may be billed."""
 
     step_cost: float | None = None
     """Dollars for a step and the evaluation before it; None: no limit but the run's."""
@@ -124,8 +124,8 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def check_depths(
     depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
 ) -> None:
-    """Raise ConfigError if a depth names an unknown model, if a policy would never be trained, or
-    if frozen models (which are not trained) are combined with rollout workers, since these cannot
+    """Raise ConfigError if the models by depth are invalid: if one is unknown, if a policy would
+    never be trained, or if frozen models are combined with rollout workers, since workers cannot
     share a budget. ``policies`` holds the names of the policies other than ``policy``."""
     if not depths and not policies:
         return
@@ -158,8 +158,8 @@ def check_depths(
 
 
 def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
-    """Raise ConfigError if the scaffold of a depth cannot be combined with the run's scaffold: both
-    need the same protocol and stop texts."""
+    """Raise ConfigError if the scaffold of a depth does not fit the run's scaffold. Both must use
+    the same protocol and the same stop texts."""
     for depth, spec in enumerate(depths):
         if spec.scaffold is None:
             continue
@@ -178,7 +178,7 @@ def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
 
 
 def check_frozen_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) -> None:
-    """Raise ConfigError if the API key of a frozen model is missing, or if costs are limited and
+    """Raise ConfigError if the API key of a frozen model is missing, or if costs are limited but
     the model's price is unknown."""
     pool = RateLimitedClientPool()
     for spec in depths:
@@ -198,8 +198,8 @@ def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModel
 
 
 class DepthModels:
-    """Holds the client that answers calls at each depth of a run's rollouts, and enforces the
-    budgets of the frozen models (the ones that are not trained)."""
+    """The models that answer calls at each depth of a run's rollouts. This class holds one client
+    per depth and enforces the budgets of frozen models, i.e. models that are not trained."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class DepthModels:
         self._counts: Counter[str] = Counter()
         policies = {**(others or {}), POLICY: policy}
         self.clients: list[Client] = [self._client(each, policies) for each in depths] or [policy]
-        """The client of each depth; the last one also serves all deeper ones."""
+        """The client of each depth. The last one also serves all deeper calls."""
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
@@ -235,7 +235,7 @@ class DepthModels:
 
     async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
         """Send one request to a frozen model, within the budgets of the step and of the run. Raises
-        Refused if a budget is exhausted, and ModelError if the attempt fails."""
+        Refused if a budget is exhausted, and ModelError if the request fails."""
         budget = RequestBudgetReservation(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
@@ -251,9 +251,9 @@ class DepthModels:
             raise
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the cost, calls and failures of the frozen models since the last call of this
-        function, and start the budget of a new step. Returns an empty dict as long as no frozen
-        model has been asked."""
+        """Return the cost, calls and failures of the frozen models since the previous call of this
+        method, and start the budget of a new step. Returns an empty dict until a frozen model has
+        been asked for the first time."""
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
             return {}
@@ -272,8 +272,8 @@ class DepthModels:
 
 
 class DepthSampledPolicy:
-    """A client that samples from the policy with the temperature of one depth. Implements
-    ``Client``."""
+    """A client that samples from the trained policy with the temperature of one depth of the call
+    tree. Implements ``Client``."""
 
     def __init__(self, client: Client, spec: DepthSpec) -> None:
         self.name = client.name
@@ -287,12 +287,12 @@ class DepthSampledPolicy:
         return await self._client.complete(_sampled_by(request, self._spec))
 
     async def close(self) -> None:
-        """Do nothing, since the policy's client belongs to the run and is closed with it."""
+        """Do nothing, because the run owns the policy's client and closes it."""
 
 
 class FrozenClient:
-    """A client of a model that is not trained. It removes token ids from the replies, so that
-    nothing can be learned from them. Implements ``Client``."""
+    """A client of a frozen model, i.e. a model that is not trained. It removes token ids from the
+    replies, so that nothing is learned from them. Implements ``Client``."""
 
     def __init__(self, client: Client, spec: DepthSpec, models: DepthModels) -> None:
         self.name = client.name
@@ -310,7 +310,7 @@ class FrozenClient:
         return _without_ids(reply)
 
     async def close(self) -> None:
-        """Do nothing, since ``DepthModels`` closes the pool that all frozen models share."""
+        """Do nothing, because ``DepthModels`` closes the pool that all frozen models share."""
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
@@ -323,8 +323,8 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def call_temperature(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """Return the sampling temperature of calls, for use in the loss. This is the constant ``usual``
-    if no depth sets its own temperature, and otherwise a function from a call to its temperature.
+    """Return the sampling temperature of calls, for use in the loss. This is the number ``usual``
+    if no depth sets its own temperature. Otherwise it is a function from a call to its temperature.
     ``names`` maps each policy to the model name under which it answers calls."""
 
     def of(call: Call) -> float:
@@ -338,11 +338,11 @@ def call_temperature(depths: Sequence[DepthSpec], names: Mapping[str, str], usua
 
 
 class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
-    """Wraps the algorithm of one of several policies that are trained together, so that the policy
-    learns only from its own calls, as if the other models were frozen. Implements ``Algorithm``."""
+    """Wraps the algorithm of one of several trained policies, so that the policy learns only from
+    the calls that it answered. Implements ``Algorithm``."""
 
     outcome: Any
-    """The algorithm."""
+    """The wrapped algorithm."""
     model: str
     """Name under which the policy answers calls."""
 
@@ -362,7 +362,7 @@ class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
 
 def mask_other_calls(groups: Sequence[Group], model: str) -> list[Group]:
     """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. The ids
-    of all other calls are removed, so nothing is learned from those calls."""
+    of all other calls are removed, so that nothing is learned from them."""
     return [
         msgspec.structs.replace(
             group,

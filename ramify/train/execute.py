@@ -1,5 +1,5 @@
-"""Executes a training run: opens everything that the run needs, and trains from the beginning or
-from a checkpoint."""
+"""Execute a training run: open its resources, train from the beginning or from a checkpoint, and
+close the resources again."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ _IN_LOG = (
     "time/overhead",
     *(f"time/{part}_s" for part in (*PARTS, ROLLOUTS, WAITING)),
 )
-"""Metrics that run.log repeats; metrics.jsonl has all."""
+"""Names of the metrics that run.log repeats. The file metrics.jsonl has all metrics."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run after a checkpoint."""
+"""Signals after which a run saves a checkpoint and ends."""
 _SAME_S = 1.0
-"""Seconds in which a second signal counts as the first one, as if several processes sent it."""
+"""Seconds within which a second signal counts as the same one, in case several processes send
+it."""
 
 
 def train(
@@ -66,7 +67,7 @@ def train(
     listener: Callable[[StepMetrics], None] | None = None,
     on_stall: Callable[[str], None] | None = None,
 ) -> CheckpointState:
-    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint, and return the
+    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint. Returns the
     final state.
 
     ``resume`` is the folder of a run or one of its checkpoints; some fields of ``run`` may differ
@@ -117,7 +118,7 @@ def _train(
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
 ) -> CheckpointState:
-    """Check the run, and train it in this process, which holds the lock of the run's folder."""
+    """Check the run and train it in this process. The caller holds the lock of the run's folder."""
     resolved = resolve(run, resume)
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
@@ -170,10 +171,10 @@ def _train(
 def _in_new_loop(
     work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], bool]
 ) -> CheckpointState:
-    """Run ``work`` in a new event loop. If the current thread already has a running loop, as in a
-    notebook, a new thread is used. In that case an interrupt calls ``stop`` in the new loop. A
-    second interrupt, or one for which ``stop`` returns False (there is nothing to stop), cancels
-    ``work``."""
+    """Run ``work`` in a new event loop. If this thread already runs a loop, as in a notebook, use a
+    new thread. In the latter case an interrupt calls ``stop`` in the new loop. A second interrupt
+    cancels ``work``, and so does the first one if ``stop`` returns False because there is nothing
+    to stop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -208,8 +209,8 @@ def _in_new_loop(
 
 @contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """Stop ``trainer`` on the first signal that ends a run, so that it saves a checkpoint. A second
-    signal has its original effect. Outside the main thread, signals are not handled."""
+    """Stop ``trainer`` with a checkpoint on the first signal that ends a run. A second signal has
+    its original effect. Signals are handled only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -238,8 +239,8 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def _stopped(out: Path, how: str) -> str:
-    """Return a sentence that says up to which step a stopped run is saved, and how to continue
-    it."""
+    """Return a sentence for the user of a stopped run. It says up to which step the run is saved,
+    and how to continue it."""
     latest = CheckpointStore(out).latest()
     if latest is None:
         return f"{how} before its first checkpoint, so there is nothing to resume"

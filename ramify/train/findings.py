@@ -1,5 +1,5 @@
-"""Detects faults of a training run, such as divergence or collapse, from its metrics. There is one
-small function for each kind of finding.
+"""Detect faults of a training run, such as divergence or collapse, from its metrics. Each kind of
+fault has one small function.
 
     values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
 
@@ -26,12 +26,12 @@ from ramify.evaluate.evaluation_report import RIGHT
 from ramify.train.config_redaction import check_none_or_positive
 
 Values = Mapping[str, float]
-"""Metrics of a step by name."""
+"""The metrics of one step, by name."""
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Thresholds at which a training step is reported as a sign of collapse. A threshold of None
-    switches off its report."""
+    disables its report."""
 
     zero_variance: float | None = 0.9
     """Share of groups whose rollouts all have the same reward. From this share on, almost nothing
@@ -79,11 +79,11 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Finding(NamedTuple):
-    """A fault that was detected in a run, with a sentence about its cause and remedy."""
+    """A fault that was detected in a run, with a sentence that states its cause and remedy."""
 
     name: str
     text: str
-    """One sentence: the cause, and the option to change."""
+    """One sentence with the cause, and with the option to change."""
     num_steps: int = 1
     """Number of consecutive steps that must show the fault before it is reported."""
     is_curable: bool = False
@@ -113,34 +113,35 @@ CONSEQUENCES = frozenset(
 _MIN_CHILDREN = 4
 _WRONG_SIGN = -0.5
 _CONTROL = 0.5
-"""Share of replies that contain a control token of another chat template."""
+"""Threshold for the share of replies with a control token of another chat template."""
 _STANDARD_ERRORS = 5.0
 _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "rejected", "empty")
-"""Prefixes of the reasons for which it is right that a signal abstains."""
+"""Prefixes of the legitimate reasons for which a signal may abstain."""
 
 
 class _FindingRule(NamedTuple):
-    """The rule that decides whether a step shows one kind of fault."""
+    """A rule that decides whether a step shows one kind of fault."""
 
     says: Callable[[Values, StageStepHistory, float], str]
-    """The sentence, or empty if a step does not show it."""
+    """A function that returns the finding's sentence, or an empty string if the step does not show
+    the fault."""
     needs: tuple[str, ...]
-    """Metrics without which it cannot be judged."""
+    """Metrics that the rule needs. Without them the step cannot be judged."""
     limit: str
-    """Field of ``CollapseAlarms``; empty if it has no threshold."""
+    """Field of ``CollapseAlarms`` with the rule's threshold; empty if it has none."""
     num_steps: int
     is_curable: bool
 
 
 _FINDING_RULES: dict[str, _FindingRule] = {}
-"""Map a name to its rule. Causes come before their consequences."""
+"""Map the name of each kind of fault to its rule. Causes come before their consequences."""
 
 
 def findings(
     values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
     """Check a step for every kind of fault whose metrics are available. Yields the name of each
-    kind, with the finding if ``values`` show the fault and None otherwise."""
+    kind together with the finding, or with None if ``values`` do not show the fault."""
     for name, rule in _FINDING_RULES.items():
         limit = getattr(alarms, rule.limit) if rule.limit else 0.0
         if limit is None or any(need not in values for need in rule.needs):
@@ -151,8 +152,8 @@ def findings(
 
 
 def metric_names_for(name: str) -> tuple[str, ...]:
-    """Return the names of the metrics on which an alarm is based. ``name`` is the name of a
-    finding, or of a limit that the user sets (``max_kl``, ``min_entropy``)."""
+    """Return the names of the metrics on which an alarm is based. ``name`` is a kind of finding, or
+    a limit that the user sets (``max_kl`` or ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)
     return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
 
@@ -163,7 +164,7 @@ _OTHER_METRICS = {
     "max_kl": ("approx_kl", "ref_kl"),
     "min_entropy": ("entropy",),
 }
-"""Metrics of the findings of evaluations, and of the limits that a user sets."""
+"""Metrics behind the findings of evaluations and behind the limits that a user sets."""
 
 _Says = Callable[[Values, StageStepHistory, float], str]
 
@@ -191,7 +192,7 @@ def _failing_score(values: Values, history: StageStepHistory, limit: float) -> s
 
 
 def is_mostly_unscored(failed: float, scored: float, limit: float | None) -> bool:
-    """Return True if the score failed for at least the share ``limit`` of answers. ``failed`` and
+    """Return True if scoring failed for at least the share ``limit`` of all answers. ``failed`` and
     ``scored`` are numbers of rollouts."""
     return limit is not None and failed > 0 and failed >= limit * (failed + scored)
 
@@ -441,19 +442,19 @@ def _clipped(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 class ValidationScore(NamedTuple):
-    """A validation reward with its 95 % interval, and the training reward of the step before the
-    evaluation."""
+    """A validation reward with its 95 % interval, together with the training reward of the step
+    before the evaluation."""
 
     reward: float
     low: float
     high: float
     trained: float | None
     error: float = 0.0
-    """Standard error of ``trained``."""
+    """Standard error of the training reward."""
 
     @classmethod
     def of(cls, values: Values, trained: float | None, error: float) -> ValidationScore | None:
-        """Read the score from the metrics of an evaluation. Returns None if they contain no
+        """Read the score from the metrics of an evaluation. Returns None if the metrics contain no
         score."""
         reward = values.get("validation/reward")
         if reward is None:
@@ -463,7 +464,8 @@ class ValidationScore(NamedTuple):
 
 
 _CLEAR = 3.0
-"""Standard errors from which on a training reward differs from another one, or from 0."""
+"""Number of standard errors by which a training reward must differ from another value to count as
+different."""
 
 
 def of_evaluation(

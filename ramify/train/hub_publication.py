@@ -1,5 +1,5 @@
-"""Publishes a trained policy as a Hugging Face folder with a model card, and optionally as a
-repository on the hub and as an artefact of the run's experiment trackers.
+"""Publish a trained policy as a Hugging Face folder with a model card. It can also be uploaded to a
+repository on the hub and to the run's experiment trackers.
 
     RUN/policy ─────────┐
     RUN/policy.json     ├─> DEST/ config.json, *.safetensors, tokenizer, README.md, ramify.json
@@ -43,18 +43,19 @@ _log = ComponentLogger("train")
 
 
 class PublicationResult(NamedTuple):
-    """The places to which a policy was published: a folder, a repository on the hub, and trackers.
+    """The places to which a policy was published: a folder, a repository on the hub, and experiment
+    trackers.
 
     Example:
         train.publish("runs/mine", "hf://me/mine").url
     """
 
     folder: Path
-    """The folder, or the one that was sent to the hub and removed afterwards."""
+    """The published folder. After an upload to the hub it no longer exists."""
     url: str
-    """Address of the repository; empty for a folder."""
+    """Address of the repository on the hub. Empty if only a folder was written."""
     artefacts: tuple[str, ...]
-    """Trackers that received the folder."""
+    """Names of the trackers that received the folder."""
 
 
 def publish(
@@ -66,7 +67,7 @@ def publish(
     private: bool = False,
     trackers: Sequence[str] = (),
 ) -> PublicationResult:
-    """Publish the policy of ``run_folder`` to ``dest``, a folder or ``hf://OWNER/NAME``.
+    """Publish the policy of ``run_folder`` to ``dest``, which is a folder or ``hf://OWNER/NAME``.
 
     ``licence`` is the licence's identifier on the hub, such as ``apache-2.0``. ``base`` is the hub
     name of the model that training began with; by default the one in the recipe, unless that is a
@@ -102,8 +103,8 @@ def publish(
 
 
 def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
-    """Read the trained policy of the run in ``source``, with its checkpoint's state and its
-    configuration. Raises ConfigError if there is none."""
+    """Read the trained policy of the run in ``source``, with the state of its checkpoint and its
+    configuration. Raises ConfigError if the run has not trained a policy."""
     try:
         kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
         checkpoint = source / FOLDER / kept.checkpoint
@@ -127,7 +128,7 @@ def _write(
     base: str,
 ) -> None:
     """Write the published policy to ``folder``: its weights, its configuration and its model card.
-    Raises ConfigError if the folder contains anything else than an earlier publication."""
+    Raises ConfigError if the folder contains anything other than an earlier publication."""
     card = folder / _CARD
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder, or hf://OWNER/NAME")
@@ -155,8 +156,8 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
 
 
 def _without_folders(text: str) -> str:
-    """Remove folders from absolute paths in ``text``: ``/data/mine/rows.jsonl`` becomes
-    ``rows.jsonl``. Such paths are of no use on other machines."""
+    """Remove the folders from absolute paths in ``text``, which are of no use on other machines.
+    For example, ``/data/mine/rows.jsonl`` becomes ``rows.jsonl``."""
     return _FOLDERS.sub("", text)
 
 
@@ -164,8 +165,8 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Save the LoRA adapters of a run that trained in a single process. Their matrices are read
-    from the backend's part of the checkpoint."""
+    """Write the LoRA adapters of a run that trained in a single process. The matrices are read from
+    the backend's part of the checkpoint."""
     import torch
 
     from ramify.train.backends import sharded_lora
@@ -186,7 +187,7 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
 
 
 def _name_base(folder: Path, base: str) -> None:
-    """Write the name of the base model into the configuration file of the adapters."""
+    """Write the name of the base model into the adapters' configuration file."""
     path = folder / "adapter_config.json"
     config = msgspec.json.decode(path.read_bytes()) | {"base_model_name_or_path": base}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
@@ -266,8 +267,8 @@ def _data(run: Run) -> Iterator[str]:
 
 
 def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
-    """Return a Markdown table of the rewards with their 95 % intervals, after training and before
-    it."""
+    """Return a Markdown table of the rewards before and after training, with their 95 %
+    intervals."""
     if not kept.scores:
         return "The run evaluated nothing."
     rows = ["| items | reward | 95 % interval | before training |", "|---|---|---|---|"]
@@ -281,8 +282,8 @@ def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
 
 
 def _prompt(run: Run) -> str:
-    """Return the prompt section of the model card: the messages that precede the first reply to a
-    validation item."""
+    """Return the prompt section of the model card. It shows the messages that precede the first
+    reply to a validation item."""
     from ramify.clients.function_client import FunctionClient
     from ramify.engine.rlm import RLM
     from ramify.engine.scaffold import scaffold_of
@@ -329,8 +330,8 @@ def _licence(licence: str, base: str) -> str:
 
 
 def _push(folder: Path, repository: str, private: bool, kept: KeptPolicy) -> str:
-    """Upload ``folder`` to the hub and return the repository's address. Raises ConfigError with the
-    hub's own reason if it refuses."""
+    """Upload ``folder`` to the hub and return the address of the repository. Raises ConfigError
+    with the hub's own reason if the hub refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,5 +1,5 @@
-"""Creates the policy that a run begins with: chooses its device, and loads or initialises its
-weights and its tokenizer.
+"""Create the policy that a run begins with. This module chooses its device, and loads or
+initializes its weights and its tokenizer.
 
     policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("train")
 NUM_TOKENIZER_TEXTS = 3000
-"""Maximum number of demonstrations that a tokenizer is trained on; more change little."""
+"""Maximum number of demonstrations for training a tokenizer. More of them change little."""
 
 
 def device_of(run: Run) -> str:
@@ -68,9 +68,9 @@ def policy_of(
     checkpoint: Path | None = None,
     tools: Sequence[Tool] = (),
 ) -> Policy:
-    """Return the initial policy of ``run`` in precision ``dtype``. If the run trained its own
-    tokenizer and continues from a ``checkpoint``, the tokenizer is read from there. ``tools`` are
-    the native tools of the scaffold."""
+    """Return the initial policy of ``run`` in the precision ``dtype``. If the run continues from a
+    ``checkpoint`` and has trained its own tokenizer, the tokenizer is read from there. ``tools``
+    are the native tools of the scaffold."""
     import torch
     from transformers import AutoConfig
 
@@ -116,9 +116,9 @@ def policy_of(
 
 
 def trained_policy_settings(run: Run, policy: Policy) -> TrainedPolicySettings:
-    """Return the settings that are stored with the trained policy, so that it can later be used as
-    it was trained: its scaffold, the limits that differ from the defaults, and its task. A scaffold
-    that the user wrote is left out, since its file may no longer be there."""
+    """Return the settings that are stored with the trained policy, so that it is later used as it
+    was trained. These are its scaffold, its task, and the limits that differ from the defaults. A
+    user's own scaffold is left out, because its file may no longer exist."""
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -142,9 +142,9 @@ def _shape(
     checkpoint: Path | None,
     tools: Sequence[Tool],
 ) -> dict[str, Any]:
-    """Return the model configuration for a policy trained from scratch. Its sizes are chosen to fit
-    the demonstrations. A resumed run takes them from the checkpoint, since it may have other
-    demonstrations."""
+    """Return the model configuration for a policy trained from scratch. Its sizes fit the
+    demonstrations. A resumed run reads them from the checkpoint, because its demonstrations may
+    have changed."""
     from ramify.models.load import read_config
     from ramify.models.renderer import renderer_of
 
@@ -169,9 +169,9 @@ def _shape(
 
 
 def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
-    """Return the policy that the engine serves: the trained policy itself, or a copy that is
+    """Return the policy that the engine serves. It is the trained policy itself, or a copy that is
     updated each time weights are published. A copy is needed if the trained policy has another
-    precision or adapters, or if it is trained while rollouts continue."""
+    precision or adapters, or if training and rollouts overlap."""
     from ramify.train.backends.lora import attach
 
     lora = run.policy.lora
@@ -195,8 +195,8 @@ def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def set_deterministic(policy: Policy) -> None:
-    """Prepare the policy for reproducible computation. On a GPU, only deterministic kernels are
-    selected. Raises ConfigError if the model cannot compute in fixed shapes."""
+    """Prepare the policy for reproducible computation. A GPU uses only deterministic kernels.
+    Raises ConfigError if the model cannot compute in fixed shapes."""
     import torch
 
     from ramify.models.trunk import fixed_shape_trunk
@@ -221,7 +221,7 @@ def adapter_spec_of(run: Run) -> Any:
 
 
 def sharded_checkpoint_folder(run: Run) -> Path | None:
-    """Return the checkpoint folder from which each rank can read only its own shard of the policy.
+    """Return the checkpoint folder from which each rank reads only its own shard of the policy.
     Returns None if this process has to read the whole policy."""
     from ramify.models.load import read_config
     from ramify.models.model_config_files import local_model_folder
@@ -234,8 +234,9 @@ def sharded_checkpoint_folder(run: Run) -> Path | None:
 
 
 def needs_no_weights(run: Run) -> bool:
-    """Return True if this process does not need the policy's weights: ranks read theirs from the
-    checkpoint, engines are other processes, and no signal scores with the policy here."""
+    """Return True if this process does not need the policy's weights. That is the case if ranks
+    read theirs from the checkpoint, engines are other processes, and no signal scores with the
+    policy here."""
     return (
         not BACKENDS.of(run.compute.backend).is_here
         and run.inference is not None
@@ -251,6 +252,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
-    """Yield the message texts of each call of ``trajectory``."""
+    """Yield the texts of the messages of each call in ``trajectory``."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

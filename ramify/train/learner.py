@@ -1,5 +1,5 @@
-"""Trains one policy of a run: it learns from the data of each step, and its new weights are sent to
-the inference engines.
+"""Train one policy of a run. The policy learns from the data of each step, and its new weights are
+sent to the inference engines.
 
     prepare    compute the streams that the rows need: old, reference, values
     learn      pack ─ forward_backward ─ optim_step, for each minibatch
@@ -75,13 +75,12 @@ T = TypeVar("T")
 
 
 class PolicyPaths(NamedTuple):
-    """Where the parts of one policy are stored, as paths relative to the run's folder or to a
-    checkpoint."""
+    """The paths of one policy's files, relative to the run's folder or to a checkpoint."""
 
     policy: str
     backend: str
     reference: str
-    """The policy that rollouts began with."""
+    """The policy with which rollouts began."""
 
 
 def policy_paths_of(name: str) -> PolicyPaths:
@@ -94,7 +93,7 @@ def policy_paths_of(name: str) -> PolicyPaths:
 
 class Learner:
     """Trains one policy. It holds the training backend, the reference policy for a KL penalty, and
-    the publisher that sends the weights to engines."""
+    the publisher that sends new weights to the engines."""
 
     def __init__(
         self,
@@ -130,17 +129,18 @@ class Learner:
 
     def mask_other_calls(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return a copy of ``groups`` in which only the calls of this policy have token ids, so
-        that it learns from no others."""
+        that it learns from no other calls."""
         return mask_other_calls(groups, self._model) if self._model else groups
 
     def prefixed_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` with metric names that tell the run's policies apart: each gets the
-        prefix ``policy.NAME/``, except for the main policy ``Run.policy``."""
+        """Return ``values`` with metric names that tell the run's policies apart. The names of an
+        additional policy get the prefix ``policy.NAME/``, and those of the main policy stay
+        unchanged."""
         prefix = f"policy.{self.name}/" if self.name else ""
         return {prefix + name: each for name, each in values.items()}
 
     def begin(self, stage: TrainingStage) -> None:
-        """Begin ``stage`` with a new backend and a new optimizer."""
+        """Begin the training stage ``stage`` with a new backend and a new optimizer."""
         backend = self._backend_of(stage)
         if self._source is not None:
             backend.load_weights(dict(self._source()))
@@ -162,14 +162,13 @@ class Learner:
             self.publisher.backend = backend
 
     def save_policy(self, folder: Path) -> None:
-        """Save the current policy to ``folder``, with checksums that are verified when it is
-        loaded."""
+        """Save the current policy to ``folder``. Its checksums are verified when it is loaded."""
         folder_file_checksums.drop(folder)
         self.publisher.policy.save(folder)
         folder_file_checksums.write(folder)
 
     def parts(self) -> dict[str, Write]:
-        """Return functions that write this policy's parts of a checkpoint, keyed by their path in
+        """Return the functions that write this policy's parts of a checkpoint, keyed by path within
         the checkpoint."""
         assert self.publisher.backend is not None
         return {
@@ -178,9 +177,9 @@ class Learner:
         }
 
     def load_reference(self, out: Path, *, is_new: bool) -> None:
-        """Load the reference policy: the one that rollouts began with, which is stored next to the
-        checkpoints. ``is_new`` is True if rollouts begin now, so that it must be saved first.
-        Raises TrainError if it is missing."""
+        """Load the reference policy, i.e. the policy with which rollouts began. It is stored next
+        to the checkpoints. ``is_new`` is True if rollouts begin now, so that the policy must be
+        saved first. Raises TrainError if it is missing."""
         folder = out / self.paths.reference
         if is_new:
             self.save_policy(folder)
@@ -221,16 +220,17 @@ class Learner:
         return stage.add_streams(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
-        """Score a sample of the step's calls with the policy before it learns, so that the effect
-        of the update can be measured. Returns None if nothing was sampled."""
+        """Score a sample of the step's calls with the policy before the policy learns. The effect
+        of the update can then be measured on the same calls. Returns None if nothing was
+        sampled."""
         assert self.publisher.backend is not None
         with working("forward_backward"):
             rows = stage.probed(self.mask_other_calls(work.groups), step)
             return UpdateProbe.taken(rows, self.publisher.backend)
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
-        """Return metrics of all tokens that this policy sampled for a step, before it learns from
-        them. Call it after ``prepare``, which completes the advantages."""
+        """Return metrics of all tokens that this policy sampled for a step, measured before it
+        learns from them. Call it after ``prepare``, which completes the advantages."""
         with working("credit"):
             own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
@@ -238,9 +238,9 @@ class Learner:
             return measured if probe is None else measured | probe.mismatch
 
     def store_logprob_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
-        """Store the differences between trainer and sampler log-probabilities in the rollouts of a
-        step. They are known only for tokens that the trainer has scored, for the loss or for
-        ``probe``. Call it after ``prepare``."""
+        """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
+        step. Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap.
+        Call it after ``prepare``."""
         with working("credit"):
             rows = [row for part in work.parts for row in part.rows]
             note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
@@ -248,8 +248,9 @@ class Learner:
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
     ) -> dict[str, float]:
-        """Return metrics of the update that a step made. If the step had nothing to learn from, the
-        metrics only show its learning rate and that the policy did not change."""
+        """Return metrics of a step's update, measured after the policy has learned. If there was
+        nothing to learn from, they only show the learning rate and that the policy did not
+        change."""
         backend = self.publisher.backend
         assert backend is not None
         if not work.parts:
@@ -261,8 +262,8 @@ class Learner:
             return {} if probe is None else probe.moved(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach the staleness of each token to ``rows``: how many versions the policy that sampled
-        the token lags behind the trained one."""
+        """Attach the staleness of each token to ``rows``. Staleness is the number of versions by
+        which the sampling policy lags behind the trained one."""
         for row in rows:
             if row.versions is not None:
                 row.streams["staleness"] = np.where(
@@ -295,9 +296,9 @@ def _attach(
     name: str,
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
-    """Compute a per-token stream, such as old log-probabilities, and attach it to ``rows`` under
-    ``name``. The rows are packed into batches for ``backend``; ``ask`` maps these batches to one
-    array of values per batch."""
+    """Compute a per-token array, such as old log-probabilities, and attach it to ``rows`` under
+    ``name``. The rows are packed into batches for ``backend``, and ``ask`` returns one array of
+    values for each batch."""
     with working("packing"):
         batches = pack(rows, backend.packing)
     copy_to_sequences(rows, batches, name, ask(batches))
@@ -307,19 +308,20 @@ def _attach(
 
 
 class EngineWeightState(enum.Enum):
-    """The state of the engines: whether they answer requests, and whether they have the newest
-    weights."""
+    """The state of the inference engines: whether they answer requests, and whether they have the
+    newest weights."""
 
     CURRENT = "current"
-    """They answer with the newest weights."""
+    """The engines answer with the newest weights."""
     BEHIND = "behind"
-    """They answer with older weights than those that are trained."""
+    """The engines answer with weights that are older than the trained ones."""
     ASLEEP = "asleep"
-    """They have released their memory to the trainer and do not answer."""
+    """The engines have released their memory to the trainer and do not answer."""
 
 
 class Publisher:
-    """Sends the weights of a policy to its engines, and checks that the engines use them."""
+    """Sends the weights of a policy to its engines, and checks that the engines use these
+    weights."""
 
     def __init__(
         self,
@@ -330,27 +332,29 @@ class Publisher:
         name: str = "",
     ) -> None:
         """Create the publisher of ``policy``. ``name`` is the policy's name in ``Run.policies``, or
-        empty for ``Run.policy``, the only one whose publications are counted in the run's
-        record."""
+        empty for the main policy, ``Run.policy``. The run's record counts only publications of the
+        main policy."""
         self.name = name
         self.policy = policy
         self.thread = thread
         self.check = check
         self.phase = EngineWeightState.BEHIND
         self.backend: Backend | None = None
-        """The backend of the current stage, with which engines are compared."""
+        """The backend of the current stage, with whose log-probabilities those of the engines are
+        compared."""
         self.changing = asyncio.Lock()
-        """Held while weights change, until the engines have them."""
+        """A lock that is held from a change of the weights until the engines have them."""
         self._record = record
 
     def learned(self) -> None:
-        """Note that the weights have changed, so the engines no longer have the newest ones."""
+        """Note that the weights have changed, so that the engines no longer have the newest
+        ones."""
         if self.phase is EngineWeightState.CURRENT:
             self.phase = EngineWeightState.BEHIND
 
     async def sleep(self) -> dict[str, float]:
-        """Let engines that share the trainer's devices sleep until weights are published again.
-        Returns the time this took, as a metric, or an empty dict if no engine sleeps."""
+        """Put engines that share the trainer's devices to sleep until weights are published again.
+        Returns the duration as a metric, or an empty dict if no engine sleeps."""
         with under_way("weight_sync"):
             return await self._sleep()
 
@@ -366,8 +370,8 @@ class Publisher:
         return {"sleep_s": time.monotonic() - started}
 
     async def publish(self) -> None:
-        """Send the newest weights to the engines, and check that they use them. Does nothing if
-        they already have them."""
+        """Send the newest weights to the engines, and check that the engines use them. Does nothing
+        if they already have them."""
         with under_way("weight_sync"):
             await self._publish()
 
@@ -395,8 +399,8 @@ class Publisher:
         await self._check_engine()
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """Send the current weights between two steps to an engine that has come back, and check the
-        engine like the others. ``give`` sends them, and returns False if no engine came back. An
+        """Send the current weights to an engine that has come back between two steps, and check it
+        like the others. ``give`` sends the weights and returns False if no engine came back. An
         error here ends the run."""
         try:
             async with self.changing:
@@ -406,7 +410,8 @@ class Publisher:
             self.thread.watch.fail(error)
 
     async def load_policy(self, folder: Path) -> None:
-        """Load a saved policy from ``folder``, so that it is the next one to be published."""
+        """Load a saved policy from ``folder``. The next call of ``publish`` sends it to the
+        engines."""
         await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
         self.learned()
 
@@ -422,8 +427,8 @@ class Publisher:
 
 
 def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
-    """Wrap ``work`` so that its duration is counted as weight sync when a step's time is broken
-    down."""
+    """Wrap ``work`` so that its duration counts as weight sync in the breakdown of a step's
+    time."""
 
     @functools.wraps(work)
     def counted(*arguments: Any) -> T:
@@ -434,8 +439,8 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
 
 
 class EnginePolicyWeights:
-    """Passes the trained weights to the engines, in the form that these need, and saves and loads
-    them."""
+    """Passes the trained weights to the engines in the form that they need, and saves and loads the
+    policy."""
 
     def __init__(
         self,
@@ -445,24 +450,24 @@ class EnginePolicyWeights:
         model: TrainedModel,
     ) -> None:
         """Connect the trained weights with the engines that use them. ``trained`` is the policy
-        that the trainer changes, and ``serving`` is the one that the engine serves. ``model`` holds
-        the trained weights, which may be in this process or sharded over ranks."""
+        that the trainer changes, and ``serving`` is the policy that the engine serves. ``model``
+        holds the trained weights, in this process or sharded over ranks."""
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained
         self._serving = serving
         self._client = client
         self._engines = None if isinstance(client, LocalClient) else client
-        """The engines outside of this process; None if it is the one here."""
+        """The engines outside this process. None if the engine is in this process."""
         self._model = model
         self._is_loaded = False
-        """True if the engine has a saved policy, which differs from the trained one."""
+        """True if the engine has a saved policy that differs from the trained one."""
         self._saved: Path | None = None
-        """Folder of that policy, if this process has no weights."""
+        """Folder of the loaded policy, if this process has no weights."""
 
     @property
     def _is_bare(self) -> bool:
-        """True if this process holds no weights, since only ranks and engines have them."""
+        """True if this process holds no weights, because only ranks and engines have them."""
         return self._serving.device.type == "meta"
 
     @property
@@ -471,8 +476,8 @@ class EnginePolicyWeights:
 
     @property
     def version(self) -> int:
-        """The version number of the weights that were published last, as the engine reports it for
-        each token."""
+        """The version number of the last published weights. The engine reports it with each
+        token."""
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -487,7 +492,7 @@ class EnginePolicyWeights:
         return ((name, weight.to(dtype)) for name, weight in self._model.weights())
 
     async def publish(self) -> None:
-        """Send the current weights to the engine, as the next version."""
+        """Send the current weights to the engines as the next version."""
         self._trained.version += 1
         if self._engines is not None:
             return await self._engines.update(self._sources(), self._trained.version)
@@ -500,7 +505,7 @@ class EnginePolicyWeights:
 
     async def sleep(self) -> bool:
         """Let engines that share the trainer's devices release their memory until ``publish`` is
-        called. Returns True if there are any."""
+        called. Returns True if there are such engines."""
         return self._engines is not None and await self._engines.sleep()
 
     def release_trainer_memory(self) -> None:
@@ -508,8 +513,8 @@ class EnginePolicyWeights:
         self._model.release_memory()
 
     async def rejoin(self) -> bool:
-        """Send the last published weights to engines that came back. Returns True if there were
-        any."""
+        """Send the last published weights to engines that came back. Returns True if there were any
+        such engines."""
         if self._engines is None:
             return False
         return await self._engines.rejoin(self._sources(), self._trained.version)
@@ -525,9 +530,9 @@ class EnginePolicyWeights:
         return list(to_checkpoint_names(self._serving.model, given)) if loads else given
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Return an iterator with one triple per parameter: its name, the parameter, and a function
-        that computes its full value by merging a LoRA adapter or by reading the saved tensor. The
-        function is None if the parameter already holds its value."""
+        """Return an iterator over the parameters, each with its name, a tensor and a function that
+        computes its full value. The function merges a LoRA adapter or reads the saved tensor. It is
+        None if the tensor already has the full value."""
         from ramify.train.backends.lora import base_tensors_and_adapters
 
         if self._saved is not None:
@@ -540,7 +545,7 @@ class EnginePolicyWeights:
 
     def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         """Yield the parameters of the saved policy, each with a function that reads its tensor from
-        disk when it is needed."""
+        disk on demand."""
         from ramify.models.stored_weights import stored_tensors
 
         assert self._saved is not None
@@ -549,8 +554,8 @@ class EnginePolicyWeights:
             yield name, parameter, partial(stored[name].__getitem__, ...)
 
     def _export(self, folder: Path) -> None:
-        """Write the configuration and the weights to ``folder``, one tensor at a time, so that the
-        whole model never needs to be in memory."""
+        """Write the configuration and the weights to ``folder`` one tensor at a time, so that
+        memory never holds the whole model."""
         from ramify.train.backends.safetensors_export import export_model
 
         tensors = (
@@ -561,9 +566,9 @@ class EnginePolicyWeights:
         export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)
 
     def save(self, folder: Path) -> None:
-        """Save the policy in the precision in which engines serve it; the trainer's own precision
-        is kept in the checkpoint. The saved sampling default is temperature 0, for requests that do
-        not set a temperature: rollouts explore, but users want the likeliest answer."""
+        """Save the policy in the precision in which engines serve it. The checkpoint keeps the
+        trainer's precision. The saved default temperature is 0: rollouts explore, but users who set
+        no temperature want the likeliest answer."""
         from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 
@@ -576,7 +581,7 @@ class EnginePolicyWeights:
         )
 
     def load(self, folder: Path) -> None:
-        """Load the saved policy in ``folder``, so that it is published instead of the trained
+        """Load the saved policy in ``folder``, which is then published instead of the trained
         weights."""
         from ramify.models.load import load_into
 

@@ -1,4 +1,4 @@
-"""Treats all policies that a run trains as one object. Most runs train only one policy;
+"""Handle all policies that a run trains as one object. Most runs train only one policy;
 ``Run.policies`` adds others.
 
     trainer.py ── begin, learn, publish, save, restore ──> Learners ── for each policy ──> Learner
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Learners:
-    """All policies that a run trains. Each operation is applied to every policy in turn."""
+    """All policies that a run trains. Each operation applies to every policy in turn."""
 
     def __init__(self, learners: Sequence[Learner], record: TrainingRunRecorder) -> None:
-        """Combine the given learners, one per trained policy. The first must be the learner of
-        ``Run.policy``."""
+        """Combine the given learners, one per trained policy. The first must be the learner of the
+        main policy, ``Run.policy``."""
         self._all = learners
         self._record = record
 
@@ -45,12 +45,12 @@ class Learners:
 
     @property
     def has_begun(self) -> bool:
-        """True if the current stage has begun."""
+        """True if the current training stage has begun."""
         return self._all[0].publisher.backend is not None
 
     def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """Return the policies that are trained in ``stage``. Each comes with its own settings for
-        the stage."""
+        """Return the policies that are trained in ``stage``, each with its own settings for the
+        stage."""
         main, *others = self._all
         own = stage.others
         return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
@@ -73,7 +73,7 @@ class Learners:
 
     async def begin(self, stage: TrainingStage) -> None:
         """Begin ``stage`` with new optimizers, unless it was restored from a checkpoint and
-        continues. Reference policies are loaded if the loss needs them."""
+        continues. Loads the reference policies if the loss needs them."""
         state, is_new = self._record.state, not self.has_begun
         for learner, own in self._in(stage):
             if is_new:
@@ -83,13 +83,13 @@ class Learners:
                 await self._in_torch(loading, self._record.out)
 
     def end_stage(self) -> None:
-        """End the current stage by dropping the backends of all policies."""
+        """End the current stage and release the training backends of all policies."""
         for learner in self._all:
             learner.publisher.backend = None
 
     def recall(self, stage: TrainingStage) -> None:
-        """Restore the state that the algorithms of ``stage`` keep between steps, from the run's
-        record."""
+        """Restore the state that the algorithms of ``stage`` keep between steps. It is read from
+        the run's record."""
         for learner, own in self._in(stage):
             own.memory = dict(self._record.state.algorithm_state(learner.name))
 
@@ -97,7 +97,7 @@ class Learners:
 
     def log_data_notes(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
         """Log the notes about a step's data, and warn about policies that have nothing to learn
-        from. The returned metrics mark these policies."""
+        from. Returns metrics that mark these policies."""
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
         for learner, _, own in self._of(stage, work):
@@ -114,9 +114,9 @@ class Learners:
     async def weight_update(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Hold a context in which weights may change: no engine rejoins, and engines on the
-        trainer's devices sleep. Its value is a dict of metrics with the staleness of the sampled
-        tokens and the time until the engines slept."""
+        """Hold a context in which the weights may change. Inside, no engine rejoins, and engines on
+        the trainer's devices sleep. The context's value is a dict of metrics with the staleness of
+        the sampled tokens and the time until the engines slept."""
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in self._of(stage, work):
@@ -160,7 +160,7 @@ class Learners:
         return values
 
     def count_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Record that a step was made, with the state that the algorithms keep between steps."""
+        """Record that a step is complete, with the state that the algorithms keep between steps."""
         memories = {learner.name: own.memory for learner, _, own in self._of(stage, work)}
         self._record.count_step(memories.pop(""), memories)
 
@@ -189,7 +189,7 @@ class Learners:
                 await learner.publisher.publish()
 
     async def publish_resumed(self) -> None:
-        """Publish the weights of a run that is resumed, since its engines may hold others."""
+        """Publish the weights of a resumed run, because its engines may hold others."""
         for learner in self._all:
             await learner.publisher.policy.publish()
 
@@ -202,16 +202,16 @@ class Learners:
     # --- checkpoints: all but the last two are called in the training thread
 
     def parts(self, stage: TrainingStage) -> dict[str, Write]:
-        """Return functions that write the checkpoint parts of all policies in ``stage``, keyed by
-        their path in the checkpoint."""
+        """Return the functions that write the checkpoint parts of all policies in ``stage``, keyed
+        by path within the checkpoint."""
         parts: dict[str, Write] = {}
         for learner, _ in self._in(stage):
             parts |= learner.parts()
         return parts
 
     def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
-        """Restore the weights of all policies from ``checkpoint``, and their optimizers if the
-        stage continues (``is_open``)."""
+        """Restore the weights of all policies from ``checkpoint``. If the stage continues
+        (``is_open``), their optimizers are restored too."""
         lr_scale = self._record.state.lr_scale if is_open else 1.0
         for learner, own in self._in(stage):
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
@@ -222,7 +222,8 @@ class Learners:
             self._record.inherit_reference(checkpoint, learner.paths.reference)
 
     async def load(self, checkpoint: Path) -> None:
-        """Load the policies of ``checkpoint``, so that they are the next ones to be published."""
+        """Load the policies of ``checkpoint``. The next call of ``publish`` sends them to the
+        engines."""
         for learner in self._all:
             await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
             await learner.publisher.load_policy(checkpoint / learner.paths.policy)
@@ -236,8 +237,8 @@ class Learners:
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's minibatches. Counts are summed, and other metrics are
-    averaged over the minibatches that report them. The mismatch between trainer and sampler is
-    taken from the first minibatch, since its update already changes the weights."""
+    averaged over the minibatches that report them. The mismatch between trainer and sampler comes
+    from the first minibatch, because its update already changes the weights."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in measured for name in part):
         values = [part[name] for part in measured if name in part]

@@ -1,5 +1,5 @@
-"""Records the lineage of a run: the steps at which it was resumed or forked, and how its
-configuration changed.
+"""Record the lineage of a run: the steps at which it was resumed or forked, and the changes of its
+configuration.
 
     OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
                          "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}
@@ -27,7 +27,7 @@ from ramify.train.metrics import JsonlRecordFile
 
 FILE = "lineage.jsonl"
 STAGES = ("warmup", "sft", "rl")
-"""Fields of a run that are stages, in their order."""
+"""Names of the fields of a run that are training stages, in order."""
 _WEIGHTS = "the checkpoint holds weights of that model"
 _OPTIMIZER = "the checkpoint holds that optimizer's state"
 _FIXED = {
@@ -42,15 +42,16 @@ _FIXED = {
     "compute.backend": "the checkpoint holds that backend's state",
     "rl.critic.model": "the checkpoint holds that critic",
 }
-"""Prefix of fields that must not change -> the reason."""
+"""Map the prefix of each field that must not change to the reason."""
 _SFT_MAY_CHANGE = ("sft.optim.", "sft.epochs")
-"""The rest decides which rows each step learns from, and the steps so far have used some."""
+"""Options of supervised fine-tuning that may change when a run resumes. All others decide which
+rows each step learns from, and earlier steps have already used some."""
 _SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.", "depths")
-"""Prefixes of fields on which validation scores depend."""
+"""Prefixes of the fields on which validation scores depend."""
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """A configuration field whose value changed, with its old and new value."""
+    """A changed configuration field, with its old and its new value."""
 
     field: str
     """Dotted name."""
@@ -62,14 +63,15 @@ class ConfigChange(msgspec.Struct, frozen=True):
 
 
 class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A point at which a run was continued with changes, or forked from another run."""
+    """A point in a run's history at which it was continued with changes, or forked from another
+    run."""
 
     step: int
-    """Optimizer steps of the run before it."""
+    """Number of optimizer steps that the run had made before this point."""
     checkpoint: str
-    """The checkpoint that it continued from."""
+    """The checkpoint from which the run continued."""
     is_fork: bool = False
-    """Whether the checkpoint is of a run in another folder."""
+    """True if the checkpoint belongs to a run in another folder."""
     changes: list[ConfigChange] = []
 
     def __str__(self) -> str:
@@ -84,8 +86,8 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
     def reopens_stage(self, stage: str) -> bool:
-        """Return True if the changes show that ``stage`` should continue although a guard has ended
-        it, for example because they raise its number of steps."""
+        """Return True if the changes reopen a ``stage`` that a guard has ended. An example is a
+        higher number of steps."""
         names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")
         return any(change.field.startswith(names) for change in self.changes)
 
@@ -104,8 +106,8 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
 
 
 def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the configuration ``now`` differs from the checkpoint's in a field that
-    must not change. The error names the first such field and the reason."""
+    """Raise ConfigError if the configuration ``now`` changes a field of the checkpoint that must
+    stay the same. The error names the first such field and the reason."""
     for change in changes(state.config, now):
         why = _refusal(state, change)
         if why:
@@ -117,8 +119,8 @@ def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
 
 
 def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
-    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint: if the run's task
-    has changed, demonstrations still come from the task that the checkpoint recorded."""
+    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint. If the task has
+    changed, demonstrations still come from the task recorded in the checkpoint."""
     recorded = state.config.get("sft")
     if run.sft is None or recorded is None or run.sft.task is not None:
         return run
@@ -131,7 +133,7 @@ def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
     """Yield the innermost fields in which two configurations differ, with both values. A missing
-    value counts as None. ``name`` is the dotted path of the values that are compared."""
+    value counts as None. ``name`` is the dotted path of the compared values."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         # Fields of a class that another has replaced say nothing more.
         is_replaced = "name" in was and "name" in now and was["name"] != now["name"]
@@ -158,7 +160,7 @@ def _refusal(state: CheckpointState, change: ConfigChange) -> str:
 def _policy_refusal(state: CheckpointState, field: str) -> str:
     """Return the reason why a field of an additional policy cannot change, or an empty string if it
     can. Additional policies are trained only in the stage ``rl``, so their fields are fixed only if
-    the checkpoint is in that stage."""
+    the checkpoint belongs to that stage."""
     _, name, *rest = field.split(".")
     stages = [each for each in STAGES if state.config.get(each) is not None]
     if stages[state.stage : state.stage + 1] != ["rl"]:

@@ -1,5 +1,5 @@
-"""Loads the parts of a run, such as its demonstrations and policy. Checks are ordered so that
-mistakes are found before time is spent.
+"""Load the parts of a run, such as its demonstrations and its policy. Cheap checks come first, so
+that mistakes are found before time is spent.
 
     ResolvedTrainingRun ── device ─ placement ─ precision ─ demonstrations ─ policy ──> RunParts
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """Everything that a run needs, loaded, checked and ready to start."""
+    """The loaded and checked parts of a run, which is ready to start."""
 
     run: Run
     """The configuration, with the number of processes settled."""
@@ -85,13 +85,13 @@ class RunParts:
     rows: Sequence[TokenSequence]
     """What is imitated before rollouts."""
     fixed: Sequence[TrainingStage]
-    """The stages that sample nothing."""
+    """The training stages without rollouts."""
     others: Mapping[str, RunParts] = dataclasses.field(default_factory=dict)
     """Name of another policy -> its parts: its run is this one, with its policy and optimizer."""
 
     @property
     def is_placed_by_ray(self) -> bool:
-        """True if the run starts processes on other machines."""
+        """True if the run starts processes on other machines, with Ray."""
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     @property
@@ -115,18 +115,18 @@ class RunParts:
         )
 
     def save_sft_rows(self, out: Path) -> None:
-        """Store the token sequences of supervised fine-tuning in the run's folder ``out``, for
-        later resumption."""
+        """Store the token sequences of supervised fine-tuning in the run's folder ``out``, so that
+        the run can be resumed with them."""
         if self.rows:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
     def num_processes(self, role: str) -> int:
-        """Return how many processes with the given role have a place on a machine."""
+        """Return the number of processes of a role that have a placement slot."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
     def check_same_tensors(self, checkpoint: Path) -> None:
-        """Raise ConfigError if a checkpoint's policy does not have the same tensors as this run's
-        policy. The error names the first tensor that differs."""
+        """Raise ConfigError if the policy of a checkpoint has other tensors than this run's policy.
+        The error names the first tensor that differs."""
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"
@@ -134,10 +134,11 @@ class RunParts:
 
 
 def assemble(resolved: ResolvedTrainingRun) -> RunParts:
-    """Load and check all parts of a run. A run that continues from a checkpoint reads its trained
-    tokenizer from the checkpoint, and its fine-tuning data from the folder of the earlier run.
-    Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
-    the files of the model."""
+    """Load and check all parts of a run. Raises ConfigError for mistakes in the recipe that can
+    only be found with a tensor library or with the model's files.
+
+    A run that continues from a checkpoint reads its trained tokenizer from the checkpoint, and its
+    fine-tuning data from the folder of the earlier run."""
     task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
     run, placement_slots = plan_placement(resolved.run)
     check_device(run)
@@ -194,8 +195,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """Return the fine-tuning data that the checkpoint's run has stored, or None if there is none
-    for these settings."""
+    """Return the fine-tuning data that the checkpoint's run has stored. Returns None if there is
+    none for these settings."""
     if run.sft is None or checkpoint is None:
         return None
     return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))
@@ -209,8 +210,8 @@ def _rows_key(run: Run) -> str:
 
 
 def _other_parts(parts: RunParts, name: str) -> RunParts:
-    """Return the run's parts for an additional policy, which is trained beside the main one.
-    ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy."""
+    """Return the run's parts for an additional policy. ``name`` is its name in ``Run.policies``,
+    and ``parts`` belongs to the main policy."""
     run = with_policy_defaults(single_policy_run(parts.run, name))
     check_inference(run)
     check_schedules(run)
@@ -254,7 +255,7 @@ def single_policy_run(run: Run, name: str) -> Run:
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
     """Raise ConfigError if the loss does not suit the model, or if the backend cannot train the
-    model over its device mesh. A checkpoint is checked before its weights are read."""
+    model over its device mesh. Checkpoints are checked before their weights are read."""
     from ramify.models.load import read_config
     from ramify.train.backends.mesh import EXPERTS
 
@@ -281,7 +282,7 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:
-    """Return the optimizers of all stages and of a separate critic, if there is one."""
+    """Return the optimizers of all stages, and of a separate critic if there is one."""
     stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     critic = [] if run.rl is None else [run.rl.critic.optim]
     return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]
@@ -289,7 +290,7 @@ def _optims(run: Run) -> list[OptimizerSpec]:
 
 def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> list[TrainingStage]:
     """Return the stages that need no rollouts: the warm-up and supervised fine-tuning. They are
-    built early, since only they know their number of steps, which learning-rate schedules need."""
+    built early, because learning-rate schedules need their number of steps."""
     stages: list[TrainingStage] = []
     if run.warmup is not None:
         special = set(policy.tokenizer.all_special_ids)

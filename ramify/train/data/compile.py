@@ -1,5 +1,5 @@
-"""Convert rollouts with advantages into token sequences for training, one for each path through a
-call that is trained. Forks, and histories that were cut, give a call several paths.
+"""Convert rollouts with advantages into token sequences for training. Each path through a trained
+call becomes one sequence. A call has several paths if it forked or if its history was cut.
 
     call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
     call 0.1   path  1 2 5 6            sampled 6
@@ -31,8 +31,8 @@ _WEIGHTS = ("rl", "ce", "kd")
 def token_sequences(
     rollouts: Iterable[RolloutAdvantages], temperature: float | Callable[[Call], float] = 1.0
 ) -> list[TokenSequence]:
-    """Convert rollouts into the token sequences to train on: one for each path that holds turns
-    with advantages or weights, in the order of rollouts, calls and turns.
+    """Convert rollouts into the token sequences to train on. Each path with turns that have
+    advantages or weights becomes one sequence. The order is that of rollouts, calls and turns.
 
     ``temperature`` is the sampling temperature of the rollouts, or of a call. Raises ValueError if
     a turn's credit does not fit it: its length differs, the turn has no token ids, or it has
@@ -74,8 +74,8 @@ def _of_rollout(
 
 
 def _check_lengths(rollout: RolloutAdvantages) -> None:
-    """Raise ValueError if the per-token numbers of a turn differ in length from its sampled tokens.
-    The message has both lengths."""
+    """Raise ValueError if a turn has per-token numbers of another length than its sampled tokens.
+    The error shows both lengths."""
     turns = {
         (call.id, index): turn
         for call in rollout.trajectory.calls
@@ -146,8 +146,9 @@ def _sequence(
 def _column(
     length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]], name: str
 ) -> Floats | None:
-    """Build the per-token array [T] called ``name``, such as ``advantages``, from the numbers of
-    each turn. Tokens outside these turns have 0. Returns None if no turn has such numbers."""
+    """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens. The numbers
+    come from the turns; tokens outside these turns have 0. Returns None if no turn has such
+    numbers."""
     column = None
     for span, credit in credits:
         values = getattr(credit, name)
@@ -163,9 +164,10 @@ def _observed(
     credits: list[tuple[ReplyTokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
-    """Add cross-entropy weights for observed tokens: those between a turn with such a weight and
-    whatever was sampled before the turn. ``column`` holds the weights so far, [T]. The first token
-    of a path gets none, since nothing predicts it. Returns None if no token has a weight."""
+    """Add cross-entropy weights for observed tokens to ``column``, the weights so far [T]. A turn
+    with such a weight covers the tokens between the previously sampled tokens and the turn. The
+    first token of a path gets none, since nothing predicts it. Returns None if no token has a
+    weight."""
     for span, credit in credits:
         if not credit.given:
             continue
@@ -178,8 +180,8 @@ def _observed(
 
 
 def _named(length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]]) -> dict[str, Floats]:
-    """Return the additional named streams of a path, each [T] or [T, k]. Tokens outside the given
-    turns have 0."""
+    """Return the additional named per-token arrays of a path, each of shape [T] or [T, k]. Tokens
+    outside the given turns have 0."""
     columns: dict[str, Floats] = {}
     for span, credit in credits:
         for name, values in credit.streams.items():

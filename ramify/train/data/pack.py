@@ -1,5 +1,5 @@
-"""Pack token sequences into batches for training: share the computation of common prefixes, cut
-what is too long, and balance the batches.
+"""Pack token sequences into batches for training. Common prefixes are computed once, sequences that
+are too long are cut, and the batches have about equal cost.
 
     sequences ── forest ──> trees ── share prefixes if it pays ── cut at max_tokens ──> pieces
     pieces ── balance ──> [Batch]
@@ -40,42 +40,44 @@ from ramify.train.data.prefix_forest import (
 from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, sequence_group_key
 
 Unit = str | int
-"""Key of sequences that must be in one batch."""
+"""Key of sequences that must stay together in one batch."""
 
 
 class PackingCostModel(msgspec.Struct, frozen=True):
-    """Estimates of compute cost, for balancing batches. The unit is the work for one token outside
-    attention."""
+    """Estimated compute costs by which batches are balanced. The unit is the work for one token
+    outside attention."""
 
     pair: float = 2e-3
-    """Cost of one token attending to one other: all layers, forward and backward."""
+    """Cost of one token attending to one other token, summed over all layers, forward and
+    backward."""
     share: float = 25.0
-    """Cost of one shared stretch: starting its descendants' work from it."""
+    """Cost of computing one shared prefix separately."""
     join: float = 0.08
-    """Cost of one token below a shared stretch: joining its attention there with the rest."""
+    """Cost of each token below a shared prefix, for combining its attention to the prefix with the
+    rest."""
 
     def cost(self, begin: int, end: int) -> float:
         """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
-        sequence, including their attention to the tokens before them."""
+        sequence. Their attention to earlier tokens is included."""
         num = end - begin
         return num + self.pair * (num * begin + num * (num + 1) / 2)
 
 
 class PackingSpec(msgspec.Struct, frozen=True):
-    """How to pack batches for one model on one device."""
+    """Settings for packing batches, for one model on one device."""
 
     max_tokens: int = 8192
-    """Maximum tokens of a batch; its activations bound memory. Larger trees are cut."""
+    """Maximum number of tokens in a batch, which limits the memory of activations. Larger prefix
+    trees are cut."""
     share: bool = True
-    """Compute shared prefixes once; False: every path is a separate row."""
+    """True to compute shared prefixes once. False makes every path a separate row."""
     cost: PackingCostModel = PackingCostModel()
     fill_tokens: int | None = None
-    """Trees share a batch up to this many tokens; a larger tree has its own batch, uncut. This is
-    for CPUs, which are fastest with a few thousand tokens at once, but not if a tree must be cut
-    for that. None: ``max_tokens``."""
+    """Number of tokens up to which small prefix trees share a batch; a larger tree gets its own
+    batch, uncut. CPUs are fastest with a few thousand tokens at once. None: ``max_tokens``."""
     multiple: int = 1
-    """Make the number of batches a multiple of this if there are enough trees: the number of ranks
-    that compute at the same time."""
+    """Make the number of batches a multiple of this number if there are enough trees. It is the
+    number of ranks that compute at the same time."""
 
 
 def pack(
@@ -118,10 +120,12 @@ def pack(
 def copy_to_sequences(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
-    """Copy the values computed for packed batches back to the sequences, as a per-token stream
-    called ``name``. ``values`` has an array [E] for each batch. Tokens without a loss get 0. If a
-    token has two entries (one that is reinforced, one that is imitated), the value of the
-    reinforced one counts: ratios, KL and distillation use it, and cross-entropy reads no stream."""
+    """Copy values that were computed for packed batches back to the sequences, as a per-token array
+    called ``name``. ``values`` has one array per batch. Tokens without a loss get 0.
+
+    Each array of ``values`` has shape [E], with one number for each entry of its batch. A token
+    that is both reinforced and imitated has two entries, and the value of the reinforced one
+    counts. Ratios, KL and distillation use it, while cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
@@ -134,8 +138,9 @@ def copy_to_sequences(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return a mask [E] of the entries of ``batch`` that have policy-gradient or distillation
-    weight. Such entries are evaluated under the sampling distribution."""
+    """Return a mask of the entries of ``batch`` that have policy-gradient or distillation weight,
+    as an array of shape [E]. The log-probabilities of such entries are computed under the sampling
+    distribution."""
     is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
         is_drawn |= batch.streams[name] != 0
@@ -144,7 +149,7 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
     """Return statistics of packing: the number of batches, of tokens to compute and of tokens in
-    the sequences, and the ratio of the latter two."""
+    the sequences. The ratio of the two token counts shows how much prefix sharing saves."""
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
     whole = sum(len(sequences[index]) for index in present)
@@ -160,23 +165,24 @@ def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, 
 
 
 class _Tree(NamedTuple):
-    """One tree of the prefix forest, before it is cut to the size of a batch."""
+    """One tree of the prefix forest, not yet cut to the size of a batch."""
 
     stretches: list[ForestNode]
-    """In preorder; sequences are indices into those that carry loss."""
+    """The stretches of tokens in preorder. Each names a sequence by its index among those that
+    carry loss."""
     leaves: list[tuple[int, int]]
-    """(sequence, the stretch in which it ends), in preorder."""
+    """Pairs of a sequence and the stretch in which it ends, in preorder."""
 
 
 def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
-    """Return the trees of the prefix forest, keeping only those shared prefixes that save
-    computation. A node for which sharing does not pay is repeated in each of its children."""
+    """Return the trees of the prefix forest with only those shared prefixes that save computation.
+    If sharing a node does not pay, its tokens are repeated in each of its children."""
     nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
     children = [0] * len(nodes)
     below = [0] * len(nodes)
-    """Number of tokens below the node, as they will be laid out."""
+    """Number of tokens below each node in the final layout."""
     for index in range(len(nodes) - 1, -1, -1):
         node, num = nodes[index], children[index]
         tokens = node.end - node.begin
@@ -198,12 +204,12 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
 def _split_trees(
     radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """Build the trees that remain after some nodes of the forest are not shared: one for each kept
-    node without a kept ancestor. A node that is not kept is repeated in the nodes below it, and a
-    sequence that ends in such a node ends in its first copy."""
+    """Split the forest where nodes are not shared. Each kept node without a kept ancestor becomes
+    the root of one tree. The tokens of a node that is not kept are repeated in the nodes below it.
+    A sequence that ends in such a node ends in its first copy."""
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
-    """Node -> (tree, stretch in it)."""
+    """Map each node to its tree and to its stretch in that tree."""
     for index, node in enumerate(radix_forest.nodes):
         if not keeps[index]:
             continue
@@ -226,8 +232,8 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
-    """Return, for each node, the index of the node itself if it is kept, and otherwise of the first
-    kept node below it. A node without children is always kept."""
+    """Return the first kept node for each node: the node itself if it is kept, and otherwise the
+    first kept node below it. A node without children is always kept."""
     first = list(range(len(radix_forest.nodes)))
     for index in range(len(radix_forest.nodes) - 1, -1, -1):
         parent = radix_forest.nodes[index].parent
@@ -240,8 +246,8 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 
 
 def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[PackableTree]:
-    """Cut all trees into pieces that fit into a batch. ``units`` holds a key for each sequence, and
-    sequences with the same key stay in one piece, even if they are in different trees."""
+    """Cut all trees into pieces that fit into a batch. ``units`` holds a key for each sequence.
+    Sequences with the same key stay in one piece, even if they are in different trees."""
     num_trees = Counter(
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
@@ -261,8 +267,8 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
 def _cut(
     tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec
 ) -> list[PackableTree]:
-    """Cut a tree into pieces of at most ``max_tokens`` tokens. ``units`` holds groups of leaves
-    that must stay together, and whole groups are added to a piece while they fit. A group that
+    """Cut a tree into pieces of at most ``max_tokens`` tokens. Each of ``units`` is a group of
+    sequences that must stay together. A piece takes whole groups while they fit. A group that
     exceeds the limit becomes a separate piece."""
     pieces: list[PackableTree] = []
     present: set[int] = set()
@@ -281,8 +287,8 @@ def _cut(
 
 
 def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> tuple[set[int], int]:
-    """Return the nodes on the paths from ``leaves`` to the root that are not in ``present``, and
-    how many tokens they have."""
+    """Return the nodes on the paths from ``leaves`` to the root that ``present`` does not contain,
+    and their total number of tokens."""
     missing: set[int] = set()
     for _, stretch in leaves:
         while stretch >= 0 and stretch not in present and stretch not in missing:
@@ -292,7 +298,7 @@ def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> t
 
 
 def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
-    """Combine pieces of different trees into one piece, without sharing anything between them."""
+    """Combine pieces of different trees into one piece without sharing any tokens between them."""
     stretches: list[ForestNode] = []
     leaves: list[tuple[int, int]] = []
     for piece in pieces:
@@ -309,9 +315,9 @@ def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
 def _piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
 ) -> PackableTree:
-    """Return the nodes of ``tree`` whose indices are in ``present`` as a separate tree. A node with
-    only one child left is merged with that child. ``leaves`` holds the sequences of the piece, each
-    with the node in which it ends."""
+    """Return a part of ``tree`` as a separate tree, with the nodes whose indices are in
+    ``present``. A node with only one child left is merged with that child. ``leaves`` holds the
+    sequences of the part, each with the node in which it ends."""
     order = sorted(present)
     children = dict.fromkeys(order, 0)
     for index in order:
@@ -344,9 +350,9 @@ def _piece(
 def _balanced(
     pieces: list[PackableTree], fill_tokens: int, multiple: int
 ) -> list[list[PackableTree]]:
-    """Distribute pieces over batches of about equal cost and at most ``fill_tokens`` tokens, except
-    where a single piece is larger. The most expensive piece goes first, each into the cheapest
-    batch that has room."""
+    """Distribute pieces over batches of about equal cost. A batch has at most ``fill_tokens``
+    tokens, unless a single piece is larger. The most expensive piece goes first, and each piece
+    goes into the cheapest batch with room for it."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple

@@ -1,5 +1,6 @@
-"""Arrange token sequences as a forest, in which shared prefixes occur only once, and write parts of
-the forest as batches. A batch has tokens, segments, and one entry per token that carries loss.
+"""Arrange token sequences as prefix trees, in which a shared prefix is stored once, and write parts
+of these trees as batches. A batch has tokens, segments, and one entry for each token that carries
+loss.
 
     1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
     1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
@@ -36,28 +37,28 @@ from ramify.types.sequence import Batch, Floats, Ints, SamplingMask, Segment, To
 
 
 class ForestNode(NamedTuple):
-    """A node of a prefix forest: a stretch of tokens that the same sequences have in common. The
-    stretch covers positions ``begin`` to ``end`` (exclusive), counted from the root."""
+    """A node of a prefix tree: a stretch of tokens that the same sequences have in common. It
+    covers positions ``begin`` to ``end`` (exclusive), counted from the root."""
 
     begin: int
     end: int
     parent: int
     """Index of the parent node; -1 for a root."""
     sequence: int
-    """Index of one sequence that passes through it."""
+    """Index of one sequence that passes through the node."""
     last: int = -1
-    """For a stretch of a batch: index of the forest's node with which it ends."""
+    """In a stretch of a batch, the index of the forest's node at the end of the stretch."""
 
 
 class Forest(NamedTuple):
-    """Prefix trees over a set of token sequences, in which a shared prefix is stored once."""
+    """The prefix trees of a set of token sequences. Each shared prefix is stored once."""
 
     nodes: list[ForestNode]
-    """In preorder."""
+    """All nodes in preorder."""
     leaves: list[int]
-    """Sequence -> the node in which it ends."""
+    """The node in which each sequence ends, by index of the sequence."""
     order: list[int]
-    """Indices of the sequences, sorted by their ids; equal ids are sorted by name."""
+    """Indices of the sequences, sorted by their token ids and then by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +66,7 @@ class Forest(NamedTuple):
 
 
 def forest(sequences: Many[TokenSequence]) -> Forest:
-    """Build the prefix trees of ``sequences``, none of which may be empty."""
+    """Build the prefix trees of ``sequences``. No sequence may be empty."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
     growing = _GrowingForest()
@@ -80,12 +81,12 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
 
 
 class NodeComputeCounts:
-    """Counts how often each node of a step's prefix forest is computed. A shared prefix is computed
+    """Counts how often each node of a step's prefix trees is computed. A shared prefix is computed
     again in each batch that needs it."""
 
     def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
-        """Count how often each node of the forest is computed. Each of ``stretches`` covers a chain
-        of whole nodes, and its ``last`` is the index of the node at the end of the chain."""
+        """Count how often each node of the prefix trees is computed. Each of ``stretches`` covers a
+        chain of whole nodes, and its ``last`` is the index of the chain's last node."""
         self._nodes = radix_forest.nodes
         self._num = [0] * len(self._nodes)
         for stretch in stretches:
@@ -93,16 +94,15 @@ class NodeComputeCounts:
                 self._num[node] += 1
 
     def token_weights(self, stretch: ForestNode) -> Floats:
-        """Return a weight for each of the n tokens in ``stretch``: 1 divided by the number of times
-        that the token is computed in the step."""
+        """Return a weight for each of the n tokens in ``stretch``. A token that is computed c times
+        in the step has weight 1 / c, so that copies do not count twice."""
         within = self._within(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
         weights = np.array([1 / self._num[node] for node in within], np.float32)
         return weights.repeat(sizes)
 
     def _within(self, stretch: ForestNode) -> list[int]:
-        """Return the indices of the forest's nodes that ``stretch`` covers, from the last to the
-        first."""
+        """Return the indices of the nodes that ``stretch`` covers, from the last to the first."""
         found, node = [stretch.last], self._nodes[stretch.last]
         while node.begin > stretch.begin:
             found.append(node.parent)
@@ -111,8 +111,8 @@ class NodeComputeCounts:
 
 
 class _GrowingForest:
-    """A prefix forest under construction: its nodes so far, and the path of the sequence that was
-    added last."""
+    """A set of prefix trees under construction. It keeps the nodes so far, and the path of the
+    sequence that was added last."""
 
     def __init__(self) -> None:
         self.begin: list[int] = []
@@ -122,7 +122,7 @@ class _GrowingForest:
         self.path: list[int] = []
 
     def add(self, sequence: int, shared: int, length: int) -> int:
-        """Add a sequence that has its first ``shared`` tokens in common with the previous one.
+        """Add a sequence whose first ``shared`` tokens equal those of the previous sequence.
         Returns the node in which the new sequence ends."""
         while self.path and self.begin[self.path[-1]] >= shared:
             self.path.pop()
@@ -135,9 +135,9 @@ class _GrowingForest:
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """Return the nodes in preorder, with children in the order of their token ids, and for each
-        of ``ends`` the new index of that node. (In the internal lists, the head of a node that was
-        split comes after it.)"""
+        """Return the finished nodes in preorder, with children ordered by token ids, and the new
+        index of each node in ``ends``. In the internal lists, the head of a split node comes after
+        the node."""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
@@ -169,7 +169,7 @@ class _GrowingForest:
 
     def _split(self, node: int, at: int) -> None:
         """Split a node at a position. The existing node keeps the tokens from ``at`` on, so that
-        the indices of its children, and of the sequences that end in it, stay valid."""
+        indices of its children and of sequences that end in it stay valid."""
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)
@@ -183,24 +183,25 @@ def _common(a: Ints, b: Ints) -> int:
 
 
 COMPONENTS = ("rl", "ce", "kd")
-"""Components of a loss; each has a stream of weights."""
+"""Names of the components of a loss. Each has an array of weights in a batch."""
 
 
 class PackableTree(NamedTuple):
-    """A prefix tree that goes into one batch as a whole. It may be a part of a larger tree,
-    together with the paths that lead to it."""
+    """A prefix tree that goes into one batch as a whole. It may be a piece of a larger tree,
+    together with the path from the root to that piece."""
 
     stretches: list[ForestNode]
-    """In preorder; their ``sequence`` is an index into the sequences that carry loss."""
+    """The stretches in preorder. The ``sequence`` of each is an index among the sequences that
+    carry loss."""
     leaves: list[tuple[int, int]]
-    """(sequence, the stretch that holds its last token)"""
+    """Pairs of a sequence and the stretch that holds its last token."""
     num_tokens: int
     cost: float
 
 
 def loss_token_indices(sequence: TokenSequence) -> Ints:
-    """Return the indices of the tokens of ``sequence`` that carry loss, [n]. Raises ValueError if
-    the first token has a weight, since nothing predicts it."""
+    """Return the indices of the n tokens of ``sequence`` that carry loss, [n]. Raises ValueError if
+    the first token has a weight, since nothing predicts that token."""
     weighs = sequence.rl != 0
     for other in (sequence.ce, sequence.kd):
         weighs = weighs if other is None else weighs | (other != 0)
@@ -212,8 +213,8 @@ def loss_token_indices(sequence: TokenSequence) -> Ints:
 
 
 class BatchBuilder:
-    """Builds the batches of one optimizer step. All of them have the same streams and
-    denominators."""
+    """Builds the batches of one optimizer step. All batches have the same per-token streams and the
+    same denominators."""
 
     def __init__(
         self,
@@ -221,8 +222,8 @@ class BatchBuilder:
         learning: list[int],
         denominators: Mapping[str, float] | None,
     ) -> None:
-        """Prepare to build batches from ``sequences``. ``learning`` holds the indices of those that
-        have tokens with loss. Trees refer to a sequence by its position in ``learning``."""
+        """Prepare to build batches from ``sequences``. ``learning`` holds the indices of sequences
+        that have tokens with loss. Trees refer to a sequence by its position in ``learning``."""
         self._sequences = sequences
         self._learning = learning
         chosen = [sequences[index] for index in learning]
@@ -262,9 +263,9 @@ class BatchBuilder:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add one entry for each token of a sequence that carries loss. ``places`` gives, for each
-        stretch of the sequence, where the stretch begins, and what to add to a position in it to
-        get the index of the token in the batch."""
+        """Add one entry for each token of a sequence that carries loss. ``places`` maps positions
+        in the sequence to positions in the batch: for each stretch, where it begins, and the offset
+        to add."""
         sequence = self._sequences[index]
         tokens = loss_token_indices(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -310,7 +311,7 @@ class BatchBuilder:
 
 
 class _Columns:
-    """The arrays of a batch under construction, collected part by part."""
+    """The arrays of a batch under construction, which are collected piece by piece."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
@@ -323,8 +324,8 @@ class _Columns:
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
         """Add the ids that top-p or top-k sampling could have chosen at each of ``tokens``. The
-        list is empty for tokens that are imitated (``plain``), and for all tokens if the sampler
-        did not restrict the ids."""
+        list is empty for imitated tokens, which ``plain`` marks. It is empty for all tokens if
+        sampling was not truncated."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return
@@ -345,8 +346,8 @@ class _Columns:
 
 
 def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
-    """Return how positions on the path to ``leaf`` map to positions in the batch, as two arrays
-    with one element per node on the path: where the node begins on the path, and the offset to add.
+    """Map positions on the path to ``leaf`` to positions in the batch. Returns two arrays with one
+    element per node on the path: where the node begins on the path, and the offset to add.
     ``segments`` holds the batch segment of each node of the piece."""
     begins, shifts = [], []
     while leaf >= 0:
@@ -361,7 +362,7 @@ def _weights(
 ) -> dict[str, Floats]:
     """Return the advantages, sampler log-probabilities and loss weights of a sequence's entries.
     There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy.
-    If a token also has weight in another loss, that weight belongs to a second entry."""
+    If a token also has weight in another loss, a second entry holds that weight."""
     has_two = bool(plain.any())
     columns = {
         "advantages": sequence.advantages[tokens],
@@ -378,15 +379,16 @@ def _weights(
 
 
 def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
-    """Return for each token whether it has policy-gradient or distillation weight, [T]."""
+    """Return a mask of the tokens with policy-gradient or distillation weight, as an array of shape
+    [T]."""
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )
 
 
 def _names(sequences: list[TokenSequence]) -> list[str]:
-    """Return the names of the sequences' extra streams. Raises ValueError unless all sequences have
-    the same ones."""
+    """Return the names of the extra per-token arrays of the sequences. Raises ValueError if the
+    sequences do not all have the same ones."""
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
         if missing := [name for name in names if name not in sequence.streams]:
@@ -400,9 +402,9 @@ def _names(sequences: list[TokenSequence]) -> list[str]:
 def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return what the loss is divided by, for each loss component (such as ``rl`` or ``ce``) that
-    has a non-zero weight in some sequence. The number is taken from ``given``, or else it is the
-    sum of the weights. Raises ValueError if it is not positive."""
+    """Return the divisor of each loss component that has a weight in some sequence, such as ``rl``
+    or ``ce``. The divisor is taken from ``given``, or else it is the sum of the weights. Raises
+    ValueError if it is not positive."""
     denominators = {}
     for name in COMPONENTS:
         columns = [

@@ -1,5 +1,5 @@
-"""Training data that needs no rollouts: random strings for the warm-up, and trajectories for
-supervised fine-tuning, with their token ids and the steps that use them.
+"""Prepare training data that needs no rollouts. The warm-up uses random strings, and supervised
+fine-tuning uses trajectories, which get token ids and are divided into steps.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenized by the policy's renderer
@@ -42,7 +42,7 @@ from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """The part of a renderer that is needed to tokenize demonstrations. A renderer
+    """The interface of a renderer, as far as tokenizing demonstrations needs it. A renderer
     (``models.renderer``) converts between chat messages and token ids."""
 
     @property
@@ -56,8 +56,8 @@ class ConversationRenderer(Protocol):
 
 
 class DemonstrationConversation(Protocol):
-    """The conversation of one call in a demonstration, as the scripted demonstrator of the ledger
-    task (``tasks.ledger``) produces it."""
+    """The conversation of one call in a demonstration, such as those that the scripted demonstrator
+    of the ledger task (``tasks.ledger``) produces."""
 
     @property
     def item(self) -> str: ...
@@ -73,9 +73,9 @@ class DemonstrationConversation(Protocol):
 
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
-    """Convert a demonstration to the trajectory that the engine would have recorded, with one call
-    for each conversation. The rewards say whether each call answered its question correctly.
-    Executed code cells are dropped, since nothing is learned from them."""
+    """Convert a demonstration to a trajectory like those that the engine records, with one call per
+    conversation. The rewards say whether each call answered its question correctly. Executed code
+    cells are dropped, since nothing is learned from them."""
     root = conversations[0]
     calls = [_call(each) for each in conversations]
     return Trajectory(
@@ -109,8 +109,8 @@ def _call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Adds token ids to trajectories that were not sampled from the policy: the ids that the policy
-    would have read and sampled if it had produced the same text."""
+    """Adds token ids to trajectories that the policy did not sample. They are the ids that the
+    policy would have read and sampled to produce the same text."""
 
     def __init__(
         self,
@@ -118,9 +118,8 @@ class TrajectoryTokenizer:
         tools: Sequence[Tool] = (),
         stored: TokenizedCallCache | None = None,
     ) -> None:
-        """Create a tokenizer that writes conversations with ``renderer``. ``tools`` are offered
-        natively to each call. ``stored`` is a cache in which token ids are looked up and stored;
-        None: no cache."""
+        """Create a tokenizer that writes conversations with ``renderer``. ``tools`` are the native
+        tools offered in each call. ``stored`` is a cache of token ids; None: no cache."""
         self._renderer = renderer
         self._tools = tools
         self._stored = stored
@@ -128,12 +127,12 @@ class TrajectoryTokenizer:
         self._opened = renderer.prompt([_QUESTION])
         self._closing = renderer.extend([], after=self._end)
         self._cached_ids: dict[Message, list[int]] = {}
-        """Message -> its ids: demonstrations repeat the same code many times."""
+        """Map each message to its token ids. Demonstrations repeat the same code many times."""
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
-        """Return a copy of ``trajectory`` whose turns have token ids. Calls of judges are left out,
-        since they are never learned. If a turn's history was shortened, the remaining history is
-        rendered again."""
+        """Return a copy of ``trajectory`` whose turns have token ids. Calls of judge models are
+        left out, since the policy never learns from them. If a turn's history was shortened, the
+        remaining history is rendered again."""
         calls = [
             msgspec.structs.replace(call, turns=self._turns(call))
             for call in trajectory.calls
@@ -179,9 +178,9 @@ class TrajectoryTokenizer:
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Return True if a call's token ids come from this policy, i.e. if they decode to the
-        recorded prompt and replies. Such ids are kept, since a policy may sample other tokens for a
-        text than its tokenizer would choose."""
+        """Return True if a call's token ids come from this policy. They do if they decode to the
+        recorded prompt and replies. Such ids are kept, because a policy may sample other tokens for
+        a text than its tokenizer would choose."""
         if not call.turns or call.turns[0].reused_ids:
             return False
         if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(
@@ -214,17 +213,17 @@ _QUESTION = Message("user", "?")
 
 
 def rendering_key(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
-    """Return everything that determines how ``renderer`` converts messages to ids: the rendering of
-    an example, the stop ids and the native tools. It is part of the key under which token ids are
-    cached."""
+    """Return a key of all settings that determine how ``renderer`` converts messages to ids. It
+    contains the rendering of an example, the stop ids and the native tools. Cached token ids are
+    stored under this key."""
     opened = renderer.prompt([_QUESTION], tools)
     return opened, renderer.extend([], after=renderer.stop_ids[:1]), renderer.stop_ids, tools
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """Yield the stored trajectories at ``path``, oldest first: a JSONL file, a folder of JSONL
-    files, or a store of runs. Scores that a reviewer corrected replace the original ones. Raises
-    ConfigError, which names the line, if a file is malformed."""
+    """Yield the stored trajectories at ``path``, oldest first. ``path`` is a JSONL file, a folder
+    of JSONL files, or a store of runs. Scores that a reviewer corrected replace the original ones.
+    Raises ConfigError, which names the line, if a file is malformed."""
     if is_store(path):
         yield from _stored(path)
         return
@@ -251,18 +250,18 @@ def read(path: Path) -> Iterator[Trajectory]:
 
 
 _RUNS = "runs"
-"""Folder that identifies a store."""
+"""Name of a folder that only a store of runs has."""
 
 
 def is_store(path: Path) -> bool:
-    """Return True if ``path`` is the folder of a store."""
+    """Return True if ``path`` is the folder of a store of runs."""
     return (path / _RUNS).is_dir()
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """Yield the completed runs of a store. Their rewards are those of the store's evaluations,
-    replaced by the corrected scores of a review if there is one. Runs that were never evaluated or
-    reviewed have no reward."""
+    """Yield the completed runs of a store. Rewards come from the store's evaluations, or from a
+    reviewer's corrections if there are any. Runs that were never evaluated or reviewed have no
+    reward."""
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
@@ -289,9 +288,9 @@ def append_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def rows_by_step(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Return which rows each training step uses, as indices. Every row is used once per epoch, in
-    an order that is shuffled again each time. A step has at most ``batch_tokens`` tokens; a longer
-    row is a separate step."""
+    """Return the rows that each training step uses, as indices. Every epoch uses each row once, in
+    a newly shuffled order. A step has at most ``batch_tokens`` tokens, and a longer row is a
+    separate step."""
     steps: list[list[int]] = []
     for epoch in range(epochs):
         shuffled = list(range(len(rows)))
@@ -311,13 +310,13 @@ def rows_by_step(
 DEMOS = Registry(
     "demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data:ledger_task_demos"}
 )
-"""Name -> function (task, num, seed, scaffold, **options) that returns demonstrations, one per item
-of the training split."""
+"""Map the name of each source of demonstrations to its function (task, num, seed, scaffold,
+**options). The function returns one demonstration per item of the training split."""
 
 
 def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
-    """Return the texts that a scaffold adds around the replies in a demonstration: the first
-    message, the reports of results, the system prompt and the native tools."""
+    """Return the texts that a scaffold puts around the replies in a demonstration. These are the
+    first message, the reports of results, the system prompt and the native tools."""
     return DemonstrationPromptFormat(
         scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools
     )
@@ -326,8 +325,8 @@ def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
 def ledger_task_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
 ) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Demonstrations of ``tasks.ledger.demos``: ``noisy``, with habits to unlearn, or
-    ``expert``."""
+    """Return scripted demonstrations of the ledger task. ``habits`` is ``noisy``, with bad habits
+    to unlearn, or ``expert``."""
     from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, demonstrations
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
@@ -338,13 +337,13 @@ def ledger_task_demos(
 
 
 SHORTEST, LONGEST = 6, 40
-"""Length of a string in tokens: [SHORTEST, LONGEST)."""
+"""Bounds of the length of a random string in tokens: at least SHORTEST and less than LONGEST."""
 
 
 def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
-    """Return the training sequences of one warm-up step. Each consists of a random string twice in
-    a row, and the model learns to predict the second copy. All have the same length and about
-    ``num_tokens`` tokens in total, drawn from ``ids``. The result depends only on the arguments."""
+    """Return the training sequences of one warm-up step. Each repeats a random string of the tokens
+    ``ids``, and the model learns to predict the second copy. All have the same length, and together
+    about ``num_tokens`` tokens. The result depends only on the arguments."""
     random = np.random.default_rng((seed, step))
     length = int(random.integers(SHORTEST, LONGEST))
     drawn = random.choice(np.asarray(ids, np.int64), (max(2, num_tokens // (2 * length)), length))

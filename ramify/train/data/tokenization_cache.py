@@ -1,4 +1,4 @@
-"""Caches the token ids of stored conversations beside the conversations, so that later runs need
+"""Cache the token ids of stored conversations next to the conversations, so that later runs need
 not tokenize them again.
 
     STORE/tokenized/2f9c….npz       one file per tokenizer, with an entry per call
@@ -37,33 +37,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = 1
-"""Version of the entries. Raise it if a renderer writes the same messages differently."""
+"""Version of the cache's format. Increase it if a renderer changes how it writes the same
+messages."""
 _log = ComponentLogger("train")
 _OWN = np.array([-1], np.int64)
-"""Entry of a call whose own ids are kept."""
+"""Cache entry of a call whose recorded token ids are kept."""
 _HEAD = 3
-"""Numbers of a turn before its ids: reused ids, ids of the prompt, ids of the reply."""
+"""Number of integers before the ids of a turn: the counts of reused ids, prompt ids and reply
+ids."""
 
 
 class TokenizedCallCache:
-    """A cache of the token ids of stored calls, kept in one file per tokenizer, so that calls need
-    not be tokenized again."""
+    """A cache of the token ids of stored calls, kept in one file per tokenizer."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """Open the cache of ``tokenizer`` in ``folder``, and read its entries. ``form`` holds
-        everything else that determines the token ids (see ``sft_data.form_of``)."""
+        """Open the cache of ``tokenizer`` in ``folder`` and read its entries. ``form`` holds
+        everything else that determines the token ids (see ``sft_data.rendering_key``)."""
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))
         self._path = folder / f"{key.hexdigest()}.npz"
         self._entries = _read(self._path)
         self.num_found = 0
-        """Calls that were not tokenized again."""
+        """Number of calls that were found in the cache."""
         self.num_new = 0
 
     def turns(self, call: Call) -> list[Turn] | None:
-        """Return the turns of ``call`` with their cached token ids, or None if the call is not in
-        the cache."""
+        """Return the turns of ``call`` with their cached token ids, or None if the cache does not
+        have the call."""
         entry = self._entries.get(_digest(call))
         if entry is None:
             return None
@@ -71,15 +72,14 @@ class TokenizedCallCache:
         return call.turns if entry[0] == _OWN[0] else list(_with_ids(call, entry))
 
     def put(self, call: Call, turns: Sequence[Turn]) -> None:
-        """Add the token ids of ``turns``, the tokenized turns of ``call``, to the cache. They are
-        written to disk by ``save``."""
+        """Add the token ids of ``turns``, the tokenized turns of ``call``, to the cache. Call
+        ``save`` to write them to disk."""
         self.num_new += 1
         self._entries[_digest(call)] = _OWN if turns is call.turns else _entry(turns)
 
     def save(self) -> None:
-        """Write the cache to disk if it has new entries. If another process has written the file in
-        the meantime, that process's entries may be lost; they are then computed again when
-        needed."""
+        """Write the cache to disk if it has new entries. If another process wrote the file in the
+        meantime, the entries of that process may be lost. They are computed again when needed."""
         if not self.num_new:
             return
         arrays: dict[str, Any] = {

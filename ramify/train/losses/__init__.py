@@ -79,7 +79,8 @@ POLICY_LOSSES = Registry(
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "maxrl", "remax", "opo")
     },
 )
-"""Name -> class. In a configuration: ``{"name": "ppo_clip", "clip_high": 0.3}``.
+"""Map the name of each policy loss to its class. A configuration gives the name and options, as in
+``{"name": "ppo_clip", "clip_high": 0.3}``.
 
 Example:
     rl.loss.policy=gspo                     # in a recipe, by name

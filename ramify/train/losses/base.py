@@ -1,5 +1,5 @@
-"""Defines the interface of policy losses: formulas for the loss of one sampled token, given its
-log-probabilities and its advantage.
+"""Define the interface of policy losses. A policy loss is a formula for the loss of one sampled
+token, given its log-probabilities and its advantage.
 
     now      l   under the policy being trained, with gradient
     old      o   under the policy at the start of the step; the sampler's if not recomputed
@@ -36,8 +36,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base class of all loss and correction formulas. It lets a configuration store a formula under
-    the name given by the class's tag, and declares which inputs the formula reads.
+    """Base class of all loss and correction formulas. A configuration stores a formula under the
+    name in the class's tag. The class also declares which inputs the formula reads.
 
     Example:
         class Bounded(train.BaseLossFormula, frozen=True, kw_only=True, tag="bounded"):
@@ -45,44 +45,44 @@ class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Streams that it needs in addition to those of every batch: ``old_logprobs``,
-    ``staleness``."""
+    """Names of the per-token streams that the formula needs in addition to those of every batch,
+    such as ``old_logprobs`` and ``staleness``."""
     whole: ClassVar[bool] = False
-    """Whether the formula looks at whole sequences."""
+    """True if the formula needs whole sequences."""
 
 
 class SequenceSums(NamedTuple):
-    """Computes sums and means over whole sequences for a batch in which several sequences are
-    packed together."""
+    """Sums and means over whole sequences, for a batch in which several sequences are packed
+    together."""
 
     owner: Tensor
-    """[E] index of the entry's sequence, from 0."""
+    """Index of the sequence of each entry, counted from 0, with shape [E]."""
     num: int
     """Number of sequences."""
     weighs: Tensor
-    """[E] whether the entry carries policy-gradient weight; other entries are ignored."""
+    """True for entries with policy-gradient weight, with shape [E]. Other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return, for each entry of the batch, the sum of ``values`` over the entry's sequence, as
-        a tensor of shape [E]."""
+        """Return the sum of ``values`` over each entry's sequence, as a tensor with one number for
+        each of the E entries of the batch."""
         weighed = values.masked_fill(~self.weighs, 0.0)
         sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
         return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return, for each entry of the batch, the mean of ``values`` over the entry's sequence, as
-        a tensor of shape [E]."""
+        """Return the mean of ``values`` over each entry's sequence, as a tensor with one number for
+        each of the E entries of the batch."""
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return, for each entry of the batch, True if any entry of its sequence is flagged, as a
-        tensor of shape [E]."""
+        """Return True for each entry whose sequence has any flagged entry, as a tensor with one
+        value for each of the E entries of the batch."""
         return self.sum(flags.float()) > 0
 
 
 class PolicyLossInputs(NamedTuple):
-    """The tensors from which a policy loss is computed: log-probabilities and advantages. Each has
-    shape [E], for E entries of a batch, in fp32."""
+    """The inputs of a policy loss: the log-probabilities and advantages of sampled tokens. Each
+    tensor has shape [E], with one fp32 number for each of the E tokens of a batch."""
 
     now: Tensor
     old: Tensor
@@ -90,57 +90,60 @@ class PolicyLossInputs(NamedTuple):
     advantages: Tensor
     whole: SequenceSums | None = None
     chosen: Tensor | None = None
-    """Whether ``choose`` selected the token."""
+    """True if ``choose`` selected the token."""
     staleness: Tensor | None = None
-    """How many versions the sampling policy was behind the policy at the start of the step."""
+    """Number of versions by which the sampling policy was behind the policy at the start of the
+    step."""
 
     @property
     def sequences(self) -> SequenceSums:
-        """The sequences that the entries belong to. Raises ConfigError if they are unknown."""
+        """The sequences to which the tokens belong. Raises ConfigError if they are unknown."""
         if self.whole is None:
             raise ConfigError("a loss over whole sequences received tokens without their sequences")
         return self.whole
 
 
 class TokenSelectionInputs(NamedTuple):
-    """The values by which a loss selects tokens. Each array has shape [N], for the N tokens of an
-    optimizer step that carry policy-gradient weight, in fp64."""
+    """The values by which a loss selects tokens. Each array has shape [N], with one fp64 number for
+    each of the N tokens of an optimizer step that carry policy-gradient weight."""
 
     now: Doubles
     old: Doubles
     advantages: Doubles
     keys: npt.NDArray[np.uint64]
-    """A random number per token, derived from its sequence's name and its position, so it does not
-    depend on the order of tokens."""
+    """A random number for each token. It is derived from the name of the token's sequence and from
+    its position, so that it does not depend on the order of tokens."""
 
 
 class PolicyLoss(Protocol):
-    """The interface of every policy loss. Most losses extend ``BaseLossFormula``, and some also
+    """The interface of all policy losses. Most losses extend ``BaseLossFormula``, and some also
     implement ``TokenSelectingLoss``."""
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return the loss of each token, [E]."""
+        """Return the loss of each sampled token, as a tensor of shape [E] for the E tokens of the
+        batch."""
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return, for each token, True if the formula cuts off its policy gradient, as a tensor of
-        shape [E] without gradient."""
+        """Return True for each token whose policy gradient the formula cuts off, as a tensor of
+        shape [E] for the E tokens of the batch. It has no gradient."""
         ...
 
 
 @runtime_checkable
 class TokenSelectingLoss(Protocol):
-    """A policy loss that treats some tokens of an optimizer step differently, and selects them from
-    all tokens of the step."""
+    """A policy loss that treats some tokens of an optimizer step differently. It selects these
+    tokens from all tokens of the step."""
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
-        """Return, for each token of the step, True if it is selected, as an array of shape [N]."""
+        """Return True for each selected token, as an array of shape [N] for the N tokens of the
+        step."""
         ...
 
 
 def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
-    """Return the probability ratio exp(now - then) of each token. The difference of
-    log-probabilities is clamped to ±20, so that the ratio stays finite.
+    """Return the probability ratio exp(now - then) of each token, given its log-probabilities under
+    two policies. Their difference is clamped to ±20, so that the ratio stays finite.
 
     Example:
         train.importance_ratio(tokens.now, tokens.sampler)    # [E], 1 if the policy has not moved
@@ -155,13 +158,13 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return, for each token, True if clipping removes the gradient of PPO's surrogate loss, as a
-    tensor of shape [E]."""
+    """Return True for each token at which clipping removes the gradient of PPO's surrogate loss.
+    The result has the shape of ``r``."""
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
 def nowhere(tokens: PolicyLossInputs) -> Tensor:
-    """Return False for every token, [E]."""
+    """Return False for every token, for a loss that never cuts off a gradient."""
     return tokens.now.new_zeros(tokens.now.shape).bool()
 
 
@@ -169,12 +172,13 @@ _NOT_NEGATIVE = (
     "kl_beta", "router_aux_loss_coef", "kd_pull", "kd_clip", "clip_low", "clip_high", "cap",
     "bound", "share", "beta", "pull", "delta", "tau_positive", "tau_negative",
 )  # fmt: skip
-"""Options of losses and corrections that are distances, factors or shares."""
+"""Names of the options of losses and corrections that must not be negative: distances, factors and
+shares."""
 
 
 def check_bounds(options: Any, where: str) -> None:
     """Raise ConfigError if an option of a loss is a negative bound or an empty range. No token
-    could be within such a bound, so training would silently learn nothing."""
+    could lie within such bounds, so training would silently learn nothing."""
     for name in _NOT_NEGATIVE:
         value = getattr(options, name, None)
         if isinstance(value, int | float) and not value >= 0:
@@ -185,8 +189,8 @@ def check_bounds(options: Any, where: str) -> None:
 
 
 def check_per_token(part: Any, method: str, given: Tensor, tokens: PolicyLossInputs) -> None:
-    """Raise ConfigError unless a loss term has one value for each token. A plug-in may return a
-    mean by mistake, which would be broadcast to every token without an error."""
+    """Raise ConfigError unless a loss term has one value per token. A plug-in may return a mean by
+    mistake, which would be broadcast to every token without an error."""
     if given.shape != tokens.now.shape:
         raise ConfigError(
             f"{type(part).__name__}.{method}() gave shape {list(given.shape)} for "

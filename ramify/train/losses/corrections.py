@@ -1,6 +1,6 @@
-"""Off-policy corrections: factors on the policy loss that compensate for differences between the
-sampler and the trainer. The two differ if they use other numerics or other kernels, or if the
-sampler has older weights.
+"""Off-policy corrections, which multiply the policy loss by factors that compensate for differences
+between sampler and trainer. The two differ if their numerics or kernels differ, or if the sampler
+has older weights.
 
     gap = o - m      difference between trainer (at the step's start) and sampler for a token
     moved = m - l    how far the policy has moved since sampling: the gap and all steps since
@@ -38,13 +38,14 @@ class OffPolicyCorrection(Protocol):
     loss."""
 
     def factor(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return the factor for the policy loss of each token, as a tensor of shape [E]. A factor
-        of 0 masks the token."""
+        """Return the factor for the policy loss of each token, as a tensor of shape [E] for the E
+        tokens of the batch. A factor of 0 masks the token."""
         ...
 
 
 class TokenTis(BaseLossFormula, frozen=True, kw_only=True, tag="token_tis"):
-    """Truncated importance sampling per token: min(exp(gap), cap)."""
+    """Truncated importance sampling per token: min(exp(gap), cap), where the gap is the trainer's
+    log-probability minus the sampler's."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     cap: float = 2.0
@@ -54,7 +55,8 @@ class TokenTis(BaseLossFormula, frozen=True, kw_only=True, tag="token_tis"):
 
 
 class SequenceTis(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
-    """Truncated importance sampling per sequence: min(exp(sum of gap), cap).
+    """Truncated importance sampling per sequence: min(exp(sum of gap), cap), where the gap of a
+    token is the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.SequenceTis(cap=2.0),))
@@ -70,8 +72,9 @@ class SequenceTis(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_tis"
 
 
 class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
-    """Masks sequences whose exp(sum of gap) is out of bounds, and weights the others by it. The gap
-    of a token is o - m, the trainer's log-probability minus the sampler's.
+    """Masks sequences whose probability ratio between trainer and sampler, exp(sum of gap), is out
+    of bounds, and weights the others by it. The gap of a token is the trainer's log-probability
+    minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.SequenceMask(low=0.5, high=2.0, weigh=False),))
@@ -91,8 +94,8 @@ class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mas
 
 
 class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
-    """Masks tokens whose exp(gap) is out of bounds. The gap of a token is o - m, the trainer's
-    log-probability minus the sampler's."""
+    """Masks tokens whose probability ratio between trainer and sampler, exp(gap), is out of bounds.
+    The gap is the trainer's log-probability minus the sampler's."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     low: float = 0.5
@@ -107,8 +110,9 @@ class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
 
 
 class GeometricMask(BaseLossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
-    """Masks sequences whose exp(mean of gap) is out of bounds. The gap of a token is o - m, the
-    trainer's log-probability minus the sampler's.
+    """Masks sequences whose mean probability ratio between trainer and sampler, exp(mean of gap),
+    is out of bounds. The mean is geometric, over the tokens of the sequence. The gap of a token is
+    the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.GeometricMask(low=0.98, high=1.02),))
@@ -125,8 +129,8 @@ class GeometricMask(BaseLossFormula, frozen=True, kw_only=True, tag="geometric_m
 
 
 class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
-    """Masks sequences with any token whose exp(gap) is out of bounds. The gap of a token is o - m,
-    the trainer's log-probability minus the sampler's.
+    """Masks sequences with any token whose probability ratio between trainer and sampler, exp(gap),
+    is out of bounds. The gap is the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.WorstTokenMask(low=1e-3),))
@@ -143,8 +147,9 @@ class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_toke
 
 
 class Opsm(BaseLossFormula, frozen=True, kw_only=True, tag="opsm"):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with A < 0 in sequences
-    from which the policy has moved away since sampling (mean of m - l > delta).
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with negative advantage
+    in sequences from which the policy has moved away since sampling (mean of m - l > delta). Here m
+    and l are a token's log-probabilities under the sampler and the current policy.
 
     It does not use o - l, which is 0 in a step of one minibatch, and reflects neither the sampler's
     numerics nor the age of its weights.
@@ -172,7 +177,8 @@ CORRECTIONS = Registry(
     },
     structs=True,
 )
-"""Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``.
+"""Map the name of each off-policy correction to its class. A configuration gives the name and
+options, as in ``{"name": "token_tis", "cap": 4}``.
 
 Example:
     rl.loss.corrections=["icepop"]          # in a recipe, by name

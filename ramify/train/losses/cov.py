@@ -1,7 +1,8 @@
-"""Two losses that slow the loss of entropy, Clip-Cov and KL-Cov (2505.22617). Most entropy is lost
-at a few tokens, namely those that are both likely and better than average. Such tokens are found
-among all tokens of the optimizer step, before training on any of them, by their contribution to the
-covariance of advantage and log-probability:
+"""Clip-Cov and KL-Cov (2505.22617), two losses that slow the decrease of entropy. Most entropy is
+lost at a few tokens that are both likely and better than average.
+
+These tokens are selected from all tokens of the optimizer step, before training on any of them.
+They are the ones that contribute most to the covariance of advantage and log-probability:
 
     cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
 
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 
 
 class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
-    """``ppo_clip``, in which a random ``share`` of all tokens, chosen from those with cov in
-    (cov_low, cov_high), adds nothing."""
+    """PPO's clipped loss without some of the tokens that reduce entropy most (Clip-Cov,
+    2505.22617): as ``ppo_clip``, but a random ``share`` of all tokens, chosen from those with cov
+    in (cov_low, cov_high), adds nothing. Here cov is a token's contribution to the covariance of
+    advantage and log-probability."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
@@ -79,8 +82,10 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 
 
 class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
-    """-r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
-    advantage and log-probability."""
+    """Policy gradient with a penalty at the tokens that reduce entropy most (KL-Cov, 2505.22617):
+    -r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
+    advantage and log-probability. Here r is the importance ratio, A the advantage, and l and o are
+    a token's new and old log-probabilities."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     share: float = 2e-4
@@ -105,8 +110,9 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
 
 def covariance(step: TokenSelectionInputs) -> Doubles:
-    """Return how much each token of a step adds to the covariance of advantage and log-probability,
-    (A_i - mean A) (l_i - mean l), as an array of shape [N]."""
+    """Return the contribution of each token of a step to the covariance of advantage and
+    log-probability. For token i it is (A_i - mean A) (l_i - mean l), where A is the advantage and l
+    the log-probability. The array has one number per token of the step."""
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class CriticLossInputs(NamedTuple):
-    """The predicted values and the returns from which the critic's loss is computed. Each tensor
-    has shape [E], for E entries of a batch."""
+    """The inputs of the critic's loss: the predicted values and the returns. Each tensor has shape
+    [E], with one number for each of the E tokens of a batch."""
 
     now: Tensor
     """V, the predicted value, with gradient."""
@@ -41,7 +41,8 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 
     def per_token(self, values: CriticLossInputs) -> Tensor:
-        """Return the loss of each token, [E]."""
+        """Return the critic's loss for each token, as a tensor of shape [E] for the E tokens of the
+        batch."""
         squared_error = (values.now - values.returns).square()
         if self.clip is None:
             return squared_error / 2

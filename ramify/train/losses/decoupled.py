@@ -1,5 +1,5 @@
-"""Decoupled PPO, in which the policy of the importance weights and the policy of the trust region
-differ, so that stale rollouts do not narrow the trust region.
+"""Decoupled PPO, which uses one policy for the importance weights and another for the trust region.
+Stale rollouts then do not narrow the trust region.
 
     w · ppo_clip(r = exp(l - x)),   w = min(exp(x - m), cap), or 0 above the cap
         m the sampler, x the proximal policy, around which updates are clipped
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
-    """min(exp(o - m), cap) · ppo_clip(r = exp(l - o)) (AReaL, 2505.24298). The surrogate of PPO
-    clips updates around the policy at the start of the step, whose log-probability is o. The first
-    factor corrects for the sampler, whose log-probability is m.
+    """Decoupled PPO (AReaL, 2505.24298): min(exp(o - m), cap) · ppo_clip(r = exp(l - o)), where l,
+    o and m are a token's log-probabilities under the current policy, the policy at the start of the
+    step, and the sampler. Updates are clipped around the policy at the start of the step. The first
+    factor corrects for the sampler.
 
     Example:
         train.LossSpec(policy=train.Decoupled(cap=2.0))
@@ -66,8 +67,10 @@ class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
 
 
 class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
-    """``decoupled`` with r = exp(mean over the sequence of (l - o)) and the mean advantage of the
-    sequence, both over tokens whose weight is not 0   (AReaL's importance_sampling_level=sequence)
+    """Decoupled PPO with one importance ratio per sequence (AReaL's
+    importance_sampling_level=sequence): as ``decoupled``, but with r = exp(mean over the sequence
+    of (l - o)) and the mean advantage of the sequence, both over tokens whose weight is not 0. Here
+    l and o are a token's log-probabilities now and at the start of the step.
 
     Example:
         train.LossSpec(policy=train.DecoupledGspo(clip_low=0.4, clip_high=0.4, drop=True))
@@ -97,8 +100,10 @@ class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
 
 
 class ProxApprox(BaseLossFormula, frozen=True, kw_only=True, tag="prox_approx"):
-    """``decoupled`` without recomputed old log-probabilities: o is replaced by the interpolation x
-    = m + a (sg(l) - m), with a = staleness / (staleness + 1)."""
+    """Decoupled PPO without recomputed old log-probabilities: as ``decoupled``, but o is replaced
+    by the interpolation x = m + a (sg(l) - m), with a = staleness / (staleness + 1). Here m and l
+    are the token's log-probabilities under the sampler and the current policy, and sg stops the
+    gradient."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"staleness"})
     clip_low: float = 0.2

@@ -1,5 +1,5 @@
-"""Distillation losses over k candidate tokens per position. There are three forms; each is a
-function that returns the loss of each entry, before weights are applied.
+"""Distillation losses over k candidate tokens per position. Each of the three forms is a function
+that returns the unweighted loss at each position.
 
     forward     Σ_k p_T (log p_T − log p)                on the teacher's likeliest tokens
     reverse     Σ_{k+1} p (log p − log p_T)              same, plus one bin for all others (V2)
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 KdKind = Literal["forward", "reverse", "surrogate"]
 LEAST = 1e-8
-"""Lower bound of the mass of the bin of all other tokens. If the k tokens are the whole vocabulary,
-the bin is empty and adds 0."""
+"""Lower bound for the total probability of all other tokens. If the k candidates are the whole
+vocabulary, no probability is left and the rest adds 0."""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the forward KL from the teacher to the policy for each of E entries, as a tensor of
-    shape [E]. Both inputs are log-probabilities of k candidate tokens per entry, [E, k].
+    """Return the forward KL divergence from the teacher to the policy at each of E positions, [E].
+    Both inputs are log-probabilities of k candidate tokens per position, [E, k].
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.373386
@@ -37,9 +37,9 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the reverse KL from the policy to the teacher for each of E entries, as a tensor of
-    shape [E]. Both inputs are log-probabilities of k candidate tokens per entry, [E, k]; all other
-    tokens count as one more candidate. The KL is differentiated directly, without a policy
+    """Return the reverse KL divergence from the policy to the teacher at each of E positions, [E].
+    Both inputs are log-probabilities of k candidate tokens per position, [E, k]; all other tokens
+    together count as one more candidate. The KL is differentiated directly, without a policy
     gradient.
 
     Example:
@@ -57,10 +57,9 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """Return PPO's clipped surrogate loss for each of E entries, with advantages that are computed
-    from the teacher (form V3 at the top of the file). The inputs are log-probabilities of k
-    candidate tokens per entry, [E, k]: of the teacher, of the sampling policy (``old``) and of the
-    current policy (``now``).
+    """Return PPO's clipped surrogate loss at each of E positions, with advantages computed from a
+    teacher. The inputs are log-probabilities of k candidate tokens per position, [E, k]: of the
+    teacher, of the sampling policy (``old``) and of the current policy (``now``).
 
     Example:
         p_T = (0.2, 0.7), p_old = p = (0.6, 0.3), clip = 1    # 0.384234
@@ -72,6 +71,6 @@ def surrogate(
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """Return the total probability of all tokens that are not among the k candidates. It is at
-    least ``LEAST``, so that its logarithm is finite."""
+    """Return the total probability of all tokens outside the k candidates. It is at least
+    ``LEAST``, so that its logarithm is finite."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=LEAST)

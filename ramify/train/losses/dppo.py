@@ -1,4 +1,4 @@
-"""The DPPO losses, which bound how far the probability of a token moves instead of bounding its
+"""The DPPO losses, which limit the change of a token's probability instead of its probability
 ratio."""
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EDGE = 1e-6
-"""Probabilities are kept this far from 0 and 1 before their logarithm is taken."""
+"""Distance that probabilities keep from 0 and 1 before their logarithm is taken."""
 
 
 class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
-    """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²
-    (2602.04879)
+    """DPPO's loss, which stops pushing a token once its probability has moved by delta
+    (2602.04879): -rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull
+    (l - m)². Here p and l are the token's probability and log-probability under the policy, q and m
+    those under the sampler, rho = p / q, and A is the advantage.
 
     A token is no longer pushed once its probability has moved by delta in that direction. A rare
     token may still change by a large factor, which a bound on the ratio would forbid. Needs no
@@ -40,9 +42,10 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 
 class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
-    """-sg(min(r, cap)) A l at tokens that ``dppo_tv`` (or ``dppo_kl``) would not mask with o in
-    place of m, and 0 at the others, as in verl. The ratio r is only a bounded weight: the gradient
-    flows through l.
+    """DPPO's loss with a capped importance ratio as a weight, as in verl: -sg(min(r, cap)) A l at
+    tokens that ``dppo_tv`` (or ``dppo_kl``) would not mask with o in place of m, and 0 at the
+    others. The gradient flows only through l, the token's log-probability. Here r is the importance
+    ratio of l to o, A the advantage, and m the sampler's log-probability.
 
     Example:
         train.LossSpec(policy=train.DppoCapped(cap=20.0))
@@ -64,8 +67,10 @@ class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
 
 
 class DppoKl(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
-    """``dppo_tv`` with the binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of
-    p - q, as the bound.
+    """DPPO's loss with a KL bound: as ``dppo_tv`` without ``pull``, but masking tokens that have
+    moved in the direction of A until their binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta.
+    Here A is the advantage, and p and q are the token's probabilities under the policy and the
+    sampler.
 
     Example:
         train.LossSpec(policy=train.DppoKl(delta=0.1))

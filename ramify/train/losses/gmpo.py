@@ -1,5 +1,5 @@
-"""The GMPO loss, which uses the geometric mean of a sequence's importance ratios, each clipped
-separately in log space."""
+"""The GMPO loss, which uses the geometric mean of a sequence's importance ratios. Each ratio is
+first clipped in log space."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 class Gmpo(BaseLossFormula, frozen=True, kw_only=True, tag="gmpo"):
-    """-Ā exp(mean over the sequence of c), c = min(l - o, high) if Ā > 0, else max(l - o, -low)
-    (2507.20673)
+    """GMPO's loss with a clipped geometric mean of importance ratios (2507.20673): -Ā exp(mean over
+    the sequence of c), where c = min(l - o, high) if Ā > 0, else max(l - o, -low). Ā is the mean
+    advantage of the sequence, and l and o are a token's new and old log-probabilities.
 
-    Ā is the mean advantage of the sequence. Every token of the sequence gets this value.
+    Every token of the sequence gets this value.
 
     Example:
         train.LossSpec(policy=train.Gmpo())

@@ -1,5 +1,5 @@
-"""The GSPO loss, which uses one importance ratio for a whole sequence: the geometric mean of its
-tokens' ratios."""
+"""The GSPO loss, which uses one importance ratio per sequence: the geometric mean of its tokens'
+ratios."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 class Gspo(BaseLossFormula, frozen=True, kw_only=True, tag="gspo"):
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of (l - o))
-    (2507.18071)
+    """GSPO's loss with one importance ratio s per sequence (2507.18071): -min(s A, clip(s, 1 - low,
+    1 + high) A), where s = exp(mean over the sequence of (l - o)). A is the advantage, and l and o
+    are a token's new and old log-probabilities.
 
     Computed per token as log s_t = l - sg(l) + sg(log s), so advantages may differ within a
     sequence. The bounds apply to a mean, so they are about a thousand times tighter than those of

@@ -1,5 +1,4 @@
-"""The importance-sampling loss: a policy gradient weighted by the importance ratio, without any
-bounds on it."""
+"""The importance-sampling loss, a policy gradient weighted by the unbounded importance ratio."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class ImportanceSampling(BaseLossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
-    """-rho A, without bounds; with one optimizer step per rollout it is the plain policy
+    """Policy gradient with an unbounded importance ratio: -rho A, where rho is the ratio to the
+    sampler and A the advantage. With one optimizer step per rollout it is the plain policy
     gradient.
 
     Example:

@@ -1,5 +1,5 @@
-"""Policy gradient with bounded importance weights: each token is weighted by how much more likely
-it has become since it was sampled, and masked if that ratio is out of bounds."""
+"""A policy gradient with importance weights, whose ratio compares the current policy with the
+sampler. Tokens with a ratio out of bounds are masked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
-    """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no
-    gradient. Needs no recomputed old log-probabilities."""
+    """Policy gradient weighted by the importance ratio to the sampler (2602.15763): -sg(rho 1[1 -
+    low < rho < 1 + high]) A l, so a token out of bounds has no gradient. Here sg stops the
+    gradient, rho is that ratio, A the advantage and l the log-probability. Needs no recomputed old
+    log-probabilities."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -1,5 +1,5 @@
-"""The clipped surrogate loss of PPO, and its dual-clip variant, which also bounds the loss of a
-single token."""
+"""PPO's clipped surrogate loss, and its dual-clip variant, which also limits the loss of a single
+token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class PpoClip(BaseLossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
-    """-min(r A, clip(r, 1 - low, 1 + high) A)   (1707.06347; a higher upper bound: DAPO,
-    2503.14476)
+    """PPO's clipped surrogate loss (1707.06347): -min(r A, clip(r, 1 - low, 1 + high) A), where r
+    is the importance ratio and A the advantage. DAPO (2503.14476) sets a higher upper bound.
 
     Example:
         train.LossSpec(policy=train.PpoClip(clip_low=0.2, clip_high=0.28))
@@ -47,8 +47,9 @@ class PpoClip(BaseLossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
 
 
 class DualClip(BaseLossFormula, frozen=True, kw_only=True, tag="dual_clip"):
-    """``ppo_clip``, in which a token with A < 0 adds at most -bound A, however large r is
-    (1912.09729)
+    """PPO's clipped loss with a bound for tokens with A < 0 (1912.09729): as ``ppo_clip``, but such
+    a token adds at most -bound A, however large r is. Here A is the advantage and r the importance
+    ratio.
 
     Example:
         train.LossSpec(policy=train.DualClip(bound=3.0))

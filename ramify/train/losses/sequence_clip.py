@@ -1,5 +1,5 @@
-"""PPO that treats a sequence as one action: its ratio is that of the whole sequence, not a mean
-over tokens."""
+"""PPO that treats a sequence as one action. The importance ratio is that of the whole sequence, not
+a mean over its tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class SequenceClip(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
-    """-min(s Ā, clip(s, 1 - low, 1 + high) Ā), s = exp(sum over the sequence of (l - o)): the loss
-    of TRL's ``RLOOTrainer``.
+    """PPO's clipped loss with one importance ratio s per sequence, as in TRL's ``RLOOTrainer``:
+    -min(s Ā, clip(s, 1 - low, 1 + high) Ā), where s = exp(sum over the sequence of (l - o)). Ā is
+    the mean advantage of the sequence, and l and o are a token's new and old log-probabilities.
 
-    Ā is the mean advantage of the sequence. Every token of the sequence gets this value.
+    Every token of the sequence gets this value.
 
     Example:
         train.LossSpec(policy=train.SequenceClip(clip_high=0.28))

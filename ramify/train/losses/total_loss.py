@@ -1,6 +1,6 @@
-"""Computes the loss of a training step, which is the sum of up to three components: reinforcement
-learning, imitation and distillation. Each is a weighted sum over entries (sampled tokens), divided
-by its count over the whole step.
+"""Compute the loss of a training step as the sum of up to three components: reinforcement learning,
+imitation and distillation. Each component is a weighted sum over tokens, divided by a count over
+the whole step.
 
     L = sum w_rl (policy + beta KL - c H + value) / N_rl
       + sum w_ce (-l) / N_ce
@@ -139,7 +139,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def is_over_sequences(self) -> bool:
-        """True if a part of the loss needs whole sequences, so that no sequence may be split over
+        """True if a term of the loss needs whole sequences, so that no sequence may be split over
         batches."""
         return any(getattr(part, "whole", False) for part in (self.policy, *self.corrections))
 
@@ -151,8 +151,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """True if tokens with advantage 0 matter too, because the loss has a term that acts on each
-        token, or a mean over tokens."""
+        """True if tokens with advantage 0 matter, because the loss has a term that acts on every
+        token or a mean over tokens."""
         return bool(
             self.kl_beta
             or self.entropy
