@@ -1,5 +1,5 @@
-"""Measure where the time of a training step goes. The code that does the work names its part of the
-step, and one account adds up wall and CPU time for each part.
+"""Measures where the time of a training step goes. Code reports which part of the step it works on,
+and one account adds up the wall and CPU time of each part.
 
     with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
     with working("packing"): …           one thread works on a part; awaits nothing meanwhile
@@ -40,7 +40,9 @@ Part = Literal[
     "sessions",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts that code names, in the order in which wall time counts for them."""
+"""Parts of the work that code reports. If several are in progress at once, wall time counts for the
+first of them in this order.
+"""
 COMPUTING: tuple[Part, ...] = ("forward_backward", "optimizer", "sampling", "weight_sync")
 ROLLOUTS, WAITING = "rollouts", "waiting"
 _account: TimeAccount | None = None
@@ -48,22 +50,27 @@ _innermost = threading.local()
 
 
 class PartTimes(NamedTuple):
-    """The wall and CPU time in seconds that each part of the work took since the account was last
-    read."""
+    """Wall and CPU time in seconds of each part of the work since the account was last read."""
 
     wall_s: dict[str, float]
-    """Part -> wall time. They add up to the time that has passed."""
+    """Part -> wall time in seconds. The values add up to the elapsed time."""
     cpu_s: dict[str, float]
-    """Part -> CPU time. They add up to the CPU time of this process and of sessions."""
+    """Part -> CPU time in seconds. The values add up to the CPU time of this process and of
+    sessions.
+    """
 
 
 class TimeAccount:
-    """Adds up the wall and CPU time of each part of a training step. It must be opened and read
-    (``take``) in the thread of the event loop."""
+    """Adds up the wall and CPU time of each part of a training step. Open it and read it (``take``)
+    in the thread of the event loop.
+    """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """Create an account, without opening it. ``children_s`` returns the CPU seconds of all
-        sessions so far; None if there are other child processes, whose time it would include."""
+        """Create an account without opening it.
+
+        ``children_s`` returns the CPU seconds of all sessions so far. Pass None if there are other
+        child processes, whose time it would include.
+        """
         self._children_s = children_s or (lambda: 0.0)
         self._lock = threading.Lock()
         self._active = dict.fromkeys(PARTS, 0)
@@ -93,8 +100,9 @@ class TimeAccount:
         _account = self._outer
 
     def begin_part(self, part: Part) -> None:
-        """Record that a part begins. A part may be in progress several times at once, and is over
-        when ``end_part`` has been called as often."""
+        """Record that a part of the work begins. A part may be in progress several times at once,
+        and ends after as many calls of ``end_part``.
+        """
         with self._lock:
             self._charge()
             self._active[part] += 1
@@ -106,15 +114,16 @@ class TimeAccount:
             self._active[part] = max(0, self._active[part] - 1)
 
     def add_cpu_time(self, part: Part, cpu_s: float) -> None:
-        """Add ``cpu_s`` seconds of CPU time of the calling thread to a part."""
+        """Add ``cpu_s`` seconds of the calling thread's CPU time to a part."""
         with self._lock:
             self._cpu[part] += cpu_s
             if threading.get_ident() == self._loop:
                 self._in_blocks_s += cpu_s
 
     def take(self) -> PartTimes:
-        """Return the time of each part since the last call of this method, or since the account was
-        opened, and begin again at 0."""
+        """Return the time of each part since the last call, or since the account was opened, and
+        reset all times to 0.
+        """
         with self._lock:
             self._charge()
             loop_s = time.thread_time() - self._loop_began_s
@@ -139,8 +148,9 @@ class TimeAccount:
         self._process_began_s = time.process_time()
 
     def _charge(self) -> None:
-        """Add the wall time since the last change to the part that has been in progress since
-        then."""
+        """Count the wall time since the last change for the part that has been in progress since
+        then.
+        """
         now = time.monotonic()
         passed_s, self._at = now - self._at, now
         busy_s = 0.0
@@ -157,8 +167,9 @@ class TimeAccount:
 
 
 class under_way:
-    """A context manager that records a part of the work as in progress while its block runs. Only
-    wall time is counted."""
+    """A context manager that marks a part of the work as in progress while its block runs. Only
+    wall time is counted.
+    """
 
     __slots__ = ("_account", "_part")
 
@@ -177,9 +188,9 @@ class under_way:
 
 
 class working:
-    """A context manager that counts the wall time of its block, and the CPU time of the calling
-    thread, for a part of the work. Nothing may be awaited inside the block, but blocks of other
-    parts may be nested."""
+    """A context manager that counts wall time, and the calling thread's CPU time, for a part of the
+    work. The block must not await anything, but may contain blocks of other parts.
+    """
 
     __slots__ = ("_account", "_began_s", "_inner_s", "_outer", "_part")
 
@@ -214,8 +225,9 @@ class working:
 
 
 def begin_part(part: Part) -> None:
-    """Record that a part of the work begins, if it does not fit into a ``with`` block. It is over
-    when ``end_part`` has been called as often as this function."""
+    """Record that a part of the work begins, for work that does not fit into a ``with`` block. It
+    ends after as many calls of ``end_part``.
+    """
     if _account is not None:
         _account.begin_part(part)
 

@@ -1,5 +1,4 @@
-"""The event loop on which async reward functions run. Its daemon thread is started by the first
-async reward.
+"""The event loop that runs async reward functions. The first async reward starts its daemon thread.
 
     reward thread ── run_coroutine(reward(answer, item)) ──> loop thread ──> result or error
 
@@ -19,17 +18,19 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _STEP_S = 0.2
-"""Seconds between wake-ups of a waiting thread, because only a running thread can be stopped."""
+"""Seconds between wake-ups of a waiting thread. The interval is short because only a running thread
+can be stopped.
+"""
 _ANSWER_S = 1.0
-"""Seconds without a response after which a loop counts as blocked."""
+"""Seconds without a response after which the event loop counts as blocked."""
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _process = 0
 
 
 def run_coroutine(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on the event loop for rewards and wait for its result. This must not be
-    called on that loop itself, which would then wait for itself.
+    """Run a coroutine on the event loop for rewards, and wait for its result. Do not call this on
+    that loop: it would wait for itself.
     """
     loop = _running_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)

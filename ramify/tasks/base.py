@@ -51,10 +51,11 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 
 SPLITS = ("train", "validation", "test")
-"""The splits of every task: validation selects checkpoints, test is reported. A task may define
-further splits for data that it holds out."""
+"""Splits that every task has. Validation is for selecting checkpoints, and test is for reporting. A
+task may define further held-out splits.
+"""
 ENDLESS = 1 << 40
-"""Length of a generated split without a fixed size."""
+"""Length of a generated split that has no fixed size."""
 _OTHERS = "file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID"
 TASKS = Registry(
     "task",
@@ -66,7 +67,7 @@ TASKS = Registry(
     },
     others=_OTHERS,
 )
-"""Task name -> a task, or the function that makes it."""
+"""Task name -> a task, or a function that creates it."""
 _VERIFIERS = "verifiers:"
 DATA_SUFFIXES = (".jsonl", ".parquet")
 """Suffixes of files whose rows can be loaded as a task."""
@@ -80,22 +81,23 @@ class Item(msgspec.Struct, frozen=True):
     """
 
     question: str = ""
-    """What is asked. Empty: the last of ``messages``, which is the user's, is the question."""
+    """The question. If empty, the last of ``messages`` is the question; it must be the user's."""
     context: Any = None
-    """Value that the session receives as ``context``. None, or an empty text: no context."""
+    """Value of the variable ``context`` in the session. None or an empty text: no context."""
     gold: Any = None
-    """The right answer, in the form that the score compares with."""
+    """The right answer, in the form that the score function expects."""
     kind: str = ""
     """Category of the question. Reports are broken down by it."""
     id: str = ""
-    """Unique id that locates the item again: ``ledger/train/17``."""
+    """Unique id by which the item can be found again, such as ``ledger/train/17``."""
     right: Any = None
-    """An answer that must score 1, if ``gold`` is not such an answer (a list of accepted answers,
-    for example)."""
+    """An answer that must score 1. Needed only if ``gold`` is not itself an answer, such as a list
+    of accepted answers.
+    """
     wrong: Any = None
     """An answer that must not score 1. None: ``validate`` uses a text that resembles no answer."""
     metadata: Mapping[str, Any] = {}
-    """Further values that the score or a report needs."""
+    """Further values for the score function or a report."""
     messages: tuple[Message, ...] = ()
     """Messages before the question: a system message, few-shot examples, earlier turns. They may be
     given as mappings with ``role`` and ``content``."""
@@ -111,9 +113,11 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Convert the chat messages of the item. If the item has no question, the last message
-        becomes the question. Raises ValueError if a message has an invalid form, or if the question
-        would have to come from a message that is not the user's.
+        """Convert the chat messages of the item. Without a question, the last message becomes the
+        question.
+
+        Raises ValueError if a message is invalid, or if the question would have to come from a
+        message that is not the user's.
         """
         messages, question = messages_of(self.messages), self.question
         if not question:
@@ -125,15 +129,18 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
-    """The initial state of one rollout: what the model's session contains when it starts. It is
-    created once per rollout, so it may hold mutable state. The engine accepts it as a context.
+    """The initial state of one rollout: what the model's session contains at the start. It is
+    created once per rollout, so it may hold mutable state.
+
+    The engine accepts it as a context.
     """
 
     context: Any = None
-    """Value that the session receives as ``context``. None, or an empty text: no context."""
+    """Value of the variable ``context`` in the session. None or an empty text: no context."""
     tools: Mapping[str, Any] = {}
-    """Functions and values in the session of the root and of its children. Functions run in the
-    host process."""
+    """Functions and values that the sessions of the root call and its children get. Functions run
+    in the host process.
+    """
     about: str = ""
     """Description of the context for the model, beyond its size and first characters."""
     instructions: str = ""
@@ -141,26 +148,31 @@ class TaskStart(msgspec.Struct, kw_only=True):
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt."""
     messages: Sequence[Message] = ()
-    """Messages before the question. One plain call gets them as they are; in a session, a system
-    message is added to that of the scaffold."""
+    """Messages before the question. A plain call gets them unchanged. In a session, a system
+    message is appended to that of the scaffold.
+    """
     on_session: Callable[[Session], Awaitable[None]] | None = None
-    """Called with each new session of the rollout before its first cell, to bind names or install
-    modules, for example."""
+    """Called with each new session of the rollout before its first code cell, for example to bind
+    names or install modules.
+    """
     conduct: Callable[[Any], Awaitable[Any]] | None = None
-    """Holds the rollout's conversations in place of the engine's loop, and returns the answer: an
-    environment with its own loop, or an agent. Its argument is the run's ``RunModelClient``
-    (``ramify/engine/external_conversations.py``). None: a session, or one plain call."""
+    """Runs the rollout's conversations in place of the engine, and returns the answer; for an
+    agent, or an environment with its own loop. The argument is the run's ``RunModelClient``
+    (``ramify/engine/external_conversations.py``). None: the engine runs a session or one plain
+    call.
+    """
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
-    """Called once when the rollout has ended for any reason, with the answer (None if there is
-    none). Its result is stored in the trajectory's ``metadata`` for the score."""
+    """Called once when the rollout has ended for any reason, with the answer or None. The result is
+    stored in the trajectory's ``metadata`` for the score function.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.context, str) and not self.context:
             self.context = None
 
     def manifest(self) -> str:
-        """Return the description of the context for the prompt, which is ``about``. The engine
-        calls this method.
+        """Return ``about``, the description of the context for the prompt. The engine calls this
+        method.
         """
         return self.about
 
@@ -175,9 +187,11 @@ class Score(msgspec.Struct, frozen=True):
     rewards: Mapping[str, float]
     """Reward name -> reward of the whole trajectory."""
     calls: Mapping[str, Mapping[str, float]] = {}
-    """Call id -> reward name -> reward of that call alone, if the call has its own right answer."""
+    """Call id -> reward name -> reward of that call alone, for calls with a right answer of their
+    own.
+    """
     metrics: Mapping[str, float] = {}
-    """Metric name -> number that is reported but not rewarded."""
+    """Metric name -> number to report, which is not part of the reward."""
 
 
 @runtime_checkable
@@ -197,15 +211,17 @@ class Task(Protocol):
     splits: Mapping[str, Sequence[Item]]
     """Split name -> items, created on access. No item is in two splits."""
     weights: Mapping[str, float]
-    """Reward name -> its weight in the total. The default weight is 1."""
+    """Reward name -> weight in the total reward. The default weight is 1."""
 
     async def prepare(self, item: Item) -> TaskStart:
         """Return the initial state of a rollout of ``item``."""
         ...
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        """Score ``trajectory`` as an answer to ``item``. The result must be deterministic. The call
-        may be slow (it runs in a thread), and it may raise if the task itself is at fault."""
+        """Score ``trajectory`` as an answer to ``item``. The result must be deterministic. The
+        method may be slow, since it runs in a thread, and it may raise if the task itself is at
+        fault.
+        """
         ...
 
 
@@ -220,7 +236,7 @@ class LazySequence(Sequence[T]):
 
     @abstractmethod
     def at(self, index: int) -> T:
-        """Create and return the element at ``index``, a number from 0 to one below the length."""
+        """Create and return the element at ``index``, which is from 0 to one below the length."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -235,18 +251,18 @@ class LazySequence(Sequence[T]):
 
 
 class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
-    """The texts that the engine puts around the replies of a demonstrator, which a demonstration
-    without the engine has to reproduce.
+    """The texts that the engine adds around a demonstrator's replies. A demonstration that runs
+    without the engine must reproduce them.
     """
 
     first_message: Callable[[str, object], str]
     """(question, context) -> the first message of a call."""
     report: Callable[[Cell], str]
-    """What the model is shown of a cell."""
+    """Code cell -> the text that reports its result to the model."""
     system: str = ""
     """System message; empty if there is none."""
     native_tools: bool = False
-    """True if code is run by native tool calls."""
+    """True if the model runs code by native tool calls."""
 
 
 class GeneratedSplit(Sequence[Item]):
@@ -396,9 +412,9 @@ def task_of(name: str, /, **options: Any) -> Task:
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Call the factory function of a task with ``options``, and return the result. If ``make``
-    cannot be called, it is returned unchanged. Raises ConfigError for an unknown option, or if the
-    factory fails.
+    """Call a task's factory function with ``options``, and return the result. If ``make`` is not
+    callable, return it unchanged. Raises ConfigError for an unknown option, or if the factory
+    fails.
     """
     if not callable(make):
         return make
@@ -449,8 +465,8 @@ def score_trajectory(task: Task, item: Item, trajectory: Trajectory) -> Trajecto
 
 
 def set_trajectory_score(where: str, trajectory: Trajectory, score: Score) -> None:
-    """Store the rewards and metrics of ``score`` in ``trajectory``. Raises RamifyError, whose
-    message begins with ``where``, if the score is invalid.
+    """Store the rewards and metrics of ``score`` in ``trajectory``. Raises RamifyError if the score
+    is invalid, with a message that begins with ``where``.
     """
     _check_calls(where, trajectory, score)
     rewards = _finite(where, score.rewards)
@@ -475,8 +491,8 @@ def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
 
 
 def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the values of a mapping to Python numbers. Raises RamifyError, which names the value,
-    if one is not a finite number.
+    """Convert the values of a mapping to Python numbers. Raises RamifyError for a value that is not
+    a finite number.
     """
     numbers: dict[str, float] = {}
     for name, value in given.items():
@@ -499,14 +515,15 @@ def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
 
 
 Worth = float | Mapping[str, float] | Score
-"""Result of a reward function."""
+"""What a reward function returns."""
 AnswerReward = Callable[[Any, Item], Worth | Coroutine[Any, Any, Worth]]
-"""Reward function, async or not: (answer, item) -> reward. The answer is None if the rollout gave
-none."""
+"""A reward function, async or not: (answer, item) -> reward. The answer is None if the rollout has
+none.
+"""
 
 
 class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
-    """Wraps a reward function that is called with the item and the whole trajectory: ``fn(item,
+    """Wraps a reward function that needs the whole trajectory. The function is called as ``fn(item,
     trajectory)``.
 
     Example:
@@ -526,18 +543,20 @@ class SimpleTask(msgspec.Struct, frozen=True):
     name: str
     splits: Mapping[str, Sequence[Item]]
     reward: AnswerReward | TrajectoryRewardFunction
-    """Called with (answer, item), unless it is a ``TrajectoryRewardFunction``. A reward that can be
-    called for a whole step also has ``waits_for_step`` and ``of_step``, as ``BatchedReward``."""
+    """Called with (answer, item), or as a ``TrajectoryRewardFunction``. To score a whole step at
+    once, it also has ``waits_for_step`` and ``of_step``, as ``BatchedReward`` does.
+    """
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
-    """Creates the initial state of a rollout. None: a session with the item's context only."""
+    """Creates the initial state of a rollout. None: a session that has only the item's context."""
     instructions: str = ""
     """Instructions that are added to the prompt of every item."""
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt of every item."""
     families: Sequence[str] = ()
-    """Families of questions that its option ``families`` has chosen, if it has one; they are the
-    kinds of its items. A matrix of evaluations has a row for each."""
+    """Kinds of questions that were chosen by the task's option ``families``, if it has one. A
+    matrix of evaluations shows one row for each.
+    """
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:
@@ -599,8 +618,8 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:
-    """Convert the result of a reward function to a ``Score``. The result of an async function is
-    awaited first, and a single number becomes the reward ``correct``.
+    """Convert the result of a reward function to a ``Score``. An async result is awaited first. A
+    single number becomes the reward named ``correct``.
     """
     if isinstance(worth, Coroutine):
         worth = run_coroutine(worth)

@@ -1,4 +1,5 @@
-"""Scores all rollouts of a training step together, for rewards that are computed once per step.
+"""Scores all rollouts of a training step together, for rewards that one call computes for the whole
+step.
 
     rollouts that await their score ──> task.score_step, once ──> one score each
 
@@ -21,13 +22,13 @@ from ramify.tasks.score_with_timeout import call_in_time
 from ramify.types.trajectory import Trajectory
 
 EndedRollout = tuple[Item, Trajectory]
-"""A rollout without rewards, and its item."""
+"""A finished rollout without rewards, and its task item."""
 
 
 @runtime_checkable
 class BatchScoredTask(Protocol):
-    """The interface of a task that can score all rollouts of a step with one call: a ``Task`` with
-    two more methods.
+    """The interface of a task that can score all rollouts of a training step with one call. It adds
+    two methods to ``Task``.
 
     Example:
         def is_scored_by_step(self, item): return True
@@ -35,24 +36,26 @@ class BatchScoredTask(Protocol):
     """
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if rollouts of ``item`` are scored together with the others of their step."""
+        """Return True if rollouts of ``item`` must be scored together with the others of their
+        step.
+        """
         ...
 
     def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
-        """Return one result for each rollout, in order: its score, or an error that explains why it
+        """Return one result for each rollout, in order: its score, or the error because of which it
         has none.
         """
         ...
 
 
 def is_scored_by_step(task: Task, item: Item) -> bool:
-    """Return True if rollouts of ``item`` are scored together with the others of their step."""
+    """Return True if rollouts of ``item`` must be scored together with the others of their step."""
     return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
 
 
 def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
     """Score all rollouts of a step with one call of the task. Returns for each rollout its score,
-    or the error that explains why it has none.
+    or the error because of which it has none.
     """
     assert isinstance(task, BatchScoredTask)
     where = f"task '{task.name}': its score of {len(rollouts)} rollouts"
@@ -69,8 +72,8 @@ def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | Ra
 def score_step_in_time(
     task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
 ) -> list[RamifyError | None]:
-    """Score all rollouts of a step within a time limit, and store the rewards and metrics of each
-    in its trajectory.
+    """Score all rollouts of a step within a time limit, and store the rewards and metrics in their
+    trajectories.
 
     Returns for each rollout the error that explains why it has no score, or None if it has one. The
     task may take ``timeout_s`` seconds for all rollouts together.

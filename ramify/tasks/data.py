@@ -1,5 +1,4 @@
-"""Creates tasks from datasets: the rows of JSONL or Parquet files, of Hugging Face ``datasets``, or
-of a list.
+"""Creates tasks from datasets: JSONL or Parquet files, Hugging Face ``datasets``, or lists of rows.
 
     dataset("questions.jsonl", question="q", gold="a")                   divided 80 : 10 : 10
     dataset({"train": "train.jsonl", "test": "test.parquet"}, context="document", reward="f1")
@@ -49,34 +48,37 @@ or a loaded ``datasets.Dataset`` or ``DatasetDict``."""
 _QUESTIONS = ("question", "prompt", "messages", "problem", "instruction")
 _GOLDS = ("answer", "ground_truth", "solution", "target")
 _METADATA = ("info", "extra_info", "data_source")
-"""Columns of other libraries, in the order in which they are looked for."""
+"""Metadata columns that datasets for other libraries use, in the order in which they are tried."""
 _SHARE = 0.1
-"""Share of the rows that each split except the first gets if one source is divided."""
+"""Share of the rows for each split except the first, if one source is divided into splits."""
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
 class DatasetColumns(msgspec.Struct, frozen=True):
-    """The names of the columns of a dataset from which an item is made.
+    """The names of the dataset columns from which items are made.
 
     Example:
         DatasetColumns(question="q", gold="a", context=("log", "notes"))
     """
 
     question: str = ""
-    """Column with the question: a text, or messages of which the last is the user's. Empty:
-    ``question``, or else ``prompt``, ``messages``, ``problem`` or ``instruction``."""
+    """Column with the question: a text, or messages of which the last is the user's. Empty: the
+    first of ``question``, ``prompt``, ``messages``, ``problem`` and ``instruction`` that exists.
+    """
     gold: str | None = ""
-    """Column with the gold answer. None: the rows have no gold answer. Empty: ``answer``, or else
-    ``ground_truth``, ``solution``, ``target``, or ``reward_model.ground_truth``."""
+    """Column with the right answer. None: the rows have none. Empty: the first of ``answer``,
+    ``ground_truth``, ``solution``, ``target`` and ``reward_model.ground_truth`` that exists.
+    """
     context: str | tuple[str, ...] | None = None
-    """Column with the context. With several columns the context is a dict."""
+    """Column with the context. If several columns are given, the context is a dict."""
     kind: str | None = None
     metadata: tuple[str, ...] = ()
-    """Columns that the score needs, under their own names; ``choice`` needs ``choices``. ``info``,
-    ``extra_info`` and ``data_source`` are among them if the rows have them."""
+    """Columns that the score function needs; ``choice`` needs ``choices``, for example. ``info``,
+    ``extra_info`` and ``data_source`` are added if the rows have them.
+    """
 
     def item(self, row: Row) -> Item:
-        """Convert one row of the dataset to an item.
+        """Convert one row of the dataset to a task item.
 
         Raises KeyError if a column is missing and TypeError if a value has the wrong type.
         """
@@ -124,8 +126,8 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of ``names`` that is a column of the row, or ``names[0]`` if none of them
-    is.
+    """Return the first of ``names`` that is a column of the row. If none is, return the
+    first name.
     """
     return next((name for name in names if name in row), names[0])
 
@@ -195,9 +197,10 @@ def dataset(
 def scorer_of(
     reward: str | AnswerReward | TrajectoryRewardFunction,
 ) -> AnswerReward | TrajectoryRewardFunction:
-    """Return the scoring function called ``reward``. A function is returned unchanged, except that
-    one with a parameter ``completions`` becomes a ``BatchedReward``. Raises ConfigError for an
-    unknown name.
+    """Return the scoring function called ``reward``. Raises ConfigError for an unknown name.
+
+    A function is returned unchanged, except that one with a parameter ``completions`` becomes a
+    ``BatchedReward``.
     """
     scorer: Any = SCORERS.of(reward) if isinstance(reward, str) else reward
     if inspect.isfunction(scorer) and "completions" in inspect.signature(scorer).parameters:
@@ -207,7 +210,7 @@ def scorer_of(
 
 
 class DatasetItems(LazySequence[Item]):
-    """A sequence of items, each converted from a row of a dataset when it is accessed."""
+    """A sequence of task items. Each is converted from its dataset row when it is accessed."""
 
     def __init__(
         self,
@@ -216,9 +219,11 @@ class DatasetItems(LazySequence[Item]):
         make: Callable[[Row], Item],
         indices: Sequence[int] | Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Create the items of the dataset ``name``. ``make`` converts a row to an item. ``indices``
-        selects rows, or is a function that returns the selection and is called on the first access;
-        None selects all rows.
+        """Create the items of the dataset ``name``. The function ``make`` converts a row to an
+        item.
+
+        ``indices`` selects rows. If it is a function, it returns the selection and is called on the
+        first access. None selects all rows.
         """
         self._name = name
         self._rows = rows
@@ -232,8 +237,8 @@ class DatasetItems(LazySequence[Item]):
         return self._selected() if callable(self._selected) else self._selected
 
     def select(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return the items at the given positions as a dataset called ``name``. The ids of the
-        items still contain the numbers of their rows.
+        """Return the items at the given positions as a dataset called ``name``. Their ids still
+        contain the original row numbers.
         """
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
@@ -249,8 +254,8 @@ class DatasetItems(LazySequence[Item]):
 
 
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
-    """Convert row ``number`` of a dataset to an item. Raises ConfigError, which names the row, if
-    that fails.
+    """Convert row ``number`` of a dataset to an item. Raises ConfigError, which names the row, on
+    failure.
     """
     row = rows[number]
     where = rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
@@ -270,10 +275,11 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divided(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Divide rows among ``splits``, and return the row numbers of each split. The split of a row
-    depends on a hash of question and context, so equal questions stay together. Each split but the
-    first gets a tenth of the hashes, and the first gets the rest. A split that would be empty gets
-    the question with the largest hash from the largest split.
+    """Divide rows among ``splits``, and return the row numbers of each split.
+
+    A hash of question and context decides the split of a row, so equal questions stay together.
+    Each split but the first gets a tenth of the hashes, and the first gets the rest. A split that
+    would be empty gets the question with the largest hash from the largest split.
     """
     same: dict[bytes, list[int]] = {}
     for number in range(len(rows)):
@@ -308,8 +314,8 @@ def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Seq
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split of a dataset, by the split's name. A single source without
-    splits has an empty name.
+    """Return the rows of each split of a dataset, by split name. A single source without splits has
+    the name "".
     """
     if isinstance(source, str) and source.startswith("hf:"):
         source = _hugging_face(source)
@@ -326,8 +332,8 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
 
 
 def rows_of(source: Source, where: str = "") -> Sequence[Row]:
-    """Return the rows of one file or list, which are read when they are accessed. Raises
-    ConfigError or SourceError, whose message names the source as ``where``.
+    """Return the rows of one file or list, which are read lazily. Raises ConfigError or
+    SourceError, whose message names the source as ``where``.
     """
     rows: Any
     if isinstance(source, str) and source.startswith("hf:"):
@@ -384,8 +390,9 @@ def _name_of(source: Source) -> str:
 
 
 class JsonlRows(LazySequence[Row]):
-    """The objects of a JSONL file as a sequence. The beginnings of all lines are found once, and
-    each line is decoded when it is accessed. Blank lines are ignored.
+    """The objects of a JSONL file as a sequence. Blank lines are ignored.
+
+    The start of each line is found once, and a line is decoded when it is accessed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -396,7 +403,7 @@ class JsonlRows(LazySequence[Row]):
         return len(self._lines)
 
     def place(self, index: int) -> str:
-        """Return the position of a row for error messages, such as ``rows.jsonl, line 3``."""
+        """Return the location of a row for error messages, such as ``rows.jsonl, line 3``."""
         return f"{self._path}, line {self._lines[index][0]}"
 
     def at(self, index: int) -> Row:
@@ -416,7 +423,9 @@ class JsonlRows(LazySequence[Row]):
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the number (from 1), the offset and the length of each line that is not blank."""
+    """Yield the line number (from 1), the byte offset and the length of each line that is not
+    blank.
+    """
     start = 0
     try:
         with path.open("rb") as file:
@@ -430,7 +439,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 class ParquetRows(LazySequence[Row]):
-    """The rows of a Parquet file as a sequence. Only one row group at a time is in memory."""
+    """The rows of a Parquet file as a sequence. Only one row group is in memory at a time."""
 
     def __init__(self, path: Path) -> None:
         parquet = _package("pyarrow.parquet", "datasets")

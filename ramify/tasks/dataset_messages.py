@@ -1,4 +1,4 @@
-"""Converts the messages of datasets, in the format of OpenAI's chat API, to the messages of a call.
+"""Converts dataset messages in the format of OpenAI's chat API to the messages of a model call.
 
     [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, …]
     content may be a list of text parts; roles: system, developer, user, assistant, tool
@@ -50,7 +50,7 @@ class OpenAIChatMessage(msgspec.Struct):
     """0 excludes this reply from training (demonstrations only)."""
 
     def message(self) -> Message:
-        """Return this message converted to a message of a call."""
+        """Convert this message to a message of a model call."""
         content = self.content or ""
         return Message(
             "system" if self.role == "developer" else self.role,
@@ -70,8 +70,8 @@ def _tool_call(index: int, wire: _OpenAIChatToolCall) -> ToolCall:
 
 
 def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
-    """Convert chat messages, given as mappings, to messages of a call. ``Message`` objects are kept
-    as they are. Raises ValueError if a message has an invalid form.
+    """Convert chat messages, given as mappings, to messages of a model call. ``Message`` objects
+    stay unchanged. Raises ValueError if a message is invalid.
     """
     return tuple(
         each if isinstance(each, Message) else msgspec.convert(each, OpenAIChatMessage).message()

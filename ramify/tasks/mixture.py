@@ -1,5 +1,5 @@
-"""Combines several tasks into one. Each item belongs to one of them, and the tasks take turns in
-proportion to their weights.
+"""Combines several tasks into one training mixture. Each item belongs to one task, and the tasks
+take turns in proportion to their weights.
 
     mixture(parts={
         "sums": {"task": "ledger", "weight": 2},
@@ -44,27 +44,29 @@ from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
 from ramify.types.trajectory import GroupFate, Trajectory
 
 _PERIOD = 1000
-"""Items after which the order of the parts repeats."""
+"""Number of items after which the order of the tasks repeats."""
 _MARK = ":"
-"""Between the name of a part and the id of an item in its task."""
+"""Separates the name of a part from the id of an item in that part's task."""
 
 
 class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of the tasks of a mixture, with its weight and options."""
 
     task: str
-    """Its name, as in ``TaskSpec.name``."""
+    """Name of the task, as in ``TaskSpec.name``."""
     options: dict[str, Any] = {}
     weight: float = 1.0
-    """Share of the training items, relative to the other parts; 0: only evaluated."""
+    """Share of the training items, relative to the other parts. 0: used only for evaluation."""
     reward: float = 1.0
-    """Factor of its rewards."""
+    """Factor by which the task's rewards are multiplied."""
     pool: str = ""
-    """A run's folder, or its ``groups.jsonl``: train only on items that it has with one of
-    ``outcomes``."""
+    """Path of a run's folder or its ``groups.jsonl``. Training then uses only items that had one of
+    ``outcomes`` in that run.
+    """
     outcomes: tuple[GroupFate, ...] = (GroupFate.LEARNT,)
-    """``learnt``: some attempts were better than others. ``no_signal``: all were equal, so the item
-    was too easy or too hard."""
+    """``learnt``: some attempts were better than others. ``no_signal``: all attempts scored the
+    same, so the item was too easy or too hard.
+    """
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
@@ -84,12 +86,12 @@ class MixtureTask(msgspec.Struct, frozen=True):
     weights: Mapping[str, float]
     tasks: Mapping[str, Task]
     factors: Mapping[str, float]
-    """Name of a part -> factor of its rewards."""
+    """Name of a part -> factor by which its rewards are multiplied."""
     trained: tuple[str, ...]
-    """Names of the parts with items to train on."""
+    """Names of the parts that are trained on."""
 
     def right_worth(self, item: Item) -> float:
-        """Return the weighted reward of a right answer to ``item``."""
+        """Return the weighted reward for a right answer to ``item``."""
         return self.factors[_own(item)[0]]
 
     async def prepare(self, item: Item) -> TaskStart:
@@ -107,8 +109,8 @@ class MixtureTask(msgspec.Struct, frozen=True):
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        """Score all rollouts of a training step. The task of each part scores its own rollouts with
-        one call. If a task fails, only its rollouts get the error.
+        """Score all rollouts of a training step, with one call per task. If a task fails, only its
+        own rollouts get the error.
         """
         parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
@@ -136,8 +138,8 @@ class MixedItems(LazySequence[Item]):
         *,
         repeats: bool = False,
     ) -> None:
-        """Combine the items of several parts. With ``repeats``, a part whose items are used up
-        starts over as long as another part has new items.
+        """Combine the items of several parts. With ``repeats``, a part that runs out of items
+        starts over while another part still has new ones.
         """
         self._parts = parts
         self._repeats = repeats
@@ -152,7 +154,7 @@ class MixedItems(LazySequence[Item]):
 
     def __len__(self) -> int:
         """Return the number of items until a part would have to start over. If parts may repeat,
-        return the number until every item of every part has been used once.
+        return the number until every item has been used once.
         """
         period = len(self._order)
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
@@ -214,9 +216,8 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """The weights of the rewards of a mixture, by their names ``PART.REWARD``. Each is the factor
-    of the part, multiplied by the weight of the reward in the part's own task, which is 1 by
-    default.
+    """The weights of a mixture's rewards, by their names ``PART.REWARD``. Each weight is the factor
+    of the part times the reward's weight in the part's own task, which is 1 by default.
     """
 
     def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
@@ -270,8 +271,8 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
 
 
 def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
-    """Return the id of the item and the outcome of each group in the file ``groups.jsonl`` of a
-    run. A line that is incomplete because the run was killed is skipped.
+    """Return the item id and the outcome of each group in a run's ``groups.jsonl``. An incomplete
+    line, left by a killed run, is skipped.
     """
     records: list[tuple[str, GroupFate]] = []
     for line in path.read_bytes().splitlines():
@@ -282,8 +283,8 @@ def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Return the indices of the items with these ids, without repetition. An id may begin with the
-    name of a part. Ids that are not found are left out.
+    """Return the indices of the items with these ids, without duplicates. An id may have the name
+    of a part as prefix. Ids that are not found are left out.
     """
     found = {id: place for id in ids if (place := _place(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
@@ -294,9 +295,9 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _place(items: Sequence[Item], id: str) -> int | None:
-    """Return the index of the item with this id if the id ends with the index, as the ids of
-    generated items do (``ledger/train/57``). Otherwise return None: in a dataset that was divided
-    into splits, ids end with the number of the row.
+    """Return the item index at the end of an id, as in ``ledger/train/57``, if the item there has
+    this id. Otherwise return None: in a dataset that was divided into splits, ids end with a row
+    number.
     """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
@@ -304,16 +305,15 @@ def _place(items: Sequence[Item], id: str) -> int | None:
 
 
 def _names(id: str) -> tuple[str, str]:
-    """Return both ids that an item can have in its own task: the given id, and the id without the
-    name of a part at its beginning.
+    """Return both ids that an item can have in its own task: the given id, and the id without a
+    part's name as prefix.
     """
     return id, id.partition(_MARK)[2]
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
     """Yield the names of the parts in the order in which they provide items, for one period. The
-    next part is always the one that is furthest behind its share, which is proportional to its
-    weight.
+    next part is always the one that is furthest behind its share of items.
     """
     total = math.fsum(weights.values())
     num = min(_PERIOD, round(total / min(weights.values())) * 10)
@@ -336,8 +336,8 @@ def part_of(id: str) -> str:
 
 
 def _own(item: Item) -> tuple[str, Item]:
-    """Return the name of the part that an item belongs to, and the item in the form in which the
-    part's own task knows it.
+    """Return the name of the part that an item belongs to, and the item as the part's own task
+    knows it.
     """
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
@@ -345,8 +345,8 @@ def _own(item: Item) -> tuple[str, Item]:
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """Return a score with the name of the part added before the names of its rewards and
-    metrics.
+    """Return a copy of a score with the name of the part as prefix of its reward and metric
+    names.
     """
     calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
     return Score(_named(part, score.rewards), calls, _named(part, score.metrics))

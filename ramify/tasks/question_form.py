@@ -1,5 +1,5 @@
-"""The form of a task's questions and contexts, for tasks on which small policies are trained that
-answer nothing else.
+"""The form of a task's questions and contexts. Small policies are trained on a single task, and can
+only answer questions of its form.
 
     form = question_form("ledger")
     form.fits("count rows of 'red'", "bavo,red,17")     # True
@@ -22,16 +22,20 @@ _FORMS = {"ledger": "ramify.tasks.ledger.question_form:LEDGER_FORM"}
 
 
 class TaskQuestionForm(msgspec.Struct, frozen=True):
-    """The form that all questions of a task have, with their contexts."""
+    """The form that all questions of a task have, including their contexts."""
 
     about: str
-    """Description for users, which completes a sentence such as "it knows only …"."""
+    """Description for users, worded to complete "it knows only …"."""
     fits: Callable[[str, Any], bool]
-    """(question, context) -> True if both have the form. Reads only the context's beginning."""
+    """(question, context) -> True if both have the form. Reads only the beginning of the
+    context.
+    """
 
 
 def question_form(task: str) -> TaskQuestionForm | None:
-    """Return the form of the questions of the built-in task ``task``, or None if it is unknown."""
+    """Return the form of the questions of the built-in task ``task``, or None if the form is
+    unknown.
+    """
     place = _FORMS.get(task)
     if place is None:
         return None

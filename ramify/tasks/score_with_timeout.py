@@ -1,4 +1,4 @@
-"""Runs the score function of a task, which is the user's code, with a time limit.
+"""Runs a task's score function, which is user code, with a time limit.
 
     scored_in_time(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
 
@@ -20,18 +20,20 @@ _T = TypeVar("_T")
 
 
 def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: float) -> Trajectory:
-    """Score a trajectory with a time limit of ``timeout_s`` seconds, and return it with its
-    rewards. Raises RamifyError, which names the task, the item and, after a time-out, the line that
-    was being executed.
+    """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
+    RamifyError, which names the task and the item. After a time-out, it also names the line that
+    was running.
     """
     what = f"task '{task.name}', item {item.id}: its score"
     return call_in_time(lambda: score_trajectory(task, item, trajectory), what, timeout_s)
 
 
 def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
-    """Call ``score`` in a separate thread with a time limit, and return its result. Errors of the
-    call are raised. After ``timeout_s`` seconds, RamifyError is raised; its message begins with
-    ``what`` and names the line that was being executed.
+    """Call ``score`` in a separate thread with a time limit in seconds, and return its result.
+    Errors of ``score`` are raised.
+
+    After ``timeout_s`` seconds, RamifyError is raised. Its message begins with ``what`` and names
+    the line that was running.
     """
     thread = StoppableThread(score, f"ramify {what}")
     thread.wait(timeout_s)

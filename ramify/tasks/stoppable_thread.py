@@ -1,4 +1,4 @@
-"""A thread that runs a user's function. It can report its current line, and can be stopped.
+"""A thread that runs a user's function. It can report which line is running, and it can be stopped.
 
     thread = StoppableThread(work, "name", on_end)
     thread.place()        ", at score.py:12 (score)"
@@ -24,22 +24,24 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(__file__) + os.sep
 _exit_process = os._exit
 _running = threading.local()
-"""In a ``StoppableThread``, its attribute ``process`` is the id of the process."""
+"""Thread-local state. In a ``StoppableThread``, the attribute ``process`` is the process id."""
 
 
 class ThreadStopped(BaseException):
-    """Raised inside a function that takes too long. It is not an Exception, so that it also ends a
-    function that catches every Exception."""
+    """Raised inside a function that takes too long. It does not derive from Exception, so that
+    ``except Exception`` in the function cannot catch it.
+    """
 
 
 class StoppableThread:
-    """Runs one function in a daemon thread, with the context variables of its creator."""
+    """Runs one function in a daemon thread, with the context variables of the creating thread."""
 
     def __init__(
         self, work: Callable[[], Any], name: str, on_end: Callable[[], object] = lambda: None
     ) -> None:
-        """Start a thread that calls ``work``. ``on_end`` is called in the same thread after the
-        function has ended."""
+        """Start a thread that calls ``work``. After the function has ended, ``on_end`` is called in
+        the same thread.
+        """
         os._exit = _exit_unless_running
         self._work = work
         self._on_end = on_end
@@ -55,19 +57,19 @@ class StoppableThread:
         return bool(self._results or self._errors)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the function has ended, but at most ``timeout_s`` seconds."""
+        """Wait at most ``timeout_s`` seconds for the function to end."""
         self._thread.join(timeout_s)
 
     def result(self) -> Any:
-        """Return what the function returned, or raise the exception that it raised. The function
-        must have ended."""
+        """Return the function's result, or raise its exception. The function must have ended."""
         if self._errors:
             raise self._errors[0]
         return self._results[0]
 
     def place(self) -> str:
-        """Return the line of user code that runs now, for an error message, as in ``, at
-        score.py:12 (score)``. Returns an empty string if the line is unknown."""
+        """Return the line of user code that is running, for an error message: ``, at score.py:12
+        (score)``. Returns an empty string if the line is unknown.
+        """
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         for entry in reversed(stack):
@@ -76,7 +78,7 @@ class StoppableThread:
         return ""
 
     def stop(self) -> None:
-        """Raise ThreadStopped in the thread, at its next Python instruction."""
+        """Stop the function by raising ThreadStopped at its next Python instruction."""
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ThreadStopped)
         )

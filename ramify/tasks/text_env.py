@@ -1,4 +1,4 @@
-"""Turn text environments into tasks. An environment has the interface of Gymnasium (``reset``,
+"""Turns text environments into tasks. An environment has the interface of Gymnasium (``reset``,
 ``step``) or of SkyRL-gym (``init``, ``step``, ``close``).
 
     env_task("lake", splits, "FrozenLake-v1", parse=parse_direction, render=draw)
@@ -39,7 +39,7 @@ from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"
 REJECTED = "rejected actions"
-"""Metric: how many texts of an episode were no action."""
+"""Metric: number of texts in an episode that were not valid actions."""
 _KEY = "episode"
 _ABOUT = (
     "`step(action)` does one action, given as text, in an environment, and returns what is seen "
@@ -50,8 +50,9 @@ _REPLIES = "Each of your replies is one action. You then see what has changed."
 
 
 Parse = Callable[[str], Any]
-"""Converts the text of an action to a value for ``env.step``. It raises ValueError, whose message
-the model sees, for a text that is not an action."""
+"""Converts the text of an action to a value for ``env.step``. Raises ValueError if the text is not
+an action; the model sees the message.
+"""
 Render = Callable[[Any, Any], str]
 """(environment, observation) -> the text that the model sees."""
 
@@ -66,7 +67,7 @@ def env_task(
     weights: Mapping[str, float] | None = None,
     acts: Literal["session", "replies"] = "session",
 ) -> SimpleTask:
-    """Return a task in which the model acts in an environment, one episode per attempt.
+    """Return a task in which the model acts in an environment. Each attempt is one episode.
 
     ``acts`` is how the model acts: by code in a session, or by replies, each of which is one
     action. An episode of replies also ends at ``limits.max_turns``, and is scored.
@@ -124,8 +125,9 @@ def env_task(
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
-    """Raise ConfigError unless an option is None or a function that can be called as described:
-    with as many arguments as are listed in ``call``, such as ``(env, observation)``."""
+    """Raise ConfigError if an option is neither None nor a function with the required parameters.
+    ``call`` lists them, such as ``(env, observation)``.
+    """
     if function is None:
         return
     wanted = f"task '{name}': {option} is {function!r:.80}; it must be a function of {call}"
@@ -142,8 +144,9 @@ def _check_call(name: str, option: str, function: Any, call: str) -> None:
 
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
-    """Play an episode in which each reply of the model is one action, and return the last reply.
-    ``model`` is the run's ``RunModelClient``."""
+    """Play one episode, in which each reply of the model is an action, and return the last reply.
+    ``model`` is the run's ``RunModelClient``.
+    """
     parts = [item.question, episode.opening, _REPLIES, episode.actions]
     messages = [*item.messages, Message("user", "\n".join(filter(None, parts)))]
     action = ""
@@ -161,7 +164,7 @@ async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
 
 
 def _registered(name: str, id: str) -> Callable[[Item], Any]:
-    """Return a function that creates the registered Gymnasium environment with this id."""
+    """Return a function that creates the Gymnasium environment registered under this id."""
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError:
@@ -176,8 +179,9 @@ def _registered(name: str, id: str) -> Callable[[Item], Any]:
 
 
 def seed_of(item: Item) -> int:
-    """Return the seed for the environment of a task item: the ``seed`` in its metadata, or a hash
-    of its id (from 0 to below 2**31). Raises ConfigError if the metadata's seed is invalid."""
+    """Return the environment seed of a task item: ``seed`` in its metadata, or a hash of its id
+    from 0 to below 2**31. Raises ConfigError if the seed in the metadata is invalid.
+    """
     seed = item.metadata.get("seed")
     if seed is None:
         return int.from_bytes(hashlib.sha256(item.id.encode()).digest()[:4], "big") >> 1
@@ -189,8 +193,9 @@ def seed_of(item: Item) -> int:
 
 
 class EnvEpisode:
-    """One episode in an environment, from its first observation to its end. A lock ensures that
-    only one action runs at a time."""
+    """One episode in an environment, from the first observation to the end. A lock ensures that
+    only one action runs at a time.
+    """
 
     def __init__(
         self, env: Any, item: Item, parse: Parse | None = None, render: Render | None = None
@@ -217,7 +222,7 @@ class EnvEpisode:
         return self._done
 
     def _opened(self, item: Item) -> str:
-        """Reset the environment with the item's seed and return its first observation."""
+        """Reset the environment with the item's seed, and return the first observation."""
         if hasattr(self._env, "init"):
             prompt = [{"role": "user", "content": item.question}]
             messages, _ = self._env.init(prompt)
@@ -242,7 +247,8 @@ class EnvEpisode:
 
     def step(self, action: str) -> str:
         """Perform one action, given as text, and return the resulting observation. Raises
-        ValueError if the text is not an action."""
+        ValueError if the text is not a valid action.
+        """
         with self._lock:
             if self._done:
                 return ENDED
@@ -258,8 +264,9 @@ class EnvEpisode:
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """Close the environment and return the record of the episode, with its rewards. If the
-        episode is not over, ``answer`` is performed as its last action."""
+        """Close the environment, and return the record of the episode with its rewards. If the
+        episode is not over, ``answer`` is performed as the last action.
+        """
         try:
             text = as_text(answer)
             if text is not None:
@@ -284,8 +291,9 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Perform the final action. If the environment rejects it, its reward is 0. (The errors of
-        earlier actions are shown to the model instead.)"""
+        """Perform the final action of an episode. If the environment rejects it, its reward is 0.
+        Errors of earlier actions are shown to the model instead.
+        """
         try:
             self.step(action)
         except RamifyError:
@@ -319,8 +327,9 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _batch(space: Any, value: Any) -> Any:
-    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects it. In a tuple or dict
-    space, each part is wrapped separately."""
+    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects. In a tuple or dict
+    space, each component is wrapped separately.
+    """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return {name: _batch(part, value[name]) for name, part in parts.items()}
@@ -330,7 +339,9 @@ def _batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return True unless a number was truncated to fit an integer space: 1.7 is not action 1."""
+    """Return True unless a number was truncated to fit an integer space. For example, 1.7 is not
+    action 1.
+    """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
         return all(_is_whole(part, action[name], value[name]) for name, part in parts.items())
@@ -341,8 +352,9 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 
 def _stepped(result: Any) -> tuple[Any, float, bool]:
-    """Convert what an environment's ``step`` returned to an observation, a reward and whether the
-    episode is over. Raises RamifyError if the result has an unknown form."""
+    """Convert the result of an environment's ``step`` to an observation, a reward, and whether the
+    episode is over. Raises RamifyError for an unknown form.
+    """
     if isinstance(result, Mapping):
         messages = result["observations"] or []
         return _contents(messages), float(result["reward"]), bool(result["done"])

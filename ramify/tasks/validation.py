@@ -1,4 +1,4 @@
-"""Check a task before a run: the right answer must score 1, a wrong one must not, and no item may
+"""Checks a task before a run. The right answer must score 1, a wrong one must not, and no item may
 be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
@@ -23,9 +23,11 @@ from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: qzxvkj)"
-"""Wrong answer for an item that names none. It has no digit, which a score may read as a number."""
+"""Wrong answer for items that do not specify one. It has no digit that a score function could read
+as a number.
+"""
 SCORE_S = 30.0
-"""Seconds that a call of a task's score may take by default."""
+"""Default time limit for one call of a task's score function, in seconds."""
 _TOLERANCE = 1e-9
 _OFF = (
     "switch this check off if one answer cannot show it (task.validate=false in a recipe, "
@@ -77,7 +79,8 @@ def validate(
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
     """Raise ConfigError unless the task can score several rollouts with one call, as in a training
-    step. Their rewards may depend on each other, so the values are not checked."""
+    step. The values are not checked, since rewards may depend on each other.
+    """
     if rollouts:
         errors = score_step_in_time(task, rollouts, score_s)
         if failed := next((error for error in errors if error is not None), None):
@@ -85,7 +88,7 @@ def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float
 
 
 def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
-    """Return a sentence that says which checks were skipped, or an empty string if none were."""
+    """Return a sentence about the checks that were skipped, or an empty string if none were."""
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
     if not without or getattr(task, "needs_rollout", False):
@@ -97,9 +100,9 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
 
 
 def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
-    """Check one item of a task, and raise ConfigError if it has no question or is scored wrongly.
-    Returns False if its score was not checked, because it has no gold answer or ``gold`` is
-    False."""
+    """Check one item of a task. Raises ConfigError if it has no question or is scored wrongly.
+    Returns False if its score was not checked, because it has no gold answer or ``gold`` is False.
+    """
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
@@ -123,8 +126,9 @@ def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S
 
 
 def _right(task: Task, item: Item) -> Any:
-    """Return an answer to the item that must score 1, in the form in which a model would give it.
-    Returns None if no such answer is known."""
+    """Return an answer that must score 1, in the form in which a model would give it, or None if no
+    such answer is known.
+    """
     right = item.gold if item.right is None else item.right
     owner = task if hasattr(task, "as_answer") else getattr(task, "reward", None)
     as_answer = getattr(owner, "as_answer", None)
@@ -132,7 +136,7 @@ def _right(task: Task, item: Item) -> Any:
 
 
 def answered(item: Item, answer: Any) -> Trajectory:
-    """Return a trajectory that consists of nothing but an answer, for scoring the answer."""
+    """Return a trajectory that contains only an answer, so that the answer can be scored."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
         id="answered",
@@ -151,15 +155,16 @@ def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """Return the weighted reward of a right answer. It is 1, except in a mixture, where each part
-    has a factor for its rewards."""
+    """Return the weighted reward for a right answer. It is 1, except in a mixture, where each part
+    has a reward factor.
+    """
     worth = getattr(task, "right_worth", None)
     return 1.0 if worth is None else float(worth(item))
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
     """Raise ConfigError if ``item`` is also in another split. No learning curve would show such a
-    mistake.
+    leak.
 
     Two items are the same if question, messages, context, gold answer and metadata are equal. Items
     without a gold answer must also have the same id.

@@ -1,5 +1,5 @@
-"""Use tasksets (collections of tasks) of the ``verifiers`` library (0.4, ``verifiers.v1``) as
-Ramify tasks.
+"""Uses tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``) as Ramify tasks. A taskset is
+a collection of tasks.
 
     task = from_verifiers("gsm8k-v1")                             an installed taskset by its id
     task = from_verifiers(MyTaskset(MyConfig()), right=lambda data: data.answer)
@@ -64,8 +64,8 @@ def from_verifiers(
     right: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> SimpleTask:
-    """Create a task from a taskset of the ``verifiers`` library. The taskset is given as an object,
-    or as the id of an installed one.
+    """Create a Ramify task from a taskset of the ``verifiers`` library, given as an object or as
+    the id of an installed taskset.
 
     ``context`` and ``right`` extract the session's context and an answer that must score 1 from a
     row (its ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises
@@ -105,9 +105,8 @@ def from_verifiers(
 
 
 def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
-    """Load a taskset of the ``verifiers`` library by its id, with the fields of its configuration
-    in ``config``. A taskset object is returned as it is. Raises ConfigError if the taskset cannot
-    be loaded.
+    """Load a taskset of the ``verifiers`` library by its id. ``config`` has the fields of its
+    configuration. A taskset object is returned unchanged. Raises ConfigError on failure.
 
     Example:
         tasks.taskset_of("gsm8k-v1", {"system_prompt": None})
@@ -131,8 +130,9 @@ def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
 
 
 def _installed(id: str) -> Any:
-    """Load an installed taskset by its id. Raises ConfigError if its tasks need more than one reply
-    of the model."""
+    """Load an installed taskset by its id. Raises ConfigError if its tasks need several replies of
+    the model.
+    """
     taskset = taskset_of(id)
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     env = loaders.environment_class(id)
@@ -145,8 +145,9 @@ def _installed(id: str) -> Any:
 
 
 class VerifiersRows:
-    """The tasks of a ``verifiers`` taskset, loaded lazily: the taskset is read only up to the last
-    task that was accessed."""
+    """The tasks of a ``verifiers`` taskset. They are loaded lazily, up to the last one that was
+    accessed.
+    """
 
     def __init__(self, taskset: Any) -> None:
         self.is_endless = not taskset.bounded
@@ -178,7 +179,7 @@ class VerifiersRows:
 
 
 class VerifiersTasksetItems(LazySequence[Item]):
-    """The tasks of a ``verifiers`` taskset, converted to Ramify's task items."""
+    """The tasks of a ``verifiers`` taskset, converted to items of a Ramify task."""
 
     def __init__(
         self,
@@ -205,13 +206,14 @@ class VerifiersTasksetItems(LazySequence[Item]):
         return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{index}", right)
 
     def task(self, item: Item) -> Any:
-        """Return the ``verifiers`` task from which an item was made."""
+        """Return the ``verifiers`` task that an item was made from."""
         return self._rows.task(int(item.id.rpartition("/")[2]))
 
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
-    """Score the answer of a trajectory with the rewards and metrics of a ``verifiers`` task. Raises
-    RamifyError if a reward is missing or needs a runtime."""
+    """Score the answer of a trajectory with the rewards and metrics of its ``verifiers`` task.
+    Raises RamifyError if a reward is missing or needs a runtime.
+    """
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         state=importlib.import_module("verifiers.v1.state").state_cls(type(task))(),

@@ -1,4 +1,4 @@
-"""Test doubles that are injected, never patched in, and checks of what you plug in.
+"""Test doubles, which tests pass in instead of patching, and conformance checks for plug-ins.
 
     >>> import ramify
     >>> from ramify import testing

@@ -1,4 +1,5 @@
-"""``python -m ramify.testing``: a scripted model as a server, and the checks of a sandbox.
+"""The command ``python -m ramify.testing``, which serves a scripted model or checks a sandbox
+provider.
 
 python -m ramify.testing serve SCRIPT.json [--port 8123]    print the base URL, and serve
 python -m ramify.testing serve offline:default              the model for offline use
@@ -11,7 +12,7 @@ import sys
 
 
 def main(words: list[str]) -> int:
-    """Run the command and return its exit status; 2 for a wrong call."""
+    """Run the command, and return its exit status; 2 for wrong arguments."""
     match words:
         case ["serve", *options]:
             from ramify.testing.scripted_server import main as serve

@@ -1,5 +1,5 @@
-"""A local test server that imitates the batch APIs of OpenAI and Anthropic, written from the types
-in their Python packages.
+"""A local test server that imitates the batch APIs of OpenAI and Anthropic. It was written from the
+types in their Python packages.
 
     async with BatchServer(lambda messages: "hello") as server:
         openai.OpenAI(base_url=server.url)              files, batches, and chat completions
@@ -45,13 +45,13 @@ class BatchRequest(msgspec.Struct):
     custom_id: str
     body: dict[str, Any]
     result: dict[str, Any] | None = None
-    """Line of the results; None until the request is done."""
+    """Line for the request in the results file; None until the request is done."""
     kind: str = "processing"
-    """``succeeded``, ``errored``, ``expired``, ``canceled``"""
+    """One of ``succeeded``, ``errored``, ``expired`` and ``canceled``."""
 
 
 class BatchApiJob(msgspec.Struct):
-    """One batch."""
+    """One batch of requests on the test server."""
 
     id: str
     kind: Literal["openai", "anthropic"]
@@ -62,7 +62,7 @@ class BatchApiJob(msgspec.Struct):
     metadata: dict[str, str] | None = None
     status: str = "in_progress"
     problem: str = ""
-    """Why it was refused as a whole."""
+    """Reason why the whole batch was rejected, or empty."""
 
     def count_requests(self, *kinds: str) -> int:
         return sum(each.kind in kinds for each in self.requests)
@@ -86,9 +86,12 @@ class BatchServer:
         max_bytes: int = 200_000_000,
         page: int = 100,
     ) -> None:
-        """Create a server that answers requests from ``script``. ``holds``: let batches wait for
-        ``finish``. ``max_rows``: maximum number of requests in a batch; None uses the limit of each
-        provider. ``page``: maximum number of batches in one response that lists them."""
+        """Create a server that answers requests from ``script``.
+
+        ``holds``: keep batches open until ``finish`` is called. ``max_rows``: maximum number of
+        requests in a batch; None uses each provider's limit. ``page``: maximum number of batches
+        per response that lists batches.
+        """
         self.holds = holds
         """Whether new batches wait for ``finish``."""
         self.batches: dict[str, BatchApiJob] = {}
@@ -114,12 +117,12 @@ class BatchServer:
 
     @property
     def root(self) -> str:
-        """``http://127.0.0.1:PORT``, the base URL of Anthropic's client."""
+        """Base URL for Anthropic's client: ``http://127.0.0.1:PORT``."""
         return f"http://{self._http.host}:{self._http.port}"
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:PORT/v1``, the base URL of OpenAI's client."""
+        """Base URL for OpenAI's client: ``http://127.0.0.1:PORT/v1``."""
         return f"{self.root}/v1"
 
     async def __aenter__(self) -> BatchServer:
@@ -135,8 +138,9 @@ class BatchServer:
     # --- what a test decides ----------------------------------------------------------------------
 
     async def finish(self, end: End = "completed", num: int | None = None) -> None:
-        """End all open batches, as completed, expired or cancelled. In a batch that expires or is
-        cancelled, only the first ``num`` requests are answered, or none if it is None."""
+        """End all open batches as completed, expired or cancelled. In an expired or cancelled
+        batch, only the first ``num`` requests are answered; None answers none.
+        """
         for batch in self.batches.values():
             if batch.status in ("in_progress", "cancelling"):
                 await self._finish(batch, end, num)
@@ -150,7 +154,8 @@ class BatchServer:
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine, such as ``finish()``, in a separate task. ``on_request`` can use this
-        for work that follows the current request."""
+        for work after the current request.
+        """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -426,14 +431,16 @@ def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
 
 
 def _lines(requests: list[BatchRequest]) -> bytes:
-    """Return the results as JSON lines in the reverse order of the requests, since the providers do
-    not keep the order either."""
+    """Return the results as JSON lines in reverse order, since the providers do not keep the order
+    of requests either.
+    """
     return b"".join(_encode(each.result) + b"\n" for each in reversed(requests))
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
-    """Return the messages of a request body, in OpenAI's or Anthropic's format, in the form that a
-    script receives."""
+    """Return the messages of a request body, in the format of OpenAI or Anthropic, as messages for
+    a script.
+    """
     found = list[Message]()
     if system := body.get("system"):
         found.append(Message("system", _text(system)))
@@ -450,7 +457,7 @@ def _text(content: Any) -> str:
 
 
 def _message(reply: Reply, model: str) -> dict[str, Any]:
-    """Return ``reply`` in the format of Anthropic's Messages API."""
+    """Convert ``reply`` to the format of Anthropic's Messages API."""
     reasons = {"length": "max_tokens", "content_filter": "refusal"}
     usage = reply.usage
     return {
@@ -471,8 +478,9 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def _form(exchange: MockServerRequest) -> tuple[dict[str, bytes], str]:
-    """Parse a form with a file. Returns the content of each field by name, and the name of the file
-    (empty if there is none)."""
+    """Parse a multipart form with a file. Returns the content of each field by name, and the file
+    name or an empty string.
+    """
     found = _BOUNDARY.search(exchange.headers.get("content-type", ""))
     if found is None:
         return {}, ""

@@ -21,7 +21,8 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """Simulates a disk that loses everything that was not synced, for the files in one folder.
+    """Simulates a disk that loses everything that was not synced. It covers the files in one
+    folder.
 
     Example:
         store = ramify.Store(folder / "store", fsync=testing.ForgetfulDisk(folder).fsync)
@@ -43,8 +44,9 @@ class ForgetfulDisk:
                     os.close(fd)
 
     def fsync(self, fd: int) -> None:
-        """Store the content of an open file or folder on the simulated disk. Pass this method to
-        the code under test in place of ``os.fsync``."""
+        """Sync an open file or folder to the simulated disk. Pass this method to the code under
+        test in place of ``os.fsync``.
+        """
         status = os.fstat(fd)
         with self._changed:
             if stat.S_ISDIR(status.st_mode):
@@ -56,23 +58,26 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced``, which is called after each ``fsync``, returns True. Returns
-        False after ``timeout_s`` seconds."""
+        """Wait until ``is_synced`` returns True; it is called after each ``fsync``. Returns False
+        after ``timeout_s`` seconds.
+        """
         with self._changed:
             return self._changed.wait_for(is_synced, timeout_s)
 
     def content(self, path: str | Path) -> bytes:
-        """Return the content that a file has on the simulated disk, which is empty if the file was
-        never synced."""
+        """Return a file's content on the simulated disk, which is empty if the file was never
+        synced.
+        """
         return self._files.get(os.stat(path).st_ino, b"")
 
     def names(self, folder: str | Path) -> list[str]:
-        """Return the names of the files and folders that a folder has on the simulated disk."""
+        """Return the names of a folder's files and folders on the simulated disk."""
         return [*self._folders.get(os.stat(folder).st_ino, {})]
 
     def lose_power(self, to: str | Path) -> None:
-        """Simulate a power failure: copy what the disk holds, which is only the synced data, to the
-        folder ``to``, which is created."""
+        """Simulate a power failure: copy the synced data, which is all that survives, to the new
+        folder ``to``.
+        """
         with self._changed:
             self._copy(self.root.stat().st_ino, Path(to))
 
@@ -87,7 +92,7 @@ class ForgetfulDisk:
 
 
 def _content(fd: int, size: int) -> bytes:
-    """Return all bytes of an open file, even if it is not open for reading."""
+    """Return all bytes of an open file, even if it is open only for writing."""
     again = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.pread(again, size, 0)

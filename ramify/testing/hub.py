@@ -1,5 +1,5 @@
-"""A local imitation of the Hugging Face hub for tests. It keeps repositories in memory and serves
-them over the hub's HTTP interface.
+"""A local imitation of the Hugging Face hub for tests. It keeps repositories in memory, and serves
+them over the hub's HTTP API.
 
     with HubServer(token="hf_x") as hub:
         os.environ["HF_ENDPOINT"] = hub.url          before huggingface_hub is imported
@@ -26,7 +26,7 @@ _LFS = (".safetensors", ".bin")
 
 
 class HubServer:
-    """A local server for tests that imitates the Hugging Face hub while its ``with`` block runs.
+    """A local test server that imitates the Hugging Face hub while its ``with`` block runs.
 
     Example:
         with testing.HubServer(token="hf_x") as hub:
@@ -54,7 +54,7 @@ class HubServer:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:PORT``"""
+        """Base URL: ``http://127.0.0.1:PORT``."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> HubServer:
@@ -81,8 +81,9 @@ class HubServer:
         return {"commitOid": _COMMIT, "commitUrl": where, "hookOutput": "", "success": True}
 
     def store(self, oid: str, content: bytes) -> bool:
-        """Store an LFS object (a large file). Returns False if its content does not match the
-        checksum that is its id."""
+        """Store a large file as an LFS object. Returns False if the content does not match the
+        checksum that is its id.
+        """
         if hashlib.sha256(content).hexdigest() != oid:
             return False
         self._objects[oid] = content
@@ -96,7 +97,7 @@ class _HubExchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *values: object) -> None:
-        """Print nothing."""
+        """Do nothing, so that requests are not logged."""
 
     def do_POST(self) -> None:
         hub, path, body = self.server_hub, self._path(), self._body()

@@ -1,5 +1,6 @@
-"""A simulated model for offline use. It answers correctly with a configured probability, so that
-evaluation suites and systems can be compared without a network and with a known best score.
+"""A simulated model for offline use, which answers correctly with a configured probability.
+Evaluation suites and systems can be compared without a network, and the best possible score is
+known.
 
     request ──┬── the prompt of a known system (root_prompt_formats.py) ──> the suite's strategy
               ├── a leaf of a ready plan (plan_leaf_prompt_formats.py) ──> its value, or a wrong one
@@ -58,9 +59,9 @@ from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Message, Reply
 
 OFFLINE_SUITES = Registry("offline suite", "ramify.offline", {})
-"""Suite -> an ``OfflineModelSuiteStrategy``."""
+"""Suite name -> an ``OfflineModelSuiteStrategy``."""
 Ask = Callable[[list[str]], list[str]]
-"""Sends prompts to a sub-model and returns its replies in order."""
+"""Sends prompts to a sub-model and returns the replies in order."""
 _IMPORTS = """\
 import collections
 import datetime
@@ -72,8 +73,8 @@ _UNKNOWN = "unknown"
 
 
 class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The simulated model's share of right replies, as a function of the length of the prompt in
-    tokens.
+    """The probability that the simulated model replies correctly, as a function of the prompt's
+    length in tokens.
 
     >>> testing.AccuracyCurve()(2_000)
     0.999
@@ -86,8 +87,9 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (128_000, 0.45),
         (1_000_000, 0.05),
     )
-    """(tokens, accuracy) pairs, tokens rising. Between two of them, the accuracy is linear in the
-    logarithm of the tokens; outside, it is that of the nearest one."""
+    """(tokens, accuracy) pairs with rising tokens. Accuracy is interpolated linearly in the
+    logarithm of the tokens, and constant outside the range.
+    """
 
     def __post_init__(self) -> None:
         tokens = [point[0] for point in self.points]
@@ -103,7 +105,7 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the share of right replies to prompts of ``num_tokens`` tokens."""
+        """Return the probability of a right reply to a prompt of ``num_tokens`` tokens."""
         if num_tokens <= self.points[0][0]:
             return self.points[0][1]
         for (low, left), (high, right) in itertools.pairwise(self.points):
@@ -114,29 +116,31 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many seconds the simulated model takes for a reply.
+    """The time in seconds that the simulated model takes for a reply.
 
     >>> testing.ModelLatency(first_s=0.5, input_s=0.1, output_s=20.0).seconds(10_000, 50)
     2.5
     """
 
     first_s: float = 0.4
-    """Seconds of every reply."""
+    """Seconds that every reply takes at least."""
     input_s: float = 0.05
     """Further seconds for each 1,000 tokens of the prompt."""
     output_s: float = 10.0
     """Further seconds for each 1,000 tokens of the reply."""
 
     def seconds(self, num_input: int, num_output: int) -> float:
-        """Return the seconds that a reply of ``num_output`` tokens to a prompt of ``num_input``
-        tokens takes."""
+        """Return the seconds that a reply of ``num_output`` tokens takes, for a prompt of
+        ``num_input`` tokens.
+        """
         return self.first_s + (num_input * self.input_s + num_output * self.output_s) / 1_000
 
 
 class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
-    """What the simulated model knows about one evaluation suite: how its questions look, how a
-    competent root model solves them, and how a sub-call reads its part of the text. None of these
-    functions gets an item or its gold answer.
+    """How the simulated model handles one evaluation suite: how it recognises the questions, how a
+    root call solves them, and how a sub-call answers about a part of the text.
+
+    None of these functions gets an item or its gold answer.
 
     Example:
         suite = testing.OfflineModelSuiteStrategy("teal", r"How often does", solve, read, spoil)
@@ -144,23 +148,26 @@ class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
 
     name: str
     asks: str
-    """Regular expression of the suite's questions."""
+    """Regular expression that recognises the suite's questions."""
     solve: Callable[[str, str, Ask, int], str]
-    """(question, context, ask, characters of one sub-call) -> answer. The strategy: a root writes
-    the source of this function into its session."""
+    """The strategy: (question, context, ask, characters of one sub-call) -> answer. A root call
+    writes the source of this function into its session.
+    """
     read: Callable[[str, str], str | None]
-    """(question, text) -> the right reply to a question that ``solve`` asks about a part of the
-    context. None if it is not such a question."""
+    """(question, text) -> the right reply to a question of ``solve`` about a part of the context,
+    or None for any other question.
+    """
     spoil: Callable[[str, str, str, random.Random], str]
-    """(question, text, right reply, generator) -> a plausible wrong reply."""
+    """(question, text, right reply, random generator) -> a plausible wrong reply."""
     helpers: tuple[Callable[..., object], ...] = ()
-    """Functions that ``solve`` calls, whose source it needs in the session."""
+    """Functions that ``solve`` calls. Their source is added to the session too."""
     leaf: Callable[[ParsedPlanLeafRequest], Any] | None = None
-    """(request of a leaf of a ready plan) -> the right value: a list with one value for each
-    record, or a text. None if the question or the leaf is not one that the suite knows."""
+    """(request of a fixed model program) -> the right value: a list with one value per record, or a
+    text. None if the suite does not know the question or the kind of request.
+    """
 
     def code(self) -> str:
-        """Return the source code of the strategy, with the functions that it calls."""
+        """Return the source code of the strategy, including the functions that it calls."""
         return "\n\n".join(inspect.getsource(each).strip() for each in (*self.helpers, self.solve))
 
 
@@ -178,22 +185,24 @@ class OfflineModel(
     """
 
     curve: AccuracyCurve = AccuracyCurve()
-    """Accuracy of a reply to a question about a text. A root's own steps have no errors."""
+    """Accuracy of replies to questions about a text. The steps of a root call have no errors."""
     latency: ModelLatency = ModelLatency()
     sleep: Literal["none", "virtual", "real"] = "none"
-    """``real``: replies take the stated seconds. ``virtual``: replies only state them, at once.
-    ``none``: replies are instant."""
+    """``real``: replies take the simulated time. ``virtual``: replies come at once and only state
+    that time. ``none``: replies come at once.
+    """
     price: Price | None = None
-    """Price to simulate, for comparisons by money. None if replies cost nothing, which is true."""
+    """Simulated price, for comparisons by cost. None: replies are free, as they really are."""
     window: int = 128_000
-    """Tokens of a prompt."""
+    """Maximum number of tokens of a prompt."""
     seed: int = 0
-    """Seed of the errors."""
+    """Random seed of the errors."""
     leaf_tokens: int = 2_000
-    """Tokens of the parts that a root gives to one sub-call, if its number of sub-calls allows
-    it."""
+    """Tokens of text that a root call gives to one sub-call, unless that needs too many
+    sub-calls.
+    """
     suites: tuple[str, ...] = ()
-    """Suites that the model knows, by name; empty for all."""
+    """Names of the suites that the model knows; empty for all."""
 
     def client(self, name: str = "offline:default") -> ScriptedClient:
         """Return a model client that answers in this process, without a server."""
@@ -201,8 +210,9 @@ class OfflineModel(
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
         """Return the reply to a conversation, in the form that ``ScriptedClient`` and
-        ``ScriptedServer`` expect of a script. If the model sleeps, the reply takes its simulated
-        time."""
+        ``ScriptedServer`` expect from a script. With ``sleep="real"``, the reply takes its
+        simulated time.
+        """
         text = self.reply(messages)
         if self.sleep == "none":
             return text
@@ -221,8 +231,9 @@ class OfflineModel(
         return self._reading(messages)
 
     def _step(self, form: RootPromptFormat, turn: ParsedRootRequest) -> str:
-        """Return the next reply of a root call. Its first step looks at the context, the second
-        runs the suite's strategy, and the last gives the answer."""
+        """Return the next reply of a root call. The first step looks at the context, the second
+        runs the suite's strategy, and the last gives the answer.
+        """
         if turn.is_last or turn.step >= 2:
             return form.answer(turn)
         if turn.step == 0:
@@ -242,7 +253,7 @@ class OfflineModel(
         return form.cell(f"I use the strategy of the suite {suite.name}.", code)
 
     def _reading(self, messages: Sequence[Message]) -> str:
-        """Return the reply to a question about a text: the right one, or a plausible wrong one."""
+        """Reply to a question about a text with the right answer or a plausible wrong one."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
         if (turn := parse_leaf_prompt(prompt)) is not None:
             return self._plan_leaf(turn, messages)
@@ -259,8 +270,9 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
-        """Return the reply to one model call of a ready plan. It is wrong with the same probability
-        as any other reply to a prompt of this length."""
+        """Reply to one model call of a ready plan, which is a fixed program of model calls. The
+        reply is wrong with the same probability as any other for a prompt of this length.
+        """
         suite = self._suite(turn.question)
         if suite is None:
             return written(turn, _UNKNOWN)
@@ -294,8 +306,9 @@ class OfflineModel(
 
 @functools.cache
 def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
-    """Return the strategies of the suites with these names, or of all suites. The result is cached,
-    because a search of the installed packages takes longer than a reply."""
+    """Return the strategies of the named suites, or of all suites. The result is cached, because
+    searching the installed packages takes longer than a reply.
+    """
     return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
 
 
@@ -305,8 +318,10 @@ async def _later(text: str, seconds: float) -> str:
 
 
 def _parts(prompt: str) -> tuple[str, str]:
-    """Split a plain prompt into its text and its question, which follows the last ``Question:`` at
-    the beginning of a line. Without such a line, the whole prompt is returned as both."""
+    """Split a plain prompt into its text and its question. The question follows the last
+    ``Question:`` at the beginning of a line. Without such a line, the whole prompt is returned as
+    both.
+    """
     text, mark, question = prompt.rpartition("\nQuestion: ")
     if mark:
         return text.rstrip("\n"), question.strip()
@@ -317,8 +332,9 @@ def _parts(prompt: str) -> tuple[str, str]:
 
 
 def _right(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
-    """Return the right reply to a question about a text, or None if the question is not one of the
-    suite's."""
+    """Return the right reply to a question about a text, or None if no suite has such a
+    question.
+    """
     right = suite.read(question, text)
     if right is not None or not re.search(suite.asks, question):
         return right
@@ -333,9 +349,12 @@ def _perfect(suite: OfflineModelSuiteStrategy) -> Ask:
 
 
 def model_of(name: str) -> OfflineModel:
-    """Return the simulated model for the NAME in ``offline:NAME``: ``default``, ``perfect``, an
-    accuracy from 0 to 1, or a JSON file with the fields of ``OfflineModel``. Raises ConfigError for
-    any other name."""
+    """Return the simulated model for NAME in ``offline:NAME``. Raises ConfigError for an unknown
+    name.
+
+    NAME is ``default``, ``perfect``, an accuracy from 0 to 1, or a JSON file with the fields of
+    ``OfflineModel``.
+    """
     if name in ("", "default"):
         return OfflineModel()
     if name == "perfect":
@@ -365,7 +384,7 @@ def _model_in(path: Path) -> OfflineModel:
 def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
-    """Return a client for the simulated model that is named ``offline:NAME``."""
+    """Return a client for the simulated model called ``offline:NAME``."""
     model = model_of(name.partition(":")[2])
     given = None if price == FREE else price  # the table of prices knows that scripts are free
     price = given or model.price or FREE

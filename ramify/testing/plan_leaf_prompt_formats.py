@@ -1,5 +1,5 @@
-"""Parsers for the prompts of ready plans, and the form of the replies. A ready plan is a fixed
-program of model calls, and each of its model calls is a leaf.
+"""Parsers for the prompts of ready plans, and writers of the replies. A ready plan is a fixed
+program of model calls, and its calls that read text are called leaves.
 
     plan        leaf        what it reads              reply
     aggregate   value       numbered records           JSON: one value for each record
@@ -35,33 +35,36 @@ _RECORD = re.compile(r"^\d+: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"\A\[[^\n]*\]\n")
 _BETWEEN = "\n\n---\n\n"
 _SHARE_WRONG = 20
-"""A wrong reply has one wrong value, and a further one for so many records."""
+"""A wrong reply has one wrong value, plus another for each group of this many records."""
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
-    """A parsed prompt of a leaf, which is a model call that a ready plan makes."""
+    """A parsed prompt of a plan's leaf. A leaf is one of the model calls that a ready plan
+    makes.
+    """
 
     kind: str
     """``value``, ``answer``, ``facts``, ``sides``, ``summarise``, ``merge`` or ``passage``."""
     question: str
     """The user's question."""
     text: str
-    """What the leaf reads, without the name of its place."""
+    """The text that the leaf reads, without the heading that names its source."""
 
     @property
     def records(self) -> list[str]:
-        """The numbered records in the text, without their numbers."""
+        """Numbered records in the text, without their numbers."""
         return _RECORD.findall(self.text)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each value occurs, if the leaf is asked about counts; otherwise empty."""
+        """Count of each value, if the leaf is asked about counts; otherwise empty."""
         return self._table(0)
 
     @property
     def count_distribution(self) -> dict[str, int]:
-        """How many values occur once, twice and so on, by that number. Empty if the leaf is not
-        asked about counts."""
+        """How many values occur once, twice and so on, keyed by that count. Empty if the leaf is
+        not asked about counts.
+        """
         return self._table(1)
 
     def _table(self, line: int) -> dict[str, int]:
@@ -74,13 +77,14 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def passages(self) -> list[str]:
-        """The separate texts that a leaf of the kind ``merge`` combines."""
+        """Separate texts that a leaf of the kind ``merge`` combines."""
         return self.text.split(_BETWEEN)
 
 
 def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
-    """Recognize a prompt of a leaf, which is a model call that a ready plan makes, and parse it.
-    Returns None for any other prompt."""
+    """Parse the prompt of a plan's leaf, that is, of one of its model calls. Returns None for any
+    other prompt.
+    """
     if not prompt.startswith("Question: "):
         return None
     body, _, schema = prompt.partition(f"\n\n{_SCHEMA}")
@@ -92,8 +96,9 @@ def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
 
 
 def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
-    """Return the text of a reply that gives ``value`` in the form that the request asks for: JSON
-    or plain text."""
+    """Return the text of a reply with ``value``, in the form that the request asks for: JSON or
+    plain text.
+    """
     if turn.kind == "passage":
         is_found = bool(value)
         fields = {"found": is_found, "answer": value or "", "certainty": 9 if is_found else 0}
@@ -102,8 +107,9 @@ def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
 
 
 def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
-    """Return a partly wrong copy of a list of right values: a few of them are replaced by other
-    values from the list."""
+    """Return a copy of a list of right values in which a few are replaced by other values from the
+    list.
+    """
     replies = list(right)
     for place in draw.sample(
         range(len(replies)), min(len(replies), 1 + len(right) // _SHARE_WRONG)
@@ -116,8 +122,9 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return what is known about each leaf of the ready plans: its kind, whether its answer has a
-    JSON schema, and a pattern for the beginning of its prompt."""
+    """Return what identifies each leaf of the ready plans: its kind, whether its answer has a JSON
+    schema, and a pattern for the beginning of its prompt.
+    """
     wanted = {
         ("aggregate", "value"): "value",
         ("aggregate", "answer"): "answer",
@@ -136,6 +143,7 @@ def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
 
 def _beginning(prompt: str) -> re.Pattern[str]:
     """Return a pattern for the beginning of all prompts that a leaf sends. They differ from
-    ``prompt`` only in the user's question, which the pattern captures, and in numbers."""
+    ``prompt`` only in numbers and in the user's question, which the pattern captures.
+    """
     pieces = (re.sub(r"\d+", r"\\d+", re.escape(each)) for each in prompt.split(QUESTION))
     return re.compile("(.*?)".join(pieces) + "\n\n", re.DOTALL)

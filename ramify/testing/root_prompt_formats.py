@@ -1,5 +1,5 @@
-"""Parsers for the prompts with which several recursive language model systems ask a root model for
-its next step, and the form in which a reply to each system must be written.
+"""Parsers for the prompts of several recursive language model systems, and writers of matching
+replies. Each prompt asks a root model for its next step.
 
     system      first question               code         answer
     ramify      "Question: …" (user)         ```repl      FINAL(result)
@@ -24,9 +24,11 @@ import msgspec
 from ramify.types.message import Message
 
 RESULT = "RESULT:"
-"""What a root's code prints before its result, so that it can be read in the output."""
+"""Marker that a root's code prints before its result, so that the result can be found in the
+output.
+"""
 MANY_CALLS = 1_000
-"""Sub-calls that a root makes at most if its prompt states no limit."""
+"""Maximum number of sub-calls of a root call whose prompt states no limit."""
 _RESULT = re.compile(rf"^{RESULT} (.*)", re.MULTILINE)
 _BATCHES = """\
 def ask(prompts: list[str]) -> list[str]:
@@ -39,7 +41,7 @@ def ask(prompts: list[str]) -> list[str]:
             replies[place] = llm_query(prompts[place])
     return replies
 """
-"""These systems advise about 20 prompts in a batch, and two of them return errors as texts."""
+"""Code for systems that advise about 20 prompts per batch. Two of them return errors as texts."""
 _WHOLE = """\
 def ask(prompts: list[str]) -> list[str]:
     try:
@@ -50,48 +52,52 @@ def ask(prompts: list[str]) -> list[str]:
 
 
 class ParsedRootRequest(msgspec.Struct, frozen=True):
-    """A request in which a system asks a model for the next step of a root call."""
+    """A parsed request in which a system asks a model for the next step of a root call."""
 
     question: str
-    """As far as the request shows it."""
+    """The question, as far as the request shows it."""
     step: int
-    """Number of cells that the root has run."""
+    """Number of code cells that the root call has run."""
     max_calls: int = MANY_CALLS
-    """Sub-calls that the prompt allows."""
+    """Maximum number of sub-calls that the prompt allows."""
     max_chars: int = 400_000
-    """Characters that the prompt allows for one sub-call."""
+    """Maximum number of characters that the prompt allows for one sub-call."""
     result: str | None = None
-    """What the root's code has printed as its result; None if it has not."""
+    """The result that the root's code has printed, or None."""
     is_last: bool = False
-    """True if no more code will be run, and the reply must be the answer."""
+    """True if no more code will run, so that the reply must be the answer."""
 
 
 class RootPromptFormat(Protocol):
-    """How one system asks a model for the steps of a root call, and how a reply must be written for
-    this system."""
+    """The prompt format of one system: how it asks a model for the steps of a root call, and how
+    the replies must be written.
+    """
 
     name: str
     """Name of the system."""
     ask: str
-    """Code of the function ``ask``, which sends prompts to the system's sub-model."""
+    """Source of the function ``ask``, which sends prompts to the system's sub-model."""
 
     def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
-        """Parse a request for the next step of a root call. Returns None if this system did not
-        write the request."""
+        """Parse a request for the next step of a root call. Returns None if another system wrote
+        the request.
+        """
         ...
 
     def question_code(self, question: str) -> str:
-        """Return Python code for the question: a string literal, or the name of a variable that the
-        session already has."""
+        """Return a Python expression for the question: a string literal, or a variable that the
+        session already has.
+        """
         ...
 
     def cell(self, thought: str, code: str) -> str:
-        """Return a reply of the model that makes the system run ``code``."""
+        """Return a model reply that makes the system run ``code``."""
         ...
 
     def answer(self, turn: ParsedRootRequest) -> str:
-        """Return a reply of the model that gives the session's variable ``result`` as the answer.
-        If no more code will be run, the reply contains the result's text instead."""
+        """Return a model reply that gives the session's variable ``result`` as the answer. If no
+        more code will run, the reply contains the text of the result instead.
+        """
         ...
 
 
@@ -243,7 +249,7 @@ ROOT_FORMS: tuple[RootPromptFormat, ...] = (
     DrostePromptFormat(),
     DspyPromptFormat(),
 )
-"""The systems whose roots are known."""
+"""The prompt formats of all known systems."""
 
 
 def _dspy_fields(**fields: str) -> str:
@@ -253,7 +259,8 @@ def _dspy_fields(**fields: str) -> str:
 
 def _result_in(messages: Sequence[Message]) -> str | None:
     """Return the last result that a cell printed after ``RESULT:``, or None. A system may also show
-    the code again, but there the marker is in quotes and does not begin a line."""
+    the code, but there the marker is in quotes and not at the beginning of a line.
+    """
     for message in reversed(messages):
         found = _RESULT.findall(message.content) if message.role != "assistant" else []
         if found:

@@ -1,5 +1,5 @@
-"""Scripts for the models of tests. A script is a list, a set of rules or a function, and gives one
-reply or failure for each request.
+"""Scripts for simulated models in tests. A script is a list, a set of rules or a function, and
+provides a reply or failure for each request.
 
 ``ScriptedClient`` (no network) and ``ScriptedServer`` (real HTTP) share this module, so that both
 fail in the same way, and count tokens as ``clients/function_client.py`` does.
@@ -41,8 +41,8 @@ Kind = Literal[
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A failure that a script gives instead of a good reply. The functions of this module, such as
-    ``rate_limited``, create the various kinds.
+    """A failure that a script provides instead of a good reply. The functions of this module, such
+    as ``rate_limited``, create the various kinds.
 
     >>> testing.rate_limited(1.5).fail
     'rate_limited'
@@ -50,15 +50,15 @@ class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
     fail: Kind
     text: str = ""
-    """Reply that the model would have given, or the server's message."""
+    """The reply that the model would have given, or the server's error message."""
     retry_after_s: float | None = None
     status: int = 0
-    """HTTP status, for kinds of failure that have no fixed one."""
+    """HTTP status, for kinds of failure without a fixed status."""
 
 
 def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
-    """Return a failure with HTTP status 429 (too many requests), which tells the client how many
-    seconds to wait if ``retry_after_s`` is given.
+    """Return a failure with HTTP status 429 (too many requests). With ``retry_after_s``, it tells
+    the client how many seconds to wait.
 
     Example:
         testing.ScriptedClient([testing.rate_limited(0.5), "FINAL(2)"])    # wait half a second
@@ -67,7 +67,8 @@ def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
 
 
 def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
-    """Return a failure with a 5xx HTTP status, as from a server with an internal error.
+    """Return a failure with an HTTP status of 500 or above, as from a server with an internal
+    error.
 
     Example:
         testing.ScriptedClient([testing.server_error(503), "FINAL(2)"])
@@ -76,7 +77,8 @@ def server_error(status: int = 500, text: str = "the engine fell over") -> Scrip
 
 
 def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
-    """Return a failure with a 4xx HTTP status: the request is rejected, and a retry would not help.
+    """Return a failure with an HTTP status from 400 to 499. The request is rejected, and a retry
+    would not help.
 
     Example:
         testing.ScriptedClient([testing.refused(401, "wrong key")])
@@ -85,8 +87,8 @@ def refused(status: int = 400, text: str = "the request was refused") -> Scripte
 
 
 def unreachable() -> ScriptedFailure:
-    """Return a failure to reach the server. The scripted HTTP server can only imitate this by
-    closing the connection without a reply.
+    """Return a failure to reach the server. The scripted HTTP server imitates it by closing the
+    connection without a reply.
 
     Example:
         testing.ScriptedClient([testing.unreachable(), "FINAL(2)"])
@@ -95,8 +97,8 @@ def unreachable() -> ScriptedFailure:
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """Return a failure in which the model has worked and is billed, but the connection closes
-    before the reply begins.
+    """Return a failure in which the connection closes before the reply begins, although the model
+    has worked and is billed.
 
     Example:
         testing.ScriptedClient([testing.dropped(), "the reply"])
@@ -105,8 +107,8 @@ def dropped(text: str = "lost") -> ScriptedFailure:
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """Return a failure in which the model has worked and is billed, but the connection closes in
-    the middle of the reply.
+    """Return a failure in which the connection closes in the middle of the reply, although the
+    model has worked and is billed.
 
     Example:
         testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second
@@ -115,8 +117,8 @@ def cut(text: str = "cut in the middle") -> ScriptedFailure:
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """Return a failure in which the model has worked, but the reply never arrives and the
-    connection stays open.
+    """Return a failure in which the connection stays open but the reply never arrives, although the
+    model has worked.
 
     Example:
         testing.ScriptedClient([testing.stalled()])    # until the deadline of the run
@@ -154,7 +156,7 @@ def no_choices(text: str = "nothing") -> ScriptedFailure:
 
 
 def no_usage(text: str) -> ScriptedFailure:
-    """Return a good reply in which the server does not report the token usage.
+    """Return a good reply without the token usage, as from a server that does not report it.
 
     Example:
         testing.ScriptedClient([testing.no_usage("FINAL(2)")])    # booked as an upper bound
@@ -168,7 +170,7 @@ PAID: frozenset[str] = frozenset(
 """Kinds of failure for which the model is billed."""
 
 Step = str | Message | Reply | ScriptedFailure
-"""Reply or failure for one request."""
+"""A reply or failure for one request."""
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,9 +181,11 @@ class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     match: str
-    """Regular expression that is searched for in the last message; ``.`` also matches newlines."""
+    """Regular expression to search for in the last message; ``.`` also matches newlines."""
     reply: Step | tuple[Step, ...]
-    """A tuple gives one reply after the other; the last one repeats."""
+    """Reply to matching requests. A tuple gives one reply after the other, and repeats the last
+    one.
+    """
 
 
 ReplyFunction = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
@@ -189,8 +193,8 @@ Lines = Sequence[Step | ScriptRule] | ReplyFunction
 
 
 class Script:
-    """A script that gives the reply to each request of a test. If it is a list, requests take its
-    entries in order of arrival.
+    """A script that provides the reply to each request in a test. If it is a list, requests take
+    its entries in order of arrival.
 
     Example:
         testing.ScriptedServer(testing.Script.load("replies.json"))
@@ -215,8 +219,9 @@ class Script:
 def step_outcome(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """Turn one step of a script into a reply with token counts, or into its failure. The second
-    value is the token usage that is billed, which is zero if the model did no work."""
+    """Turn one step of a script into a reply with token counts, or into a failure. Also returns the
+    billed token usage, which is zero if the model did no work.
+    """
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, counted(step.text, messages, max_tokens).usage if paid else Usage()

@@ -1,5 +1,5 @@
-"""A scripted model for tests: a client that gives prepared replies and failures instead of calling
-a model.
+"""A scripted model for tests: a client that returns prepared replies and failures instead of
+calling a model.
 
     client = ScriptedClient(["```repl\nx = 1\n```", rate_limited(0.1), "FINAL(2)"])
     client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
@@ -63,28 +63,30 @@ NUM_IDS = 261
 
 
 class ScriptedByteTokenizer:
-    """A byte-level tokenizer that adds token ids to the replies of a scripted model, as an
-    inference engine does for training. ``version`` is the policy version that replies state.
+    """A byte-level tokenizer that adds token ids to scripted replies, as an inference engine does
+    for training. ``version`` is the policy version that the replies report.
 
     Example:
         client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ScriptedByteTokenizer())
     """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """Create the tokenizer. With ``keeps_ids=False``, each request tokenizes the whole
-        conversation again, so that its ids differ from those that were sampled, as they do on
-        servers that only handle text."""
+        """Create the tokenizer.
+
+        With ``keeps_ids=False``, each request tokenizes the whole conversation again. The token ids
+        then differ from the sampled ones, as on servers that handle only text.
+        """
         self.version = version
         self._logprob = logprob
         self._keeps_ids = keeps_ids
 
     @property
     def rendering(self) -> PromptRenderer:
-        """The renderer with which a client converts a prompt to byte-level token ids."""
+        """Renderer with which a client converts a prompt to byte-level token ids."""
         return PromptRenderer(self._prompt, self._keeps_ids, _token_text)
 
     def with_token_ids(self, reply: Reply, request: Request) -> Reply:
-        """Return a copy of ``reply`` that includes its token ids and those of its prompt."""
+        """Return a copy of ``reply`` with its token ids and those of its prompt."""
         token_ids = (*_text(reply.message), END)
         return msgspec.structs.replace(
             reply,
@@ -134,8 +136,8 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A model client for tests that answers from a script instead of calling a model. The forms of
-    a script are described in ``script.py``.
+    """A model client for tests that answers from a script instead of calling a model. See
+    ``script.py`` for the forms of a script.
 
     >>> client = testing.ScriptedClient(["42"])
     >>> with ramify.RLM(client) as rlm:
@@ -154,9 +156,12 @@ class ScriptedClient:
         vision: bool | None = None,
     ) -> None:
         """Create a client that answers from ``script``. ``ids`` adds token ids to each reply for
-        which the script gives none. ``vision=False`` makes the client behave like a model that
-        cannot read pictures. A script finds the pictures of a request in
-        ``messages[-1].pictures``, and their bytes with ``requests[-1].read_picture(digest)``."""
+        which the script gives none.
+
+        ``vision=False`` makes the client behave like a model that cannot read pictures. A script
+        finds the pictures of a request in ``messages[-1].pictures``, and their bytes with
+        ``requests[-1].read_picture(digest)``.
+        """
         self.name = name
         self.window = window
         self.price = price
@@ -201,7 +206,7 @@ class ScriptedClient:
         return msgspec.structs.replace(reply, model=model, seconds=seconds)
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because there is nothing to close."""
 
     async def _next(self, request: Request) -> Step:
         try:
@@ -264,6 +269,6 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
 def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
-    """Return a client that answers from a script file, given its name ``scripted:PATH``."""
+    """Return a client that answers from a script file. Its name is ``scripted:PATH``."""
     path = name.partition(":")[2]
     return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price or FREE)

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible HTTP server on the loopback interface that answers from a script, for tests
-and benchmarks.
+"""An OpenAI-compatible HTTP server for tests and benchmarks. It answers from a script and listens
+only on the loopback interface.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
         RateLimitedClientPool(base_urls={"openai": server.url}) …
@@ -72,7 +72,7 @@ class ReceivedRequest(msgspec.Struct, frozen=True):
 
     path: str
     headers: Mapping[str, str]
-    """Headers with lower-case names."""
+    """Headers of the request, with lower-case names."""
     body: bytes
 
     @property
@@ -105,10 +105,12 @@ class ScriptedServer:
         pieces: int = 1,
         piece_s: float = 0.0,
     ) -> None:
-        """Create a server that answers from ``script``, without starting it. ``latency_s``: seconds
-        before each reply. ``window``: maximum tokens of a prompt. ``port``: 0 uses a free port.
-        ``keep``: record the requests in ``requests``. ``pieces``, ``piece_s``: number of parts of a
-        streamed reply, and the seconds between two of them."""
+        """Create a server that answers from ``script``, without starting it.
+
+        ``latency_s``: seconds before each reply. ``window``: maximum tokens of a prompt. ``port``:
+        0 uses a free port. ``keep``: record the requests in ``requests``. ``pieces``, ``piece_s``:
+        number of parts of a streamed reply, and the seconds between two of them.
+        """
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
@@ -272,8 +274,7 @@ class ScriptedServer:
         exchange.end()
 
     def _send_half(self, exchange: MockServerRequest, parsed: _RequestBody, text: str) -> None:
-        """Send the first half of a streamed reply with the given text, and then close the
-        connection."""
+        """Send the first half of a streamed reply, and then close the connection."""
         chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
         exchange.begin("text/event-stream")
         exchange.piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
@@ -315,7 +316,7 @@ class ScriptedServer:
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a reply as the JSON body of an OpenAI chat completion."""
+    """Convert a reply to the JSON body of an OpenAI chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.message.content}
     if reply.message.reasoning is not None:
         message["reasoning_content"] = reply.message.reasoning
@@ -355,8 +356,9 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
-    """Split the body of a chat completion into the chunks of a streamed one. The text is split into
-    ``pieces`` parts. ``with_usage``: add a last chunk with the token usage."""
+    """Split the body of a chat completion into chunks for streaming. The text is split into
+    ``pieces`` parts. ``with_usage`` adds a last chunk with the token usage.
+    """
     head = {name: value for name, value in sent.items() if name not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
     (choice,) = sent["choices"]
@@ -383,8 +385,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield the pictures of a message. Raises ValueError unless each is sent as a ``data:`` URL
-    that states the picture's actual format."""
+    """Yield the pictures of a message. Raises ValueError unless each is a ``data:`` URL that states
+    the picture's actual format.
+    """
     for part in parts:
         if part.get("type") == "image_url":
             kind, _, encoded = str(part["image_url"]["url"]).partition(";base64,")
@@ -438,8 +441,9 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Serve a script, or the model for offline use, until interrupted. The first line printed is
-    the base URL."""
+    """Serve a script, or the simulated model for offline use, until interrupted. The first line of
+    output is the base URL.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ramify.testing serve", description=main.__doc__
     )

@@ -1,4 +1,4 @@
-"""Training: what a recipe is made of, and what your own algorithm, loss or signal needs.
+"""Training: the parts of a recipe, and what you need to write your own algorithm, loss or signal.
 
     from ramify import Limits, train
 

@@ -1,5 +1,5 @@
-"""Generates the rows of a ledger, writes them in one of several text formats, and parses them
-again. The rows are chosen so that almost-right ways to answer a question give a wrong result.
+"""Generates the rows of a ledger, and writes and parses them in several text formats. The rows are
+chosen so that almost-right methods give a wrong answer.
 
     row = (user, label, quantity)     LedgerRowTextFormat(",", order=(2, 0, 1), header=True)
     ("bavo", "red", 17)               qty,user,label
@@ -21,7 +21,9 @@ import msgspec
 Kind = Literal["count", "sum", "max", "top", "latest"]
 KINDS: tuple[Kind, ...] = ("count", "sum", "max", "top", "latest")
 COMBINED: tuple[Kind, ...] = ("count", "sum", "max")
-"""Kinds whose answer over several documents follows from the answers for each document."""
+"""Kinds of questions whose answer over several documents follows from the answers for each
+document.
+"""
 FIELDS = ("user", "label", "qty")
 LABELS = ("red", "blue", "green", "gold", "pink", "gray")
 LOOKALIKES = {
@@ -32,15 +34,16 @@ LOOKALIKES = {
     "pink": ("pinkie", "pinky"),
     "gray": ("grayson", "mcgray"),
 }
-"""Users whose name contains a label: counting the label in the text gives a number that is too
-large."""
+"""User names that contain a label. Counting the label in the text then gives a number that is too
+large.
+"""
 SEPARATORS = (",", ";", "|", ":", "/", "~", "&", "^")
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
-"""Columns of user, label and quantity."""
+"""Orders of the columns user, label and quantity."""
 HELD_OUT_FORMAT = (";", (2, 0, 1))
-"""Separator and order that never occur in training items."""
+"""Separator and column order that never occur in training items."""
 SCALES = (1, 1, 10, 100, 1000)
-"""Factors of the quantities, so that a policy sees short and long rows."""
+"""Factors by which quantities are multiplied, so that a policy sees short and long rows."""
 NUM_NAMES, NUM_HELD_OUT_NAMES = 400, 80
 LOWEST = 5
 _SHARE_LOOKALIKE = 0.15
@@ -50,7 +53,7 @@ Row = tuple[str, str, int]
 
 
 def _names() -> tuple[str, ...]:
-    """Return all two-syllable words that are not labels. Their order is fixed and the same on every
+    """Return all two-syllable words that are not labels. The order is fixed and the same on every
     machine.
     """
     syllables = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
@@ -61,7 +64,9 @@ def _names() -> tuple[str, ...]:
 
 NAMES = _names()
 HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAMES:]
-"""Users about whom training items never ask, although their rows occur in them; and the others."""
+"""Names of users. Training items never ask about held-out users, although their rows occur
+in them.
+"""
 
 
 class LedgerRowTextFormat(msgspec.Struct, frozen=True):
@@ -71,16 +76,16 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
 
     separator: str
     order: tuple[int, int, int]
-    """Columns of user, label and quantity."""
+    """Position of user, label and quantity in a row."""
     header: bool
 
     @property
     def field_order(self) -> list[int]:
-        """The field in each column, from left to right, as an index of ``FIELDS``."""
+        """Field in each column, from left to right, as an index of ``FIELDS``."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def write_rows(self, rows: list[Row]) -> str:
-        """Return the rows as text, one per line, without a newline at the end."""
+        """Write the rows as text, one per line, without a newline at the end."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
         columns = [fields[field] for field in self.field_order]
@@ -93,7 +98,7 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
         return "\n".join([*first, *lines])
 
     def read_rows(self, text: str) -> list[Row]:
-        """Parse text that ``write_rows`` has returned, and return its rows."""
+        """Parse text that ``write_rows`` has written, and return its rows."""
         user, label, quantity = self.order
         lines = text.split("\n")[1 if self.header else 0 :]
         parts = (line.split(self.separator) for line in lines)
@@ -114,7 +119,7 @@ KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
     """Return the right answer to a question about rows: a user for the kind ``top``, otherwise a
-    number. Raises ValueError if there is none.
+    number. Raises ValueError if no answer exists.
     """
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
@@ -132,8 +137,8 @@ def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
 def make_rows(
     rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1
 ) -> list[Row]:
-    """Generate ``num`` rows for which the question has an answer, and for which common mistakes
-    give a wrong answer.
+    """Generate ``num`` rows for which the question has an answer and common mistakes give a wrong
+    one.
 
     The label occurs in names, the greatest quantity as text is not the greatest number, and the
     first row matters if a header is wrongly expected. Quantities are below ``scale`` times
@@ -149,8 +154,8 @@ def make_rows(
 
 
 def quantity_bound(num_rows: int) -> int:
-    """Return a number above all quantities of a ledger with this many rows. It is large enough for
-    the quantities of all rows to differ.
+    """Return an exclusive upper bound for the quantities of a ledger with this many rows. It is
+    large enough for all quantities to differ.
     """
     return max(1500, 20 * num_rows)
 
@@ -170,7 +175,7 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
-    """Change some of the rows so that they matter for the question: they get its label, its user,
+    """Change some of the rows so that they matter for the question. They get its label, its user,
     or the highest quantity. The first row may be one of them if the text has no header.
     """
     high = max(quantity for _, _, quantity in rows)
@@ -186,8 +191,9 @@ def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: 
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if the typical mistakes of the demonstrator (``scripted_demonstrator.py``) give a
-    wrong answer for these rows."""
+    """Return True if the demonstrator's typical mistakes give a wrong answer for these rows. The
+    mistakes are in ``scripted_demonstrator.py``.
+    """
     if kind in ("count", "sum"):
         return any(about in user for user, _, _ in rows)
     if kind == "max":

@@ -1,5 +1,4 @@
-"""Recognizes questions about ledgers, in the words and with the rows that the ledger task
-generates.
+"""Recognises ledger questions by the wording and the rows that the ledger task generates.
 
 A context fits if its beginning is rows of user, label and quantity in one of the task's text
 formats, or a document mark and such rows. ``task.py`` words the questions, and ``ledger_rows.py``
@@ -15,7 +14,7 @@ from ramify.tasks.ledger.task import MARKS, LedgerQuestion
 from ramify.tasks.question_form import TaskQuestionForm
 
 _NUM_CHARS = 2_000
-"""Characters of a context that are read."""
+"""Number of characters of a context that are read."""
 
 
 def _fits(question: str, context: Any) -> bool:

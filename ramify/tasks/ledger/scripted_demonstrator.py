@@ -61,33 +61,37 @@ from ramify.types.trajectory import Cell
 LOOK = "print(context[:70])"
 GIVE_UP, ANSWER = "FINAL('none')", "FINAL(r)"
 NAMES_OF = ("u", "l", "q")
-"""Names of the fields in a demonstration's code."""
+"""Variable names for the fields of a row in a demonstration's code."""
 _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """The habits of the demonstrator. Each value is the share of calls in which the demonstrator
+    """The habits of the demonstrator. Each value is the fraction of calls in which the demonstrator
     has that habit.
     """
 
     looks: float = 1.0
-    """Looks at the context first. Otherwise it guesses the format and the separator of
-    documents."""
+    """Looks at the context first. Otherwise guesses the format and the separator of documents."""
     knows_header: float = 1.0
-    """Skips the first line exactly if it is a header. Otherwise it decides at random."""
+    """Skips the first line only if it is a header. Otherwise decides at random."""
     mistakes: Mapping[Kind, float] = {}
-    """Asks in a wrong way: counts the label in the whole text, omits the filter, compares numbers
-    as text, or takes the first value instead of the latest."""
+    """Makes a mistake: counts the label in the whole text, omits the filter, compares numbers as
+    text, or takes the first value instead of the latest.
+    """
     repairs: float = 1.0
-    """After an error, looks again or changes whether it skips a header. Otherwise it gives up."""
+    """After an error, looks again, or changes whether it skips a header. Otherwise gives up."""
     recurses: float = 1.0
-    """Gives each of several documents to a child."""
+    """Passes each of several documents to a child call."""
     delegates_whole: float = 0.0
-    """Gives all documents to one child. Otherwise it parses them as if they were one document."""
+    """Passes all documents to one child call. Otherwise parses them as if they were one
+    document.
+    """
     asks_children_wrong: float = 0.0
-    """Asks children a question of another kind."""
+    """Asks child calls a question of the wrong kind."""
     combines_wrong: float = 0.0
-    """Adds if the maximum is asked, and takes the maximum if the sum is asked."""
+    """Combines results wrongly: adds where the maximum is asked for, and takes the maximum where
+    the sum is.
+    """
 
 
 EXPERT = LedgerDemonstratorHabits()
@@ -104,19 +108,21 @@ NOISY = LedgerDemonstratorHabits(
 
 
 class CallScene(msgspec.Struct, frozen=True):
-    """The situation of one call: its question, the formats of the documents in its context, and the
-    text that separates the documents.
+    """The situation of one call: its question, the formats of the documents in its context, and
+    their separator.
     """
 
     asked: LedgerQuestion
     formats: tuple[LedgerRowTextFormat, ...]
     mark: str = ""
-    """Empty if the call treats its context as one document in the first format."""
+    """Separator of documents; empty if the call treats its context as one document in the first
+    format.
+    """
 
 
 def root_scene(item: Item) -> CallScene:
     """Return the situation of the root call of ``item``: its question, the formats of the documents
-    in its context, and the text that separates them.
+    in its context, and their separator.
     """
     asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
@@ -125,11 +131,11 @@ def root_scene(item: Item) -> CallScene:
 
 
 class CallReplyGenerator:
-    """One call of a demonstration, which produces its replies one at a time."""
+    """Produces the demonstrator's replies in one call, one at a time."""
 
     def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
-        """Create a call in the given situation. All random choices depend on ``seed`` only, so the
-        same situation, habits and seed give the same replies.
+        """Create the replies for a call in the given situation. All random choices depend only on
+        ``seed``, so equal arguments give equal replies.
         """
         self._scene = scene
         self._habits = habits
@@ -144,15 +150,16 @@ class CallReplyGenerator:
 
     @property
     def children(self) -> list[CallScene]:
-        """Return the situations of the call's child calls, in the order in which they are made."""
+        """Return the situations of the child calls, in the order in which they are made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [CallScene(self._child_asked, (form,)) for form in scene.formats]
         return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
 
     def reply(self, observation: str | None) -> str:
-        """Return the demonstrator's next reply. ``observation`` is the output of the previous
-        reply's code, or None for the first reply. Raises StopIteration after the answer.
+        """Return the demonstrator's next reply. Raises StopIteration after the answer.
+
+        ``observation`` is the output of the previous reply's code, or None for the first reply.
         """
         self._has_raised = observation is not None and bool(_RAISED.search(observation))
         return next(self._replies)
@@ -227,9 +234,11 @@ class CallReplyGenerator:
 
 
 def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
-    """Return a Python expression that answers the question from the variable ``R``, which holds the
-    parsed rows. The names of the columns are at the same place for all kinds of questions, so that
-    a policy learns to read a format once and not for each kind.
+    """Return a Python expression that answers the question from the parsed rows in the variable
+    ``R``.
+
+    The column names are in the same place for all kinds of questions, so that a policy learns to
+    read a format only once.
     """
     rows = f"for {','.join(NAMES_OF[field] for field in form.field_order)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
@@ -251,8 +260,8 @@ def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) ->
 
 
 class LedgerDemonstrator:
-    """A model client that demonstrates one item to the engine, in the prompt format (scaffold)
-    ``tiny``. It can be used by one run at a time.
+    """A model client that demonstrates one task item to the engine. It uses the prompt format
+    (scaffold) ``tiny``, and only one run at a time may use it.
     """
 
     window = 1 << 20
@@ -292,7 +301,7 @@ class LedgerDemonstrator:
 
 
 def seed_of(item: Item, seed: int, call: str) -> str:
-    """Return the random seed of one call of a demonstration."""
+    """Return the random seed of one call in a demonstration."""
     return f"{seed}/{item.id}/{call}"
 
 
@@ -302,12 +311,14 @@ class LedgerCallDemonstration(msgspec.Struct, frozen=True):
     item: str
     """Id of the item."""
     call: str
-    """Id of the call in the engine's form."""
+    """Id of the call, in the engine's form."""
     messages: tuple[Message, ...]
-    """First message, reply, observation, reply, … up to the reply with the answer."""
+    """First message, reply, observation, reply and so on, up to the reply with the answer."""
     answer: Any
     correct: bool
-    """True if the answer is right for this call's own question; False also if that is unknown."""
+    """True if the answer is right for this call's own question. False if it is wrong or the right
+    answer is unknown.
+    """
 
 
 def play(
@@ -338,9 +349,10 @@ def demonstrations(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Switch off Python's cyclic garbage collector in a ``with`` block. A long context has hundreds
-    of thousands of rows, and creating them would make the collector scan the whole process many
-    times.
+    """Switch off Python's cyclic garbage collector in a ``with`` block.
+
+    A long context has hundreds of thousands of rows, and creating them would make the collector
+    scan the whole process many times.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -352,13 +364,13 @@ def _no_collection() -> Iterator[None]:
 
 
 class _FinalCalled(Exception):
-    """Raised by ``FINAL`` to end the code cell that is running. (The engine would continue the
-    cell, but the demonstrator's cells end there.)
+    """Raised by ``FINAL`` to end the running code cell. In the engine a cell continues after
+    ``FINAL``, but the demonstrator's cells end there.
     """
 
 
 class _Play:
-    """One demonstration that is being played: its item, habits, and conversations so far."""
+    """One demonstration in progress: its item, habits, and conversations so far."""
 
     def __init__(
         self,
@@ -401,7 +413,7 @@ class _Play:
         return session.answer
 
     def _children(self, id: str, call: CallReplyGenerator, context: str) -> Any:
-        """Return the function ``rlm_query_batched`` of one call."""
+        """Return the function ``rlm_query_batched`` for the code of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
             scenes = call.children
@@ -437,7 +449,7 @@ def _compiled(code: str) -> CodeType:
 
 
 class _Namespace:
-    """The functions and variables of a session that the demonstrator's code uses."""
+    """The session's functions and variables that the demonstrator's code uses."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None

@@ -62,7 +62,7 @@ from ramify.tasks.scoring import exact
 from ramify.types.trajectory import Call, ContextRef, Trajectory
 
 MARKS = ("###", "===", "---")
-"""Separators of documents; one context uses one of them."""
+"""Possible separators of documents; each context uses one."""
 QUESTIONS: dict[Kind, str] = {
     "count": "count rows of '{}'",
     "sum": "sum qty of '{}'",
@@ -76,7 +76,9 @@ _ASKED = {
     for kind, text in QUESTIONS.items()
 }
 _TEXT_CHARS = 11.3
-"""Mean length of a row without its quantity: name, label, two separators and newline."""
+"""Mean length of a row without its quantity in characters: name, label, two separators and
+newline.
+"""
 
 
 class LedgerDocumentSpan(msgspec.Struct, frozen=True):
@@ -104,7 +106,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> LedgerQuestion | None:
-        """Parse a question about a ledger. Returns None if ``text`` is not one."""
+        """Parse a question about a ledger. Returns None if ``text`` is not such a question."""
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
             match = pattern.fullmatch(text.removesuffix(ALL))
@@ -114,7 +116,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
 
 class _Recipe(msgspec.Struct, frozen=True):
-    """The options from which items are generated."""
+    """The options for generating items."""
 
     multi: float
     kinds: tuple[Kind, ...]
@@ -171,8 +173,8 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _scale(self, rng: random.Random) -> int:
-        """Draw a random factor by which quantities are multiplied. The factor is 1 if the length of
-        items is given, because larger numbers would make them longer.
+        """Draw a random factor for the quantities. The factor is 1 if the length of items is fixed,
+        because larger numbers would make them longer.
         """
         return 1 if self.chars is not None else rng.choice(SCALES)
 
@@ -292,7 +294,9 @@ def documents_of(item: Item) -> list[LedgerDocumentSpan]:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Score the answer of the root call, and of each other call whose right answer is known."""
+    """Score the answer of the root call, and the answers of other calls whose right answers are
+    known.
+    """
     known = _KnownRows(item, trajectory)
     calls = {
         call.id: {"correct": right}
@@ -309,8 +313,8 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Finds the right answers of calls. The rows in a call's context are recognised by the length
-    and hash of the context.
+    """Looks up the right answers of calls. A call's rows are recognised by the length and hash of
+    its context.
     """
 
     def __init__(self, item: Item, trajectory: Trajectory) -> None:
@@ -320,8 +324,8 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Return the score of a call's answer to its own question, or None if the right answer is
-        not known.
+        """Score a call's answer to its own question. Returns None if the right answer is
+        unknown.
         """
         asked = LedgerQuestion.read(call.question)
         index = (
@@ -336,8 +340,8 @@ class _KnownRows:
         return exact(call.answer, Item(asked.text, gold=gold))
 
     def _index(self, given: ContextRef) -> int | None:
-        """Return the index of the document that a context consists of, apart from newlines around
-        it, or -1 if the context has all documents. Return None for any other context.
+        """Return the index of the document that a context consists of, or -1 if the context has all
+        documents. Returns None for any other context. Newlines around the document are ignored.
         """
         context = self._item.context
         if self._whole is not None and given.digest == self._whole.digest:

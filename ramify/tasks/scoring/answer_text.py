@@ -1,5 +1,5 @@
-"""Convert answers and gold answers to text of limited length, and score answers by comparing the
-two. An answer may be of any type and size, because a model's code produced it.
+"""Converts answers and gold answers to text, and scores answers by comparing the two. An answer may
+have any type and size, because a model's code produced it.
 
 ``exact``; ``normalised``, without case, punctuation and articles; and ``f1``, the harmonic mean of
 precision and recall over bags of words, F1 = 2·shared / (words of the answer + words of the gold),
@@ -32,7 +32,8 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import Item
 
 MAX_CHARS = 100_000
-"""Maximum length of an answer. A longer text cannot be an answer to a question with a short gold.
+"""Maximum length of an answer in characters. A longer text is not a plausible answer if the gold
+answer is short.
 """
 _MAX_DIGITS = 1000
 _WITHOUT_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
@@ -67,8 +68,8 @@ def _as_json(value: Any) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Split ``text`` into words for comparison, without case, punctuation and articles (as in
-    SQuAD, Rajpurkar et al. 2016).
+    """Split ``text`` into words for comparison. Case, punctuation and articles are ignored, as in
+    SQuAD (Rajpurkar et al. 2016).
 
     >>> words("The U.S.A., 1,000 times!")
     ['u', 's', '1', '000', 'times']
@@ -78,8 +79,9 @@ def words(text: str) -> list[str]:
 
 
 def accepted(gold: Any) -> list[Any]:
-    """Return the gold answers that an item accepts: all entries of ``gold`` if it is a list, and
-    otherwise the single value."""
+    """Return the gold answers that an item accepts: the entries of ``gold`` if it is a list,
+    otherwise ``gold`` itself.
+    """
     return list(gold) if isinstance(gold, list | tuple) else [gold]
 
 
@@ -129,13 +131,14 @@ _NUMBER = re.compile(
 
 
 class NumericScorer(msgspec.Struct, frozen=True):
-    """A score that is 1 if the number in the answer equals the number in a gold answer, within a
-    relative or an absolute tolerance, and 0 otherwise."""
+    """Scores 1 if the number in the answer equals the number in a gold answer, within a relative or
+    absolute tolerance, and 0 otherwise.
+    """
 
     rel_tol: float = 1e-6
     abs_tol: float = 0.0
     last: bool = False
-    """Use the last number of a text instead of rejecting a text with several."""
+    """Use the last number of a text. Otherwise a text with several numbers is rejected."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         number = self.read(answer)
@@ -148,7 +151,9 @@ class NumericScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, value: Any) -> int | float | None:
-        """Return the number in ``value``, or None if there is none or more than one."""
+        """Return the number in ``value``, or None if it has no number or, without ``last``,
+        several.
+        """
         if isinstance(value, bool):
             return None
         if isinstance(value, int):
@@ -197,11 +202,12 @@ _PAIR = re.compile(
 
 
 class IntervalF1Scorer(msgspec.Struct, frozen=True):
-    """A score from 0 to 1 that measures how well the intervals in an answer overlap with the gold
-    intervals, as F1 of their total lengths."""
+    """Scores from 0 to 1 how well the intervals in an answer overlap the gold intervals. The score
+    is the F1 of their total lengths.
+    """
 
     inclusive: bool = False
-    """Intervals include their end, as for lines: 3-5 has three lines, and 4-4 has one."""
+    """Intervals include their end, as ranges of lines do: 3-5 has three lines, and 4-4 has one."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = parse_intervals(item.gold)
@@ -230,8 +236,9 @@ class IntervalF1Scorer(msgspec.Struct, frozen=True):
 
 
 def parse_intervals(value: Any) -> list[Span] | None:
-    """Read intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``. Returns
-    None for anything else, and if an interval ends before it begins."""
+    """Parse intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``. Returns
+    None for anything else, and if an interval ends before it begins.
+    """
     if isinstance(value, str):
         text = as_text(value)
         value = [(float(a), float(b)) for a, b in _PAIR.findall(text)] if text is not None else None

@@ -32,7 +32,7 @@ BatchFunction = Callable[..., Sequence[Any] | Coroutine[Any, Any, Sequence[Any]]
 
 
 class BatchedReward:
-    """A reward function that scores many answers with one call, such as all those of a training
+    """A reward function that scores many answers with one call, such as all answers of a training
     step.
 
     Example:
@@ -43,7 +43,7 @@ class BatchedReward:
     def __init__(
         self, function: BatchFunction, *, max_batch: int | None = None, concurrency: int = 1
     ) -> None:
-        """Make a task's reward from a function that scores a batch of answers.
+        """Create a reward from a function that scores a batch of answers.
 
         ``function`` receives ``completions`` (the answers as text, empty if there is none) and
         every column that is one of its parameters: ``prompts`` (the questions), ``gold``, ``kind``,
@@ -82,8 +82,9 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, after waiting for its batch. Raises RamifyError if the
-        function failed for this batch."""
+        """Return the reward of one answer, after waiting until its batch is scored. Raises
+        RamifyError if the function failed for this batch.
+        """
         future: Future[float] = Future()
         with self._lock:
             self._waiting.append((answer, item, future))
@@ -91,9 +92,11 @@ class BatchedReward:
         return future.result()
 
     def of_step(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
-        """Call the reward function once for all given answers, and return their rewards. An answer
-        for which the function returns None gets a RamifyError instead. Raises what the function
-        raises."""
+        """Call the reward function once for all given answers, and return their rewards. Errors of
+        the function are raised.
+
+        An answer for which the function returns None gets a RamifyError instead of a reward.
+        """
         return [
             RamifyError(
                 f"{_name(self._function)} returned None for item {item.id}: an answer needs a "
@@ -105,12 +108,14 @@ class BatchedReward:
         ]
 
     def __len__(self) -> int:
-        """Return the number of answers that wait to be scored in a batch."""
+        """Return the number of answers that are waiting to be scored."""
         with self._lock:
             return len(self._waiting)
 
     def _run_batches(self) -> None:
-        """Run batches in this thread, until no answer waits or enough other threads run batches."""
+        """Score batches in this thread, until no answer is waiting or enough other threads
+        do so.
+        """
         while True:
             with self._lock:
                 if not self._waiting or self._running == self._concurrency:

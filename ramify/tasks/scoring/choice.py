@@ -1,4 +1,4 @@
-"""Score answers to multiple-choice questions. An answer names an option by its letter, its number
+"""Scores answers to multiple-choice questions. An answer names an option by its letter, its number
 (from 1) or its text.
 
 The options are in ``metadata["choices"]``. The gold is a letter, an index (from 0) or the text of
@@ -40,8 +40,9 @@ def choice(answer: Any, item: Item) -> float:
 
 
 def find_named_choice(answer: Any, choices: Sequence[Any]) -> int | None:
-    """Return the index of the option that an answer names, or None if the answer names none or
-    several."""
+    """Return the index of the option that an answer names, or None unless the answer names exactly
+    one.
+    """
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
         return None

@@ -31,7 +31,9 @@ from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.types.boxed_answer import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
-"""Maximum length of an expression. A longer text is reasoning, not an answer."""
+"""Maximum length of an expression in characters. A longer text is reasoning rather than an
+answer.
+"""
 MAX_WORKERS = 4
 _START_S = 60.0
 _INTEGER = re.compile(r"[-+]?\d{1,400}")
@@ -39,15 +41,14 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
 class MathScorer(msgspec.Struct, frozen=True):
-    """A score that is 1 if the answer has the same mathematical value as a gold answer, and 0
-    otherwise."""
+    """Scores 1 if the answer has the same mathematical value as a gold answer, and 0 otherwise."""
 
     tail_chars: int = TAIL_CHARS
-    """A box counts only if it begins within this many characters of the end of the text."""
+    """A boxed answer counts only if it begins within this many characters of the end."""
     boxed: bool = False
-    """Require a box. Otherwise the whole text is the answer if it has no box."""
+    """Require an answer in a LaTeX box. Otherwise a text without a box is an answer as a whole."""
     timeout_s: float = 5.0
-    """Time limit of one comparison. At the limit, the answer counts as wrong."""
+    """Time limit of one comparison in seconds. An answer that takes longer counts as wrong."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         expression = self.read(answer)
@@ -57,8 +58,9 @@ class MathScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, answer: Any) -> str | None:
-        """Return the mathematical expression in an answer: the content of its last box, or the
-        whole text if no box is required. Returns None if there is none."""
+        """Return the mathematical expression in an answer, or None if there is none. It is the
+        content of the last box, or the whole text if no box is required.
+        """
         text = as_text(answer)
         if text is None:
             return None
@@ -68,7 +70,9 @@ class MathScorer(msgspec.Struct, frozen=True):
         return expression if expression and len(expression) <= MAX_CHARS else None
 
     def as_answer(self, gold: Any) -> Any:
-        """Write the gold answer as a reply that this score accepts: in a box if it requires one."""
+        """Write the gold answer as a reply that this scorer accepts, in a box if one is
+        required.
+        """
         text = as_text(gold)
         if not self.boxed or text is None or last_boxed(text, None) is not None:
             return gold
@@ -125,7 +129,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """Return the next line that a worker process writes, or an empty text if none comes in time."""
+    """Return the next line from a worker process, or an empty text if none arrives in time."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
     poll = select.poll()
@@ -138,9 +142,10 @@ _workers = RequestProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
-    """Compare two expressions in a separate process, and return True if they have the same value.
-    Returns False at the time limit. Raises ConfigError if math-verify is not installed, and
-    RamifyError if the process does not start."""
+    """Compare two expressions in a separate process, and return True if their values are equal.
+    Returns False on a time-out. Raises ConfigError if math-verify is not installed, and RamifyError
+    if the process does not start.
+    """
     try:
         with _slots, _workers.one() as worker:
             print(json.dumps({"gold": gold, "answer": answer}), file=worker.stdin, flush=True)

@@ -1,5 +1,5 @@
 """A worker process that compares mathematical expressions. It reads and writes one JSON object per
-line, is started by ``math_answer.py``, and is never imported.
+line. ``math_answer.py`` starts it as a program and never imports it.
 
     {"gold": "\\frac{1}{2}", "answer": "0.5"}  ->  {"same": true}
 
@@ -20,8 +20,9 @@ MEMORY_BYTES = 2 << 30
 
 
 def _forms(text: str) -> list[str]:
-    r"""Return a mathematical expression in the two forms that the parser accepts: between dollar
-    signs, and in a LaTeX box."""
+    r"""Return a mathematical expression in both forms that the parser accepts: between dollar
+    signs, and in a LaTeX box.
+    """
     return [f"${text}$", f"\\boxed{{{text}}}"]
 
 

@@ -1,4 +1,4 @@
-r"""Let a judge model grade an answer along a rubric, criterion by criterion.
+r"""Lets a judge model grade an answer by a rubric, criterion by criterion.
 
     rubric.messages(item, answer) ──> judge model ──> "… \boxed{1, 0, 2}" ──rubric.read──> 0.5
 
@@ -39,11 +39,13 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: tuple[float, ...] = ()
     """Weight of each criterion; empty for equal weights."""
     scale: int = 1
-    """Maximum grade of a criterion; 1 means met or not met."""
+    """Maximum grade of a criterion. 1 means that a criterion is either met or not."""
     shows_gold: bool = True
-    """Show the right answer to the judge if the item has one."""
+    """Show the right answer to the judge, if the item has one."""
     max_chars: int = 20_000
-    """Maximum length of the answer in the prompt. A longer answer is cut in the middle."""
+    """Maximum length of the answer in the judge's prompt, in characters. A longer answer is cut in
+    the middle.
+    """
 
     def __post_init__(self) -> None:
         if not self.criteria or self.scale < 1:
@@ -84,8 +86,9 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def read(self, reply: str) -> float | None:
-        """Return the overall grade in a judge's reply, from 0 to 1, or None if the reply is not in
-        the required form."""
+        """Return the overall grade in a judge's reply, from 0 to 1. Returns None if the reply does
+        not have the required form.
+        """
         box = last_boxed(reply, None)
         signs = [] if box is None else [sign.strip() for sign in box.split(",")]
         if len(signs) != len(self.criteria) or not all(_GRADE.fullmatch(sign) for sign in signs):
@@ -100,8 +103,8 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScorer(msgspec.Struct, frozen=True):
-    """A score for tasks in which a judge model grades each answer along a rubric. A new client is
-    connected for each answer.
+    """Scores each answer by asking a judge model to grade it by a rubric. Each answer gets a new
+    client.
 
     Example:
         rubric = tasks.Rubric(("names the host", "gives the time"))
@@ -113,8 +116,9 @@ class RubricScorer(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling(2048, temperature=0.0)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the judge's grade for an answer. Raises RamifyError if the judge's reply has no
-        valid grade, because no reward is better than a wrong one."""
+        """Return the judge's grade for an answer. Raises RamifyError if the reply has no valid
+        grade, since a missing reward is better than a wrong one.
+        """
         text = run_coroutine(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
         grade = self.rubric.read(text)
         if grade is None:

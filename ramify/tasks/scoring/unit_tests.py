@@ -1,5 +1,5 @@
-"""Score answers that are programs, by running each program in the sandbox against the unit tests of
-its task item.
+"""Scores answers that are programs. Each program runs in a sandbox against the unit tests of its
+task item.
 
     metadata["tests"]: ["assert add(2, 3) == 5", {"input": "2 3", "output": "5"}, …]
 
@@ -43,15 +43,15 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScorer(msgspec.Struct, frozen=True):
-    """A score for programs: 1 if a program passes all unit tests of its task item, and 0 otherwise.
-    With ``share``, the score is the share of the tests that it passes.
+    """Scores 1 if a program passes all unit tests of its task item, and 0 otherwise. With
+    ``share``, the score is the fraction of tests that it passes.
 
     Example:
         tasks.UnitTestScorer(share=True)    # half of the tests pass: 0.5
     """
 
     timeout_s: float = 10.0
-    """Time limit of one test, including the run of the program."""
+    """Time limit in seconds for one test, which includes running the program."""
     share: bool = False
     sandbox: AnySandboxSpec = JailSpec(cell_s=60.0, pool=1)
 
@@ -99,8 +99,9 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
 
 
 def code_of(answer: Any) -> str | None:
-    """Return the program in an answer: its last fenced code block, or the whole text if there is no
-    such block. Returns None if the program is not valid Python."""
+    """Return the program in an answer: the last fenced code block, or the whole text if there is
+    none. Returns None if it is not valid Python.
+    """
     text = as_text(answer)
     if text is None:
         return None
@@ -130,8 +131,9 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Return True if two outputs have the same lines, ignoring blanks at the end of lines and empty
-    lines at the beginning and the end."""
+    """Return True if two outputs have the same lines. Trailing blanks, and empty lines at the
+    beginning and end, are ignored.
+    """
     if len(printed) > _MAX_OUTPUT:
         return False
     lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected)]
@@ -143,8 +145,9 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """An event loop in a background thread, which holds the sandboxes of all tests. Scores are
-    called from many threads, and opening a sandbox takes 0.1 s, so sandboxes are reused."""
+    """An event loop in a background thread that holds the sandboxes of all tests. Many threads
+    share these sandboxes, because opening one takes 0.1 s.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,15 +168,16 @@ class _Bench:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
-        """Return the open sandbox for ``spec``, and open it first if necessary. This must be called
-        on the event loop."""
+        """Return the open sandbox for ``spec``, and open it first if necessary. Call this only on
+        the event loop.
+        """
         key = msgspec.json.encode(spec)
         if key not in self._open:
             self._open[key] = open_sandbox(spec)
         return self._open[key]
 
     def close(self) -> None:
-        """Close all sandboxes and stop the thread. The next test opens them again."""
+        """Close all sandboxes and stop the thread. The next test starts them again."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
             if loop is None or thread is None:
@@ -190,4 +194,4 @@ class _Bench:
 _bench = _Bench()
 close = _bench.close
 unit_tests = UnitTestScorer()
-"""All tests must pass, with ten seconds for each."""
+"""Scores 1 if all tests pass, with ten seconds for each."""

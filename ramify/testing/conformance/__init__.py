@@ -1,6 +1,7 @@
-"""The conformance suite that every sandbox provider must pass before it is documented. It has one
-small test for each guarantee of ``sandbox/base.py``, and ships with the package:
-``python -m ramify.testing sandbox NAME``.
+"""The conformance suite for sandbox providers, with one small test per guarantee of
+``sandbox/base.py``. Every provider must pass it before it is documented.
+
+The suite ships with the package: ``python -m ramify.testing sandbox NAME``.
 
 A check that needs a capability that the provider does not claim (see ``SandboxCapabilities``) is
 skipped, and the report says so.
@@ -35,7 +36,7 @@ CHECKS = [
 True
 """
 CHECK_S = 60.0
-"""Time limit of one check."""
+"""Time limit of one check in seconds."""
 __all__ = ["CHECKS", "ConformanceCheck", "SandboxUnderTest", "echo"]
 
 
@@ -48,14 +49,15 @@ class ConformanceResult(msgspec.Struct, frozen=True):
 
     check: str
     passed: bool | None
-    """None: skipped."""
+    """Whether the check passed; None: it was skipped."""
     detail: str = ""
-    """What was wrong, or why it was skipped."""
+    """What was wrong, or why the check was skipped."""
     seconds: float = 0.0
 
 
 async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
-    """Run every conformance check on a sandbox, which was opened with ``spec`` and stays open.
+    """Run every conformance check on an open sandbox, which stays open. ``spec`` is the
+    specification that it was opened with.
 
     Example:
         results = await testing.check_sandbox(ramify.open_sandbox(spec), spec)
@@ -67,8 +69,8 @@ async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[Conformance
 async def check_one(
     sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
 ) -> ConformanceResult:
-    """Run one conformance check on a sandbox, in new sessions. The check is skipped if the sandbox
-    lacks a capability that it needs.
+    """Run one conformance check on a sandbox, in new sessions. A check that needs a capability that
+    the sandbox lacks is skipped.
 
     Example:
         result = await testing.check_one(sandbox, spec, testing.CHECKS[0])
@@ -107,8 +109,9 @@ async def _report(spec: SandboxSpec) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all conformance checks from the command line and print a report. Returns exit status 0 if
-    no check failed, 1 if one did, and 2 for wrong arguments."""
+    """Run all conformance checks from the command line, and print a report. Returns exit status 0
+    if no check failed, 1 if one did, and 2 for wrong arguments.
+    """
     if len(arguments) > 1:
         print("usage: python -m ramify.testing sandbox [PROVIDER]", file=sys.stderr)
         return 2

@@ -1,5 +1,5 @@
-"""The tools to write conformance checks. A check is one small test that the sandbox of any provider
-must pass.
+"""Tools for writing conformance checks. A check is a small test that every provider's sandbox must
+pass.
 
     >>> @check("a function sees updated globals")
     ... async def updated_globals(probe): ...
@@ -21,8 +21,8 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxUnderTest:
-    """A sandbox that a conformance check tests. It keeps track of the sessions that the check has
-    opened, and closes them.
+    """A sandbox that is tested by a conformance check. It keeps track of the sessions that the
+    check opens, and closes them at the end.
 
     Example:
         probe = testing.SandboxUnderTest(sandbox, spec)
@@ -40,8 +40,9 @@ class SandboxUnderTest:
         return session
 
     async def cells(self, *codes: str, session: Session | None = None) -> list[Cell]:
-        """Run code cells one after the other, by default in a new session, and return their
-        results."""
+        """Run code cells one after the other and return their results. By default, they run in a
+        new session.
+        """
         session = session or await self.open()
         return [(await session.run(code, answer=echo)).cell for code in codes]
 
@@ -64,7 +65,7 @@ class ConformanceCheck(msgspec.Struct, frozen=True):
 
 
 checks_by_module: dict[str, list[ConformanceCheck]] = {}
-"""Module name -> its checks."""
+"""Module name -> the checks that it defines."""
 
 
 def check(
@@ -72,8 +73,9 @@ def check(
 ) -> Callable[
     [Callable[[SandboxUnderTest], Awaitable[None]]], Callable[[SandboxUnderTest], Awaitable[None]]
 ]:
-    """Return a decorator that registers a function as a conformance check. ``needs`` has the names
-    of the ``SandboxCapabilities`` without which the check is skipped."""
+    """Return a decorator that registers a function as a conformance check. ``needs`` names the
+    ``SandboxCapabilities`` without which the check is skipped.
+    """
 
     def add(
         test: Callable[[SandboxUnderTest], Awaitable[None]],
@@ -85,7 +87,7 @@ def check(
 
 
 class ConformanceError(AssertionError):
-    """Raised if a sandbox does not pass a conformance check.
+    """Raised if a sandbox fails a conformance check.
 
     Example:
         ConformanceError("value: expected '2', got '3'")
@@ -107,8 +109,9 @@ def true(fact: object, what: str) -> None:
 
 
 async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answer the calls that a session under test makes to its host. A call of ``echo`` returns its
-    argument, ``sleep`` waits, and ``fail`` raises an error."""
+    """Answer the calls that a tested session makes to its host. ``echo`` returns its argument,
+    ``sleep`` waits, and ``fail`` raises an error.
+    """
     if name == "sleep":
         await asyncio.sleep(args[0])
     if name == "fail":

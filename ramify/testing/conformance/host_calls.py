@@ -1,5 +1,6 @@
-"""Conformance checks of sandboxes: values that pass between a session and its host, and calls from
-the session to the host."""
+"""Conformance checks of the exchange between a session and its host: the values that are passed,
+and calls from the session to the host.
+"""
 
 from __future__ import annotations
 

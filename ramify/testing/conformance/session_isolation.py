@@ -1,5 +1,6 @@
-"""Conformance checks of sandboxes: what sessions share (contexts and forks), and which resources of
-the host they must not reach."""
+"""Conformance checks of isolation: what sessions share (contexts and forks), and which resources of
+the host they must not reach.
+"""
 
 from __future__ import annotations
 
@@ -191,8 +192,9 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 @check("files of the host are out of reach", "isolates_files")
 async def check_file_isolation(probe: SandboxUnderTest) -> None:
-    """Check that code in a session cannot read files of the host. A container has files at the same
-    usual paths, but they must be its own."""
+    """Check that code in a session cannot read files of the host. A container may have files at the
+    same usual paths, but they must be its own.
+    """
     import os
     import tempfile
 

@@ -1,5 +1,6 @@
-"""Conformance checks of sandboxes: a running cell can be stopped, and a session can be killed
-without harm to others."""
+"""Conformance checks of stopping: a running cell can be interrupted, and a session can be killed
+without harm to others.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from ramify.testing.conformance.base import (
 )
 
 SOON_S = 20.0
-"""Time limit for an interrupt, while the uninterrupted cell would take 30 s or run forever. Long
-enough for a busy machine."""
+"""Seconds within which an interrupt must end a cell that would take 30 s or run forever. Long
+enough for a busy machine.
+"""
 
 
 @check("an endless loop stops, variables stay", "interrupt")

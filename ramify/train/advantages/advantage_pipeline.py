@@ -1,5 +1,5 @@
-"""Compute advantages in the way that nearly all RL estimators share: compare the rollouts of one
-task item, give each call in them an advantage, and give each token a loss weight.
+"""Computes advantages in the way that nearly all RL estimators share: compare the rollouts of one
+task item, give each call an advantage, and give each token a loss weight.
 
     RlStage.assign_credit                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
@@ -67,13 +67,13 @@ from ramify.types.trajectory import Call, Group, Trajectory
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 NO_ADVANTAGE = 1e-9
-"""Up to this absolute value an advantage counts as none."""
+"""Largest absolute value of an advantage that counts as zero."""
 _MOST_NAMED = 3
-"""At most this many unusable rollouts of a step are reported by name."""
+"""Maximum number of unusable rollouts per step that are reported by name."""
 
 
 _credit_of = functools.cache(CREDITS.of)
-"""The function for a name, found when the options are checked."""
+"""Resolves the name of a credit function. Called when the options are checked."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -179,25 +179,30 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return step.assigned(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Subtract the KL penalty from the advantages if ``kl_reward`` is set, and then normalise
-        the advantages if that had to wait for the penalty. Returns metrics."""
+        """Subtract the KL penalty from the advantages if ``kl_reward`` is set. Then normalise them,
+        if that had to wait for the penalty. Returns metrics.
+        """
         return row_math.add_kl(
             rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
         )
 
 
 class TurnCredit(NamedTuple):
-    """The advantage and the weight of one turn (one reply of the model), for estimators that do not
-    give all turns of a call the same advantage."""
+    """The advantage and the weight of one turn, that is, of one model reply. Used by estimators
+    that give the turns of a call different advantages.
+    """
 
     advantage: float
     share: float = 1.0
-    """Factor of the turn's weight; 0: the turn is not trained. Continuations of a fork share the
-    weight of one rollout."""
+    """Factor of the turn's weight; 0: do not train on the turn. The continuations of a fork share
+    the weight of one rollout.
+    """
 
 
 TurnCredits = dict[tuple[str, int], TurnCredit]
-"""(call id, index of the turn in ``Call.turns``) -> its credit. Other turns are not trained."""
+"""(call id, index of the turn in ``Call.turns``) -> its credit. Turns that are not listed are not
+trained on.
+"""
 
 
 class _Rollout(NamedTuple):
@@ -206,23 +211,27 @@ class _Rollout(NamedTuple):
     numbers: Numbers
     """Call id -> advantage."""
     turns: TurnCredits | None
-    """Advantages of single turns. None: all turns of a call have the advantage of the call."""
+    """Advantages of single turns. None: all turns of a call share the call's advantage."""
 
 
 @dataclasses.dataclass
 class ScoredGroup:
-    """The usable rollouts of one task item with their rewards. The estimator fills in their
-    advantages."""
+    """The usable rollouts of one task item, with their rewards. The estimator fills in their
+    advantages.
+    """
 
     group: Group
-    """Has the usable rollouts only."""
+    """The group, without unusable rollouts."""
     trees: list[dict[str, CreditNode]]
-    """The calls of each rollout with their rewards; length has changed the root's already."""
+    """For each rollout, its calls with their rewards. The root's reward already includes the length
+    penalties.
+    """
     advantages: Sequence[Numbers] = ()
-    """A number for each call of each rollout."""
+    """For each rollout, the advantage of each call."""
     turns: Sequence[TurnCredits] = ()
-    """The credit of single turns of each rollout, which then counts instead of ``advantages``;
-    empty for none."""
+    """For each rollout, the credit of single turns, which replaces ``advantages``. Empty
+    for none.
+    """
 
     def rollouts(self) -> list[_Rollout]:
         turns: Sequence[TurnCredits | None] = self.turns or [None] * len(self.trees)
@@ -231,22 +240,26 @@ class ScoredGroup:
 
 
 class StepAdvantageBuilder:
-    """Builds the advantages of one optimizer step. The constructor computes the reward of each
-    call, the estimator then sets ``advantages`` on each of ``groups``, and ``assigned`` gives each
-    token its advantage and its weight."""
+    """Builds the advantages of one optimizer step. Create it from scored groups, let the estimator
+    set ``advantages`` on each of ``groups``, and call ``assigned``.
+
+    The constructor computes the reward of each call. ``assigned`` gives each token its advantage
+    and its weight.
+    """
 
     def __init__(
         self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
     ) -> None:
         """Compute the reward of each call in ``groups``, including length penalties. ``weights``
-        has the task's weight for each named reward."""
+        maps each reward name to the task's weight for it.
+        """
         self._given = groups
         self._options = options
         self._scored = [_scored(group, weights, options) for group in groups]
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """The groups that have at least one usable rollout."""
+        """Groups with at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
     def assigned(
@@ -347,8 +360,9 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
 
 
 def _check_numbers(credit: str, group: ScoredGroup) -> None:
-    """Raise ConfigError unless the credit function, which may come from a plug-in, returned a
-    finite advantage for each call."""
+    """Raise ConfigError unless the credit function returned a finite advantage for each call. The
+    function may come from a plug-in.
+    """
     trees, numbers = group.trees, group.advantages
     if len(numbers) != len(trees):
         raise ConfigError(f"credit '{credit}' gave {len(numbers)} results for {len(trees)} trees")
@@ -368,9 +382,11 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Return messages that say which rollouts were left out and why. The first few rollouts are
-    named, and the others are only counted. Rollouts that the task could not score are reported by
-    the stage (``score_failures.py``)."""
+    """Return messages about the rollouts that were left out, with reasons. The first few are named,
+    and the others only counted.
+
+    Rollouts that the task could not score are reported by the stage (``score_failures.py``).
+    """
     notes = [
         f"{trajectory.id} is left out of its group: it {why}"
         for group in groups
@@ -386,8 +402,9 @@ def _notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
-    """Return the usable rollouts of ``group`` with the rewards to compare, which include the length
-    penalties."""
+    """Return the usable rollouts of ``group`` with the rewards to compare. These include the length
+    penalties.
+    """
     group = _usable(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
@@ -407,8 +424,9 @@ def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptio
 def _for_length(
     rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
 ) -> list[float]:
-    """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options set
-    them."""
+    """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options request
+    them.
+    """
     if options.length_weight and lengths:
         longest = LengthPenaltyScale(
             *(max(1, *(length[index] for length in lengths)) for index in range(3))
@@ -432,8 +450,9 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
-    """Return, by call id, how many tokens of each call may carry loss. If turns have weights of
-    their own, each token counts with the weight of its turn."""
+    """Return how many tokens of each call may carry loss, by call id. If turns have weights of
+    their own, each token counts with its turn's weight.
+    """
     trajectory, masks = rollout.trajectory, options.overlong == "mask"
     if (turns := rollout.turns) is not None:  # these know about roots that were cut
         return {
@@ -491,9 +510,12 @@ def _assigned(
     shares: Mapping[str, Weights],
     every_token: bool,
 ) -> RolloutAdvantages:
-    """Return the advantages and weights of the tokens of every turn that has a weight and a
-    non-zero advantage. With ``every_token``, a weight is enough. ``shares`` has the weight of each
-    call's tokens in other terms of the loss, by the name of the term's stream."""
+    """Return the advantages and weights of the tokens of each turn that has a weight and a non-zero
+    advantage. With ``every_token``, a weight is enough.
+
+    ``shares`` has the weights of each call's tokens in other terms of the loss, by the name of the
+    term's stream.
+    """
     credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
@@ -534,7 +556,7 @@ def _metrics(
 
 
 def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
-    """Return the share of groups whose rollouts all have the same reward."""
+    """Return the fraction of groups in which all rollouts have the same reward."""
     rewards = [
         [next(iter(rollout.tree.values())).reward for rollout in group] for group in groups if group
     ]

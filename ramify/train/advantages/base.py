@@ -1,5 +1,5 @@
-"""The interface of RL algorithms, which turn groups of scored rollouts into per-token advantages
-and weights for the loss.
+"""The interface of RL algorithms. They turn groups of scored rollouts into per-token advantages and
+loss weights.
 
     [Group] ── algorithm.assign_advantages(groups, task weights) ──> StepAdvantages
                                                    [RolloutAdvantages], denominators, metrics
@@ -30,21 +30,24 @@ T = TypeVar("T")
 
 
 class TokenCredit(msgspec.Struct, omit_defaults=True):
-    """The advantages, loss weights and other per-token numbers of one turn, for the N tokens that
-    were sampled in it."""
+    """The advantages, loss weights and other per-token numbers of one turn, in which N tokens were
+    sampled.
+    """
 
     advantages: list[float] = msgspec.field(default_factory=list)
-    """[N], or empty for none."""
+    """[N] advantages; empty for none."""
     rl: list[float] = msgspec.field(default_factory=list)
-    """[N] weight of the policy-gradient component; empty for none."""
+    """[N] weights of the policy-gradient loss; empty for none."""
     ce: list[float] = msgspec.field(default_factory=list)
-    """[N] weight of the cross-entropy component; empty for none."""
+    """[N] weights of the cross-entropy loss; empty for none."""
     kd: list[float] = msgspec.field(default_factory=list)
-    """[N] weight of the distillation component; empty for none."""
+    """[N] weights of the distillation loss; empty for none."""
     streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
-    """Further named streams, each [N] or [N, k], such as reference log-probabilities."""
+    """Further named streams of shape [N] or [N, k], such as reference log-probabilities."""
     given: float = 0.0
-    """Cross-entropy weight of each token that the turn's prompt added (observed, not sampled)."""
+    """Cross-entropy weight of each token that the turn's prompt added. Such tokens were observed
+    and not sampled.
+    """
 
     def __post_init__(self) -> None:
         named: dict[str, Sized] = {
@@ -68,19 +71,19 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
 
 
 Stamps = dict[tuple[str, int], TokenCredit]
-"""(call id, index of the turn in ``Call.turns``) -> its streams."""
+"""(call id, index of the turn in ``Call.turns``) -> the per-token numbers of that turn."""
 
 
 class RolloutAdvantages(msgspec.Struct):
-    """A rollout, with the advantages and loss weights of its turns."""
+    """A rollout with the advantages and loss weights of its turns."""
 
     trajectory: Trajectory
     credits: Stamps
 
 
 class StepAdvantages(msgspec.Struct):
-    """The advantages and loss weights of all rollouts of one optimizer step, as an algorithm
-    computes them.
+    """The advantages and loss weights that an algorithm computes for all rollouts of one optimizer
+    step.
 
     Example:
         assigned = train.GRPO().assign_advantages(groups, task.weights)
@@ -90,13 +93,14 @@ class StepAdvantages(msgspec.Struct):
     rollouts: list[RolloutAdvantages]
     """Rollouts with a training signal, in the order of the groups."""
     denominators: dict[str, float]
-    """Loss component -> the number that its sum over the whole step is divided by."""
+    """Loss component -> divisor of its sum over the whole step."""
     metrics: dict[str, float]
     no_signal: str = ""
-    """Why there is nothing to learn from, as a sentence; empty if there is a signal."""
+    """Reason why there is nothing to learn from, as a sentence; empty if there is a signal."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """Further remarks for the user, one sentence each, such as which rollout had a non-finite
-    reward."""
+    """Other messages for the user, one sentence each, for example about a rollout with a non-finite
+    reward.
+    """
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """State that the algorithm carries into the next step."""
 
@@ -105,24 +109,27 @@ class AlgorithmNeeds(msgspec.Struct, frozen=True):
     """What an RL algorithm needs in addition to groups of scored rollouts."""
 
     greedy: bool = False
-    """Whether each group needs a greedy rollout (temperature 0): ``Group.greedy``."""
+    """Whether each group needs a greedy rollout (temperature 0) in ``Group.greedy``."""
     values: bool = False
     """Whether the algorithm needs a critic's values."""
     branches: bool = False
-    """Whether rollouts must fork (``rl.rollout.branch``)."""
+    """Whether rollouts must fork (option ``rl.rollout.branch``)."""
     streams: frozenset[str] = frozenset()
-    """Streams that ``finish`` reads from the rows: ``values``, ``old_logprobs``,
-    ``ref_logprobs``."""
+    """Streams of token values that ``finish`` reads: ``values``, ``old_logprobs``,
+    ``ref_logprobs``.
+    """
 
 
 class Algorithm(Protocol):
-    """The interface of an RL algorithm, which computes advantages and loss weights from groups of
-    scored rollouts."""
+    """The interface of an RL algorithm, which turns groups of scored rollouts into advantages and
+    loss weights.
+    """
 
     @property
     def has_group_baseline(self) -> bool:
-        """True if a rollout is compared with others of the same task item, so that a group with
-        only one rollout has no signal."""
+        """True if a rollout is compared with others of the same task item. A group with only one
+        rollout then has no signal.
+        """
         ...
 
     def assign_advantages(
@@ -137,8 +144,9 @@ class Algorithm(Protocol):
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
-    """Return what an RL algorithm needs in addition to groups of scored rollouts. An algorithm that
-    wraps another one (``outcome``) needs what the inner one needs."""
+    """Return what an RL algorithm needs in addition to groups of scored rollouts. A wrapper such as
+    ``outcome`` needs what its inner algorithm needs.
+    """
     needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
         algorithm, needs_of, AlgorithmNeeds()
     )
@@ -146,8 +154,8 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 
 def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Complete the advantages of a step, once the trainer has added the numbers that the algorithm
-    needs to ``rows``, the token sequences of the step. Returns metrics.
+    """Complete the advantages of a step once the trainer has added the values that the algorithm
+    needs to ``rows``. These are the step's token sequences. Returns metrics.
 
     The rows stay unchanged if the algorithm needs no such numbers."""
     if not needs_of(algorithm).streams:
@@ -162,8 +170,9 @@ def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str
 
 
 def with_memory(algorithm: T, memory: Mapping[str, float]) -> T:
-    """Return a copy of ``algorithm`` with its state restored from ``memory``. An algorithm without
-    state is returned unchanged."""
+    """Return a copy of ``algorithm`` with its saved state restored. An algorithm without state is
+    returned unchanged.
+    """
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
         return _replaced(algorithm, "memory", dict(memory))
@@ -175,9 +184,11 @@ def with_memory(algorithm: T, memory: Mapping[str, float]) -> T:
 
 def with_reduction(algorithm: T, reduction: str | None) -> T:
     """Return a copy of an algorithm that weights tokens by another reduction, which a policy loss
-    may prescribe (``LossSpec.reduction``). Nested algorithms are changed in the same way. The
-    algorithm is returned unchanged if ``reduction`` is None, or if the algorithm imitates
-    demonstrations instead of following a policy gradient."""
+    may prescribe (``LossSpec.reduction``).
+
+    Nested algorithms are changed in the same way. The algorithm is returned unchanged if
+    ``reduction`` is None, or if it imitates demonstrations instead of following a policy gradient.
+    """
     if reduction is None or getattr(algorithm, "imitates", False):
         return algorithm
     fields = getattr(algorithm, "__struct_fields__", ())
@@ -195,14 +206,17 @@ def with_reduction(algorithm: T, reduction: str | None) -> T:
 
 
 _NEUTRAL = {"kl_share": 1.0, "value_share": 1.0}
-"""Streams whose missing values are not 0: a token of usual weight in the KL and for the critic."""
+"""Neutral values of streams for which that is not 0: a token then has its usual weight in the KL
+and for the critic.
+"""
 _BY_TRAINER = ("ref_logprobs",)
-"""Streams that the trainer computes for the rows that lack them."""
+"""Streams that the trainer computes for token sequences that lack them."""
 
 
 def fill_missing_streams(rollouts: Sequence[RolloutAdvantages]) -> None:
-    """Give every ``TokenCredit`` the same named streams, because all sequences of a step must have
-    the same ones. A missing stream is filled with values that have no effect."""
+    """Give every ``TokenCredit`` the same named streams, since all sequences of a step must have
+    the same ones. Missing streams are filled with values that have no effect.
+    """
     widths: dict[str, int | None] = {}
     for rollout in rollouts:
         for credit in rollout.credits.values():
@@ -224,8 +238,9 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
 
 
 def _replaced(struct: T, field: str, value: object) -> T:
-    """Return a copy of ``struct`` in which ``field`` has a new value. The copy is not validated
-    again."""
+    """Return a copy of ``struct`` with a new value for ``field``. The copy is not validated
+    again.
+    """
     replaced = copy.copy(struct)
     msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[arg-type]
     return replaced

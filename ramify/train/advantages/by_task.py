@@ -42,7 +42,7 @@ from ramify.types.sequence import TokenSequence
 from ramify.types.trajectory import Group
 
 _SUMS = ("groups_with_signal", "failed_rollouts")
-"""Metrics of a step that are counts; the others are means."""
+"""Metrics that are counts, and therefore summed over tasks. All other metrics are averaged."""
 
 
 class PerTaskAlgorithm(
@@ -66,7 +66,7 @@ class PerTaskAlgorithm(
     other: Any = DrGRPO()
     """The algorithm of the parts that are not listed."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """State of all algorithms: ``sums/rollout_tokens``."""
+    """State of all algorithms under keys such as ``sums/rollout_tokens``."""
 
     def __post_init__(self) -> None:
         built = {name: ALGORITHMS.build(value) for name, value in self.tasks.items()}
@@ -85,9 +85,12 @@ class PerTaskAlgorithm(
                 )
 
     def check(self, parts: Collection[str], trained: Collection[str]) -> None:
-        """Raise ConfigError if the algorithms do not match the parts of the task mixture, or if
-        they cannot share an optimizer step. ``parts`` has the names of all parts, and ``trained``
-        those of the parts that are trained on."""
+        """Raise ConfigError if the algorithms do not match the parts of the task mixture, or cannot
+        share an optimizer step.
+
+        ``parts`` has the names of all parts, and ``trained`` the names of those that are trained
+        on.
+        """
         for name in self.tasks:
             if name not in parts:
                 raise ConfigError(
@@ -117,7 +120,7 @@ class PerTaskAlgorithm(
             )
 
     def of(self, part: str) -> Algorithm:
-        """Return the algorithm for one part of the task mixture, with its saved state restored."""
+        """Return the algorithm for one part of the task mixture, with its saved state."""
         algorithm = self.tasks.get(part, self.other)
         prefix = f"{part}/"
         own = {
@@ -185,8 +188,9 @@ class PerTaskAlgorithm(
         )
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Complete the advantages of the token sequences of each task with the algorithm of that
-        task. Returns metrics."""
+        """Complete the advantages of each task's token sequences, using the algorithm of that task.
+        Returns metrics.
+        """
         by_part: dict[str, list[TokenSequence]] = defaultdict(list)
         for row in rows:
             by_part[part_of(row.item)].append(row)
@@ -195,8 +199,9 @@ class PerTaskAlgorithm(
         return means | _by_name(found)
 
     def _num_learnt(self, part: str, groups: Sequence[Group], step: StepAdvantages) -> int:
-        """Return how many groups of a part count in the loss: those with a signal, or all of them
-        if the part's algorithm also keeps groups without one."""
+        """Return how many groups of a mixture part count in the loss: those with a signal, or all
+        if the part's algorithm keeps groups without one.
+        """
         if getattr(self.of(part), "drop_zero_variance", True) is False:
             return sum(any(each.rewards for each in group.trajectories) for group in groups)
         learnt = {rollout.trajectory.id for rollout in step.rollouts}
@@ -206,8 +211,12 @@ class PerTaskAlgorithm(
 def _scaled(
     rollout: RolloutAdvantages, share: float, denominators: Mapping[str, float]
 ) -> RolloutAdvantages:
-    """Multiply a rollout's token weights by the share of its part of the mixture, and divide them
-    by the denominators of that part, so that the losses of all parts can simply be added."""
+    """Rescale a rollout's token weights so that the losses of all mixture parts can simply be
+    added.
+
+    The weights are multiplied by the share of the rollout's part of the mixture, and divided by the
+    denominators of that part.
+    """
     factors = {name: share / value for name, value in denominators.items() if value}
 
     def weighed(name: str, weights: list[float]) -> list[float]:
@@ -230,8 +239,9 @@ def _scaled(
 def _metrics(
     steps: Mapping[str, StepAdvantages], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
-    """Combine the metrics of all tasks: counts are summed, other metrics are averaged over
-    rollouts. The metrics of each single task are included."""
+    """Combine the metrics of all tasks: sum the counts, and average other metrics over rollouts.
+    The metrics of each single task are included.
+    """
     found = {part: step.metrics for part, step in steps.items()}
     sizes = {
         part: sum(bool(each.rewards) for group in groups for each in group.trajectories)

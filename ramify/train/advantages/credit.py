@@ -1,6 +1,5 @@
-"""Turn the rewards of the calls in a call tree into one advantage per call, by comparing the
-rollouts of the same task item. This module also builds that tree from a trajectory, and counts its
-tokens and turns.
+"""Turns the rewards in a call tree into one advantage per call, by comparing the rollouts of the
+same task item. Also builds that tree from a trajectory, and counts its tokens and turns.
 
 The functions work on a small tree without tokens or tensors:
 
@@ -43,31 +42,40 @@ class CreditNode(NamedTuple):
     """Id of the parent call; None for the root."""
     depth: int
     reward: float = 0.0
-    """The call's own reward; the root's is the task's."""
+    """The call's own reward. For the root, it is the reward of the task."""
     role: str = "rlm"
     subtask: Hashable = None
-    """The call's question and context: calls with an equal value attempt the same thing."""
+    """Identifies the call's question and context. Calls with equal values attempt the same
+    sub-task.
+    """
     num_tokens: int = 0
     """Number of tokens sampled in the call."""
     is_agent: bool = False
-    """Whether the call is one of several agents of its rollout, each with its own reward."""
+    """Whether the call is one of several agents of the rollout, each of which has a separate
+    reward.
+    """
 
 
 class AdvantageFunction(Protocol):
-    """A function from the returns of several attempts at the same thing to their advantages."""
+    """A function that turns the returns of several attempts at the same task into their
+    advantages.
+    """
 
     def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """Return the advantage of each attempt. ``returns`` has one return per attempt, and
-        ``lengths`` the number of tokens sampled in each, or nothing if they are unknown."""
+        """Return the advantage of each attempt. ``returns`` has one return per attempt. ``lengths``
+        has the number of tokens sampled in each, or is empty if unknown.
+        """
         ...
 
 
 Tree = Mapping[str, CreditNode]
-"""Call id -> node, with each parent before its children. The first is the root."""
+"""Call id -> node. The first node is the root, and each parent comes before its children."""
 Numbers = dict[str, float]
 """Call id -> advantage."""
 Credit = Callable[[Sequence[Tree], AdvantageFunction, float], list[Numbers]]
-"""(trees of one group, baseline, γ of the tree) -> a number per call, for each tree."""
+"""Credit function: (trees of one group, baseline, γ of the tree) -> the advantage of each call, for
+each tree.
+"""
 
 
 def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0) -> list[Numbers]:
@@ -87,9 +95,12 @@ def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0)
 
 
 def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Numbers]:
-    """Compare all agents (calls that the task rewards separately) of all trees with each other. A
-    fork of an agent's call gets the advantage of that agent. Any other call gets the advantage of
-    the first agent in its tree."""
+    """Compare all agents of all trees with each other. Agents are calls that the task rewards
+    separately.
+
+    A fork of an agent's call gets the advantage of that agent. Any other call gets the advantage of
+    the first agent in its tree.
+    """
     places = [(index, id) for index, tree in enumerate(trees) for id in compared_call_ids(tree)]
     agents = [trees[index][id] for index, id in places]
     rewards = [node.reward for node in agents]
@@ -200,13 +211,14 @@ def _root(tree: Tree) -> str:
 
 
 def compared_call_ids(tree: Tree) -> list[str]:
-    """Return the ids of the calls that are compared directly by their rewards: the root, or in a
-    rollout with several agents each agent's call."""
+    """Return the ids of the calls whose rewards are compared directly: the root or, in a rollout
+    with several agents, each agent's call.
+    """
     return [id for id, node in tree.items() if node.is_agent] or [_root(tree)]
 
 
 def returns_of(tree: Tree, gamma: float) -> Numbers:
-    """Compute the RL return of each call: its own reward plus γ times the return of its parent."""
+    """Compute the RL return of each call: its own reward plus γ times its parent's return."""
     returns: Numbers = {}
     for id, node in tree.items():
         returns[id] = node.reward + (
@@ -216,16 +228,19 @@ def returns_of(tree: Tree, gamma: float) -> Numbers:
 
 
 OwnRewards = Callable[[int, str], list[float] | None]
-"""(index of a tree, id of a call below its root) -> the own reward that each tree of the group has
-in the place of that call, which has its own there; None if nothing is comparable."""
+"""(index of a tree, id of a call below its root) -> one reward per tree to compare the call by;
+None if nothing is comparable. The call's own tree has the call's own reward.
+"""
 
 
 def _advantages(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
     """Compute the advantage of each call by comparing its return with one return from every other
-    tree of the group. A call's return is its own reward plus γ times its parent's return. In the
-    other trees, ``own_rewards`` says which reward takes the place of the call's own.
+    tree of the group.
+
+    A call's return is its own reward plus γ times its parent's return. In the other trees,
+    ``own_rewards`` gives the reward that replaces the call's own.
 
     So a call is compared with as many returns as its root, even if the other trees did not recurse,
     and its advantage has the same scale as the root's. With ``rloo``, a call's advantage is γ times
@@ -262,9 +277,10 @@ def _advantages(
 def checked(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``, and
-    raise ConfigError otherwise. The check is needed because the function that computed them,
-    ``baseline``, may come from a plug-in."""
+    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``. Raises
+    ConfigError otherwise. The check is needed because ``baseline``, which computed them, may come
+    from a plug-in.
+    """
     if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
         owner = type(getattr(baseline, "__self__", baseline)).__name__
         raise ConfigError(
@@ -278,9 +294,10 @@ def own_advantages(
     trees: Sequence[Tree],
     compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
 ) -> list[Numbers]:
-    """Return, for each call below a root, an advantage that depends on the call's own reward and
-    not on its parent's advantage. The reward is compared with the rewards of calls of the same role
-    and depth in other trees."""
+    """Return an advantage for each call below a root that depends on its own reward and not on its
+    parent's advantage. The reward is compared with those of calls of the same role and depth in
+    other trees.
+    """
     by_role = _Peers(trees, _role)
     numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
@@ -297,8 +314,9 @@ def own_advantages(
 
 
 class _Peers:
-    """The rewards of all calls below the roots of a group, grouped by a key. Two calls with the
-    same key (for example the same role and depth) are comparable: they are peers."""
+    """The rewards of all calls below the roots of a group, grouped by a key such as role and depth.
+    Calls with equal keys are peers, whose rewards are comparable.
+    """
 
     def __init__(self, trees: Sequence[Tree], key: Callable[[CreditNode], Hashable]) -> None:
         self._trees, self._key = trees, key
@@ -314,9 +332,12 @@ class _Peers:
         }
 
     def across(self, index: int, id: str) -> list[float] | None:
-        """Return one reward per tree: the call's own reward for its own tree, and the mean reward
-        of the call's peers for each other tree. A tree without peers gets the mean over the other
-        trees that have some. Returns None if no other tree has any."""
+        """Return one reward per tree: the call's own in its own tree, and the mean reward of its
+        peers in each other tree.
+
+        A tree without peers gets the mean over the other trees that have some. Returns None if no
+        other tree has any.
+        """
         node = self._trees[index][id]
         means = self._means[self._key(node)]
         others = [mean for place, mean in means.items() if place != index]
@@ -328,7 +349,7 @@ class _Peers:
         return by_tree
 
     def within(self, index: int, id: str, spread: _Peers) -> list[float] | None:
-        """Compare a call with its peers in the same tree, by making up a reward for each other
+        """Compare a call with its peers in the same tree, by constructing a reward for each other
         tree.
 
         Returns one reward per tree, with the call's own reward for its own tree. The made-up
@@ -346,8 +367,9 @@ class _Peers:
         return by_tree
 
     def mean_within(self, index: int, id: str) -> float | None:
-        """Return the mean reward of the call's peers in its own tree, or None if it has none
-        there."""
+        """Return the mean reward of the call's peers in its own tree, or None if it has
+        none there.
+        """
         node = self._trees[index][id]
         rewards = self._rewards[self._key(node)][index]
         num = len(rewards) - 1
@@ -355,9 +377,12 @@ class _Peers:
 
 
 def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]) -> Numbers:
-    """Return the advantages in a group that has only one tree. The root has nothing to be compared
-    with and gets 0. Each other call gets γ times its parent's advantage, plus the difference
-    between its own reward and the mean of its peers in the tree."""
+    """Return the advantages for a group with only one tree, in which the root has nothing to be
+    compared with and gets 0.
+
+    Each other call gets γ times its parent's advantage, plus the difference between its own reward
+    and the mean of its peers in the tree.
+    """
     peers, numbers = _Peers([tree], key), dict[str, float]()
     for id, node in tree.items():
         if node.parent is None:
@@ -373,17 +398,17 @@ Overlong = Literal["punish", "mask"]
 
 
 class RolloutLength(NamedTuple):
-    """The length of one rollout."""
+    """The length of one rollout, in tokens and turns."""
 
     output: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     input: int
-    """Prompt tokens."""
+    """Number of prompt tokens."""
     turns: int
 
 
 class LengthPenaltyScale(NamedTuple):
-    """The maximum lengths that the length penalty divides by."""
+    """The maximum lengths in a group, by which the length penalty is divided."""
 
     output: int
     input: int
@@ -407,8 +432,11 @@ def length_penalty(
     most: LengthPenaltyScale,
     weight: float,
 ) -> list[float]:
-    """Return the rewards of one group's rollouts after subtracting a penalty for length:
-    R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns).
+    """Subtract a length penalty from the rewards of one group's rollouts, and return the results.
+
+    For rollout i: R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in +
+    0.1·turns_i/max_turns). Here out and in are sampled and prompt tokens, and w is the option
+    ``length_weight``.
 
     The better a group does, the more brevity counts. A group whose mean is not above 0 is left
     unchanged: a negative mean would reward length."""
@@ -427,13 +455,15 @@ def length_penalty(
 
 def is_scored(trajectory: Trajectory) -> bool:
     """Return True if the rollout has a usable reward. A rollout that failed for external reasons
-    has none, so nothing can be learnt from it."""
+    has none.
+    """
     return not why_unscored(trajectory)
 
 
 def why_unscored(trajectory: Trajectory) -> str:
-    """Return the reason why a rollout cannot be learnt from, worded as a predicate ("has no
-    reward"). Returns an empty string if the rollout is usable."""
+    """Return why a rollout cannot be learned from, as a predicate such as "has no reward". Returns
+    an empty string if the rollout is usable.
+    """
     if not trajectory.calls:
         return "has no call" + _last_error(trajectory)
     if not trajectory.rewards:
@@ -454,8 +484,9 @@ def _last_error(trajectory: Trajectory) -> str:
 
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, CreditNode]:
-    """Return the call tree of a rollout, as a mapping from call id to node in which each parent
-    comes before its children. ``weights`` has the task's weight for each named reward."""
+    """Return the call tree of a rollout as a mapping from call id to node, with each parent before
+    its children. ``weights`` maps each reward name to the task's weight for it.
+    """
     tree: dict[str, CreditNode] = {}
     agents = _agents(trajectory)
     for call in in_order(trajectory):
@@ -472,7 +503,8 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
 
 def _agents(trajectory: Trajectory) -> set[str]:
     """Return the ids of the root calls that the task rewarded separately, if there are several. A
-    fork counts only if a request of an outside agent began it."""
+    fork counts only if an outside agent's request began it.
+    """
     agents = {
         call.id
         for call in trajectory.calls
@@ -484,15 +516,17 @@ def _agents(trajectory: Trajectory) -> set[str]:
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """Return the calls of a trajectory, the root first and every other call after its parent. Calls
-    to judge models are left out."""
+    """Return the calls of a trajectory, with the root first and each other call after its parent.
+    Calls to judge models are left out.
+    """
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_id_of(trajectory: Trajectory, call: Call) -> str | None:
     """Return the id of the parent of ``call``, or None for a root. A fork of a root call counts as
-    a child of that root, since the two have no common parent."""
+    a child of that root, since the two share no parent.
+    """
     is_fork = False
     while call.parent is None and call.fork is not None:
         is_fork, call = True, trajectory.call(call.fork.call)
@@ -502,8 +536,9 @@ def parent_id_of(trajectory: Trajectory, call: Call) -> str | None:
 
 
 def sampled_turns(call: Call) -> Iterator[tuple[int, Turn, int]]:
-    """Yield the index, the turn and the number of sampled tokens for each turn of ``call`` whose
-    exact token ids and log-probabilities are known."""
+    """Yield index, turn and number of sampled tokens for each turn of ``call`` with exact token ids
+    and log-probabilities.
+    """
     for index, turn in enumerate(call.turns):
         if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
             yield index, turn, len(turn.reply.token_ids)
@@ -521,8 +556,9 @@ def was_cut_off(call: Call) -> bool:
 
 
 def ends_in_cut_reply(call: Call) -> bool:
-    """Return True if the last reply of the call was cut at its token limit, and no limit of the run
-    ended the call."""
+    """Return True if the call's last reply was cut at its token limit, and no limit of the run
+    ended the call.
+    """
     by_limit = call.stop is not None and call.stop.is_truncated()
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 

@@ -68,9 +68,11 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        """Return the advantage and weight of each turn of the root call and its continuations, as
-        one mapping per rollout with call id and turn index as key. ``rewards`` has the task's
-        weight for each named reward."""
+        """Return the advantage and weight of each turn of the root call and its continuations. Each
+        rollout has one mapping with (call id, turn index) as key.
+
+        ``rewards`` maps each reward name to the task's weight for it.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
 
     def assign_advantages(
@@ -88,9 +90,10 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         return checked(self.compare, values, self.compare(values))
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
-        """Return, for each tree, the advantages of all calls below the root that result from
-        comparing their own rewards with those of other calls. With ``credit="root"``, calls have no
-        such advantages."""
+        """Return the advantages of all calls below the root, for each tree. They come from
+        comparing the calls' own rewards with those of other calls. With ``credit="root"`` there are
+        none.
+        """
         if self.credit == "root":
             return [{} for _ in trees]
         return own_advantages(trees, self.compare)
@@ -98,9 +101,11 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def _with_children(
         self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
     ) -> TurnCredits:
-        """Extend the credit of the root's turns (``roots``) to the turns of all calls below. The
-        turns of a call get the advantage of the turn that made the call, times ``gamma_tree``, plus
-        the call's own advantage in ``own``."""
+        """Extend the credit of the root's turns (``roots``) to the turns of all calls below.
+
+        The turns of a call get the advantage of the turn that made the call, times ``gamma_tree``,
+        plus the call's own advantage in ``own``.
+        """
         credits: TurnCredits = dict(roots)
         of_call: dict[str, TurnCredit] = {}
         for call in trajectory.calls:
@@ -158,8 +163,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def _rewards(
         self, trajectory: Trajectory, tree: ForkSegment, rewards: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the reward of each line (a path through the forks), by the id of the line's last
-        call."""
+        """Return the reward of each path through the forks, by the id of the path's last call."""
         if not tree.continuations:
             return {tree.call.id: total(trajectory.rewards, rewards)}
         return {
@@ -176,9 +180,12 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Yield the credit of all turns in ``segment``, which has the given advantage and share of
-        weight, and of all turns in the segments after it. ``trees`` has the values of the group's
-        rollouts, with this rollout at ``index``."""
+        """Yield the credit of all turns in ``segment`` and in the segments after it. A segment is
+        what was sampled between two forks.
+
+        ``segment`` has the given advantage and share of weight. ``trees`` has the values of the
+        group's rollouts, with this rollout at ``index``.
+        """
         masked = (
             self.overlong == "mask"
             and not segment.continuations
@@ -200,8 +207,9 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         return self._compared(values)
 
     def _share(self, place: int, num: int) -> float:
-        """Return the fraction of a segment's weight that one of its continuations carries.
-        ``place`` is the index of the continuation among ``num``."""
+        """Return the fraction of a segment's weight that one of its ``num`` continuations carries.
+        ``place`` is the index of the continuation.
+        """
         return 1 / num
 
 
@@ -306,7 +314,9 @@ class StateGroupEstimator(
         return found
 
     def _states(self, root: Call) -> list[Hashable]:
-        """Return the state before each turn of the root call, as keys that can be compared."""
+        """Return a key for the state before each turn of the root call. Equal keys mean equal
+        states.
+        """
         states: list[Hashable] = []
         history: tuple[Hashable, ...] = ()
         for turn in root.turns:
@@ -318,17 +328,20 @@ class StateGroupEstimator(
 
 
 class _Values:
-    """Computes the values of the segments of one forked rollout. A segment is what was sampled
-    between two forks."""
+    """The values of the segments of one forked rollout. A segment is what was sampled between two
+    forks.
+    """
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """Create the values from ``rewards``, which maps the id of the last call of each
-        continuation to the reward of that continuation."""
+        """Create the values from ``rewards``, which maps the last call of each continuation to its
+        reward.
+        """
         self._rewards = rewards
 
     def of(self, segment: ForkSegment) -> float:
-        """Return the value of a segment: the mean value of the continuations that follow, or the
-        final reward if there are none."""
+        """Return the value of a segment: the mean value of the continuations that follow it, or the
+        final reward if there are none.
+        """
         if not segment.continuations:
             return self._rewards[segment.call.id]
         return fmean(map(self.of, segment.continuations))

@@ -31,8 +31,9 @@ from ramify.types.sequence import TokenSequence, rollout_of
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:
-    """Return each return minus the mean of all: R_i - mean(R). The result is exactly 0 if all
-    returns are equal, however the mean is rounded."""
+    """Subtract the mean from each return: R_i - mean(R). The result is exactly 0 if all returns are
+    equal, regardless of rounding.
+    """
     if len(returns) < 2 or min(returns) == max(returns):
         return [0.0] * len(returns)
     centre = statistics.fmean(returns)

@@ -122,8 +122,9 @@ def _put_reward(credit: TokenCredit, reward: float) -> None:
 def _explained_variance(
     returns: Sequence[row_math.Doubles], residuals: Sequence[row_math.Doubles]
 ) -> float:
-    """Return the share of the variance of returns that the critic explains, or 0 if the returns do
-    not vary."""
+    """Return the fraction of the returns' variance that the critic explains, or 0 if the returns do
+    not vary.
+    """
     if not returns:
         return 0.0
     total = float(np.concatenate(list(returns)).var())

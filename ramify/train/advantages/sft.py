@@ -118,7 +118,8 @@ class SFT(
 
 def _replies_with_ids(call: Call) -> list[tuple[int, int]]:
     """Return the index and the number of sampled tokens of each turn whose reply has token ids.
-    Log-probabilities may be missing, since cross-entropy does not use them."""
+    Log-probabilities may be missing, since cross-entropy does not need them.
+    """
     return [
         (index, len(turn.reply.token_ids))
         for index, turn in enumerate(call.turns)

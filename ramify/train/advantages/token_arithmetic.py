@@ -1,5 +1,5 @@
-"""Arithmetic on the tokens of an optimizer step: discounted returns along a call, statistics over
-all tokens, and the normalisation of per-turn numbers within a group.
+"""Arithmetic on the tokens of an optimizer step: discounted returns within a call, statistics over
+all tokens, and normalisation of per-turn numbers within a group.
 
 The sampled tokens of a call form one line, whatever lies between them (observations, prompts of
 later turns) and however many rows hold them. Discounting goes from one sampled token to the next.
@@ -38,25 +38,27 @@ if TYPE_CHECKING:
 Doubles = npt.NDArray[np.float64]
 
 _TINY = 1e-8
-"""Added to a variance before taking its square root."""
+"""Added to a variance before taking the square root."""
 
 
 class CallTokens(NamedTuple):
-    """The sampled tokens of one call that carry policy-gradient weight, in order."""
+    """The sampled tokens of one call that have a policy-gradient weight, in order."""
 
     parts: list[tuple[TokenSequence, Ints]]
-    """(row, indices of its sampled tokens)"""
+    """Pairs of a token sequence and the indices of its sampled tokens."""
 
     def read(self, name: str) -> Doubles:
-        """Return the values [N] of a stream, or of ``advantages``. Raises TrainError if a row has
-        no such stream."""
+        """Return the values [N] of a named stream, or of ``advantages``. Raises TrainError if a
+        token sequence lacks the stream.
+        """
         return np.concatenate(
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
         )
 
     def write(self, name: str, values: Doubles) -> None:
         """Write ``values`` [N] to the stream ``name``, or to ``advantages``, at the tokens of this
-        call. A stream that a row does not have yet is created and is 0 at all other tokens."""
+        call. A new stream is 0 at all other tokens.
+        """
         start = 0
         for row, tokens in self.parts:
             if name != "advantages" and name not in row.streams:
@@ -67,8 +69,9 @@ class CallTokens(NamedTuple):
 
 
 def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
-    """Group the sampled tokens of ``rows``, the token sequences of a step, by call. The calls come
-    in the order in which they first appear."""
+    """Group the sampled tokens of ``rows``, which are token sequences, by call. The calls are in
+    order of first appearance.
+    """
     by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
         tokens = np.flatnonzero(row.rl)
@@ -88,23 +91,30 @@ def to_go(rewards: Doubles, gamma: float) -> Doubles:
 
 
 def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
-    """Compute advantages by generalised advantage estimation (1506.02438): Â_t = δ_t + γλ Â_{t+1}
-    with δ_t = r_t + γ V_{t+1} - V_t. The value after the last token is 0."""
+    """Compute advantages by generalised advantage estimation (1506.02438).
+
+    The advantage is Â_t = δ_t + γλ Â_{t+1} with δ_t = r_t + γ V_{t+1} - V_t, where r is the reward
+    and V the critic's value. The value after the last token is 0.
+    """
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     return to_go(deltas, gamma * lam)
 
 
 def starts_of(turns: Doubles) -> Ints:
     """Return the index of the first token of each turn, given the turn of every token. For example,
-    0, 0, 1, 3, 3 gives 0, 2, 3."""
+    turns 0, 0, 1, 3, 3 give 0, 2, 3.
+    """
     changes: Ints = np.flatnonzero(np.diff(turns)) + 1
     return np.concatenate([np.zeros(1, np.int64), changes])
 
 
 def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
-    """Subtract the mean of ``values`` and divide by their unbiased standard deviation. ``epsilon``
-    is added to the standard deviation. If it is None, 1e-8 is added to the variance instead. The
-    result is 0 if the values do not differ."""
+    """Subtract the mean of ``values``, and divide by their unbiased standard deviation. The result
+    is 0 if all values are equal.
+
+    ``epsilon`` is added to the standard deviation. If it is None, 1e-8 is added to the variance
+    instead.
+    """
     if len(values) < 2:
         return np.zeros_like(values)
     variance = values.var(ddof=1)
@@ -134,10 +144,13 @@ def add_kl(
     normalise: bool,
     epsilon: float | None = None,
 ) -> dict[str, float]:
-    """Subtract a KL penalty from the advantages of a step: β (o - ref), the difference to the
-    reference policy's log-probability, from the advantage of each token and, discounted by γ, of
-    the tokens before it in its call. Then normalise over the step if asked to. Returns the metric
-    ``reward_kl``, the mean of o - ref."""
+    """Subtract a KL penalty from the advantages of a step, and then normalise them if requested.
+    Returns the metric ``reward_kl``.
+
+    The penalty of a token is β (o - ref), where o and ref are its log-probabilities under the old
+    and the reference policy. Discounted by γ, the penalty also applies to the tokens before it in
+    its call. ``reward_kl`` is the mean of o - ref.
+    """
     charges: list[Doubles] = []
     calls = list(tokens_by_call(rows))
     for line in calls:
@@ -150,8 +163,9 @@ def add_kl(
 
 
 def normalise_lines(calls: Sequence[CallTokens], epsilon: float | None = None) -> None:
-    """Normalise the advantages of all tokens of ``calls`` together, to mean 0 and standard
-    deviation 1."""
+    """Normalise the advantages of all tokens of ``calls`` together to mean 0 and standard deviation
+    1.
+    """
     if not calls:
         return
     whitened = whiten(np.concatenate([line.read("advantages") for line in calls]), epsilon)
@@ -178,9 +192,10 @@ Norm = Literal["none", "group", "step_index"]
 
 
 def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Normalise numbers within each step index: subtract the mean over the trajectories and divide
-    by the standard deviation. ``rows`` has one mapping from step index to number for each
-    trajectory.
+    """Normalise numbers separately for each step index. Subtracts the mean over the trajectories,
+    and divides by the standard deviation.
+
+    ``rows`` has one mapping from step index to number for each trajectory.
 
     For example, three trajectories have [2, 2], [-2, 0, -2] and [0, -2]. Step 0 becomes 1.2247,
     -1.2247 and 0, and so does step 1. Step 2, which only one trajectory has, becomes 0."""
@@ -192,8 +207,8 @@ def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Subtract from each number the mean over the trajectories of a group. The mean is taken over
-    the means of the trajectories, so that long trajectories weigh no more than short ones.
+    """Subtract the mean over a group's trajectories from each number. Each trajectory counts by its
+    own mean, so long ones weigh no more than short ones.
 
     [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5"""
     means = [statistics.fmean(row.values()) for row in rows if row]
@@ -204,8 +219,9 @@ def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
-    """Normalise per-turn numbers, given as one mapping for each trajectory, by the method named
-    ``norm``."""
+    """Normalise per-turn numbers by the method called ``norm``. Each trajectory has one mapping
+    from turn to number.
+    """
     if norm == "step_index":
         return step_index(rows)
     return group(rows) if norm == "group" else [dict(row) for row in rows]
