@@ -1,6 +1,6 @@
-"""Reads archives: each readable file in an archive becomes a text named ``archive.zip/member``. The
-formats are zip; tar, plain or compressed by gzip, bzip2, xz or zstd; and single compressed files.
-7z archives are read by ``seven_zip.py``.
+"""Read archives. Each readable file in an archive becomes a text named ``archive.zip/member``. The
+formats are zip, tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py``
+reads 7z archives.
 
 Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
 bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary text does not
@@ -35,21 +35,20 @@ MAX_RATIO = 250
 RATIO_FROM_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _ZSTD_WINDOW_LOG = 27
-"""Largest window that a zstd file may ask for: 128 MB of memory."""
+"""Base-2 logarithm of the largest window that a zstd file may request: 128 MB of memory."""
 MACROS = "its macros were not run"
 _DOCUMENTS = {
     "word/document.xml": "docx",
     "ppt/presentation.xml": "pptx",
     "xl/workbook.xml": "xlsx",
 }
-"""Member -> kind of a document that has lost its suffix."""
+"""Member of a zip archive -> kind of document, for a document that has lost its suffix."""
 _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the name of a file in an archive, without parts such as ``..``: ``/../etc/x`` in
-    ``a.zip`` becomes ``a.zip/etc/x``.
-    """
+    """Return the name of an archive's member in the context, without parts such as ``..``. For
+    example, ``/../etc/x`` in ``a.zip`` becomes ``a.zip/etc/x``."""
     return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
 
 
@@ -60,9 +59,7 @@ def is_hidden(member: str) -> bool:
 
 
 def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Read one unpacked file of an archive. Its bytes have already been counted towards the
-    limit.
-    """
+    """Load one unpacked member of an archive. Its bytes were already counted towards the limit."""
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
     except OversizedSource:
@@ -80,10 +77,9 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
-    """Check the sizes that a document which is a zip archive states for its parts, and count the
-    parts that are unpacked as text towards the limit. A part is never unpacked beyond its stated
-    size. Returns the names of the parts.
-    """
+    """Check the stated sizes of the parts of a document that is a zip archive, and return the names
+    of the parts. Parts that are unpacked as text count towards the limit. A part is never unpacked
+    beyond its stated size."""
     try:
         with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
             parts = archive.infolist()
@@ -148,9 +144,8 @@ def read_zip(file: SourceFile, loading: SourceCollector) -> None:
 def _unpack(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceCollector
 ) -> bytes:
-    """Unpack a file of an archive block by block and count its bytes, because the size that the
-    archive states may be false.
-    """
+    """Unpack an archive's member block by block and count its bytes, because the size that the
+    archive states may be false."""
     data = bytearray()
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):
@@ -203,9 +198,7 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(contextlib.closing[Any]):
-    """A stream of unpacked bytes of a zstd file. Damaged data raises OSError, as in other
-    streams.
-    """
+    """A stream that unpacks a zstd file. Damaged data raises OSError, as in other streams."""
 
     def __init__(self, zstd: Any, raw: BinaryIO) -> None:
         limit = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
@@ -255,7 +248,7 @@ def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceCollec
 
 
 class _BoundedStream:
-    """A stream of unpacked bytes that counts them towards the limits of the load."""
+    """A stream of unpacked bytes that counts towards the limits of the load."""
 
     def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceCollector) -> None:
         self._stream = stream
@@ -275,5 +268,5 @@ class _BoundedStream:
         return back + data
 
     def give_back(self, data: bytes) -> None:
-        """Push ``data`` back into the stream, so that it is read again."""
+        """Push ``data`` back into the stream, so that the next read returns it again."""
         self._back = data + self._back

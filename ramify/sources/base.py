@@ -1,5 +1,5 @@
-"""Types that describe loaded sources, and the collector to which the readers of files report their
-results.
+"""Types that describe loaded sources. The collector here gathers the results from the readers of
+files.
 
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
@@ -28,30 +28,27 @@ from ramify.sources.sql_table_types import LoadedTable
 from ramify.types.picture import Picture, picture_digest
 
 MAX_FILE_S = 60.0
-"""Time limit for parsing one file of a kind that can take arbitrarily long."""
+"""Time limit in seconds for parsing one file of a kind that can take arbitrarily long."""
 MIN_SEARCHED_CHARS = 100_000
-"""A context with fewer characters of text has no ``search`` and no ``chunks``."""
+"""Minimum characters of text in a context for which sessions get ``search`` and ``chunks``."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
-"""Detail of a text that may have been decoded wrongly."""
+"""Note on a text that may have been decoded wrongly."""
 MAX_RECORDED = 500
-"""Sources that the record of a run names."""
+"""Maximum number of sources that a run's record names."""
 MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
-"""Remedy for sources above the limit."""
+"""Advice for sources above the size limit."""
 _SHOWN = 6
-"""Maximum number of names in a list before "and 12 more"."""
+"""Maximum number of names in a list, before "and 12 more"."""
 
 
 def missing_library_advice() -> str:
-    """Return advice for a source that cannot be read because an optional library is not
-    installed.
-    """
+    """Return advice for a source whose optional library is not installed."""
     return f"reading it needs {install_command('inputs')}"
 
 
 class UnreadableSource(Exception):
-    """Raised if a source cannot be read. ``reason`` completes a sentence that begins with the name
-    of the source; ``remedy`` says what to do.
-    """
+    """Raised if a source cannot be read. ``reason`` completes a sentence that begins with the
+    source's name. ``remedy`` says what to do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
@@ -61,41 +58,45 @@ class UnreadableSource(Exception):
 
 class OversizedSource(UnreadableSource):
     """Raised if a source is larger than a limit, or if a small file unpacks to an enormous size.
-    Nothing of the source is loaded.
-    """
+    Nothing from the source is loaded."""
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
-    """The position in a document's text at which a part of it begins, such as a page."""
+    """The line at which a part of a document, such as a page, begins in the document's text."""
 
     line: int
     """First line of the part in the text, counted from 1."""
     name: str
-    """``page 3``, ``slide 2``, ``sheet Sales``, or headings: ``Risks / Currency``."""
+    """Name of the part, such as ``page 3``, ``sheet Sales`` or the headings ``Risks / Currency``.
+    """
 
 
 class SourceItem(msgspec.Struct, frozen=True):
-    """One loaded text and where it came from."""
+    """One loaded text, with its kind, its size and its origin."""
 
     name: str
     """Key of the text in the context, if the context is a dict."""
     kind: str
-    """``text``, ``csv``, ``jsonl``, ``json``, ``picture``, ``sqlite``, ``server``, another kind of
-    table (``parquet``, ``arrow``, ``duckdb``, ``xlsx``), or of document (``pdf``, ``docx``, …)."""
+    """Kind: ``text``, ``csv``, ``jsonl``, ``json``, ``picture``, ``sqlite``, ``server``, or a table
+    or document format.
+
+    Tables are ``parquet``, ``arrow``, ``duckdb``, ``xlsx``; documents are ``pdf``, ``docx``, and so
+    on.
+    """
     chars: int
-    """Length of the text in the context; 0 for a picture."""
+    """Length of the text in the context, in characters; 0 for a picture."""
     num_bytes: int
-    """Size on disk, or unpacked size of an archive member."""
+    """Size in bytes, on disk or unpacked from an archive."""
     detail: str = ""
-    """Description of the contents: ``CSV: 3 columns a, b, c; 1,200 rows``."""
+    """Description of the contents, such as ``CSV: 3 columns a, b, c; 1,200 rows``."""
     in_file: bool = False
-    """True if the text stays in its file: it is read when it is used, and stored by reference."""
+    """True if the text stays in its file. It is read only when used, and stored by reference."""
     places: tuple[SourcePlace, ...] = ()
-    """Pages, slides, sheets and headings of a document, by line."""
+    """Pages, slides, sheets or headings of a document, by line."""
 
 
 class SourceProblem(msgspec.Struct, frozen=True):
-    """One file that was found but could not be read."""
+    """A file that was found but could not be read, with the reason."""
 
     name: str
     reason: str
@@ -105,55 +106,63 @@ class SourceProblem(msgspec.Struct, frozen=True):
 
 
 class RecordedSources(msgspec.Struct, frozen=True):
-    """What a load read and what it left out, in the form in which a run records it."""
+    """The sources that a load read and those that it skipped, in the form in which a run records
+    them."""
 
     items: list[SourceItem] = []
-    """The first ``MAX_RECORDED``, without their places."""
+    """The first ``MAX_RECORDED`` loaded sources, without their places."""
     num_items: int = 0
     problems: list[SourceProblem] = []
-    """The first ``MAX_RECORDED``."""
+    """The first ``MAX_RECORDED`` files that could not be read."""
     num_problems: int = 0
     left_out: dict[str, list[str]] = {}
-    """Reason -> the first names."""
+    """Reason for skipping files -> the first names."""
     num_left_out: dict[str, int] = {}
-    """Reason -> number of names."""
+    """Reason for skipping files -> number of names."""
 
 
 class LoadedContext(msgspec.Struct, frozen=True):
-    """A context that was loaded from sources, with a description of each item, the files that could
-    not be read, and those that were skipped.
-    """
+    """A context that was loaded from sources. It also describes each item, the files that could not
+    be read, and those that were skipped."""
 
     context: str | MappedText | dict[str, Any]
-    """Text of a single file, or the value of a single picture; otherwise name -> text or value,
-    sorted by name. A text above a stated size is a ``MappedText``."""
+    """The text of a single file, the value of a single picture, or a dict of texts and values.
+
+    The dict is sorted by name. A text above a stated size is a ``MappedText``.
+    """
     items: list[SourceItem]
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
-    """Reason -> names that a folder's rules exclude: ignored, hidden or linked files."""
+    """Reason -> names that the folder's rules exclude: ignored, hidden or linked files."""
     tools: dict[str, Any]
-    """For the session: the function ``sql``, which runs in the host, and the value ``tables``, if
-    there are tables or databases; ``search`` and ``chunks`` if the texts are long."""
+    """Names and values that a session gets in addition to the context.
+
+    ``sql``, which runs in the host, and ``tables`` are there if there are tables or databases.
+    ``search`` and ``chunks`` are there if the texts are long.
+    """
     dialect: str = "DuckDB"
-    """Dialect of ``sql`` without ``db``: ``SQLite`` for a single database of that kind."""
+    """Dialect of ``sql`` without ``db``: ``SQLite`` for a single SQLite database."""
     pictures: Mapping[str, bytes | Path] = {}
-    """Digest of a picture in the context -> its bytes, or its file."""
+    """Digest of each picture in the context -> its bytes or its file."""
     needs_session: bool = False
-    """True if a part of the context is only there through a tool: the pages of a long scan."""
+    """True if part of the context is available only through a tool, such as pages of a long scan.
+    """
 
     origin: Mapping[str, Any] = {}
-    """What ``load`` needs to load the tools again: ``paths``, and options that are not defaults.
-    URLs are without passwords and keys. Empty if ``load`` did not read the sources."""
+    """Arguments with which ``load`` loads the tools again: ``paths``, and options that are not
+    defaults.
+
+    URLs have no passwords and keys. Empty if ``load`` did not read the sources.
+    """
 
     @property
     def is_csv(self) -> bool:
-        """True if the context consists of the texts of CSV files only."""
+        """True if the context consists only of the texts of CSV files."""
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return what is needed to load the tools of a recorded run again: the names of the tools,
-        and ``origin``, where the sources were.
-        """
+        """Return the names of the tools and the origin of the sources. With them, the tools of a
+        recorded run can be loaded again."""
         if not self.origin:
             return {}
         # Optional tools are recorded with the context.
@@ -161,9 +170,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return {**self.origin, "tools": names}
 
     def manifest(self) -> str:
-        """Return a description of the context for the model's prompt, in a few lines. The type,
-        size and beginning of the context are described elsewhere in the prompt.
-        """
+        """Return a description of the context for the model's prompt, in a few lines. The prompt
+        describes its type, size and beginning elsewhere."""
         if not isinstance(self.context, dict):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
@@ -188,17 +196,15 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> dict[str, tuple[SourcePlace, ...]]:
-        """The pages, slides, sheets or headings of each document, by the name with which citations
-        refer to the document.
-        """
+        """The pages, slides, sheets or headings of each document. The key is the name by which
+        citations refer to the document."""
         if isinstance(self.context, str):
             return {"context": self.items[0].places}
         return {item.name: item.places for item in self.items if item.places}
 
     def record(self) -> dict[str, Any]:
-        """Return what was loaded and left out as plain values, in the form of
-        ``RecordedSources``.
-        """
+        """Return the loaded and skipped sources as plain values, in the form of
+        ``RecordedSources``."""
         plain: dict[str, Any] = msgspec.to_builtins(
             RecordedSources(
                 self.items[:MAX_RECORDED],
@@ -214,9 +220,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return plain
 
     def describe(self) -> list[str]:
-        """Return a description of the loaded, unreadable and skipped files for the user, one per
-        line.
-        """
+        """Return a description of the loaded, unreadable and skipped files for the user, one line
+        per item."""
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
@@ -237,9 +242,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return [*map(one_line, lines), *self.warnings()]
 
     def warnings(self) -> list[str]:
-        """Return a line for each reason why files are missing from the context, or differ from what
-        is on disk.
-        """
+        """Return one line for each reason why files are missing from the context or differ from
+        those on disk."""
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
@@ -258,10 +262,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
 
 class SourceCollector:
-    """Collects the results of the readers and enforces limits on size and time.
+    """A collector for the results of the file readers. It enforces limits on size and time.
 
     ``max_bytes`` bounds all text and unpacked data together, and ``max_file_s`` bounds the parsing
-    of one file."""
+    of one file.
+    """
 
     def __init__(
         self,
@@ -274,54 +279,51 @@ class SourceCollector:
         counts_mapped: bool = False,
         has_tools: bool = True,
     ) -> None:
-        """Create an empty collector. ``work`` shows how many bytes were read. With ``strict``, the
-        first file that cannot be read raises SourceError. Large texts stay in their files instead
-        of memory; ``mapped_bytes`` is the size from which a text, or all texts together, are large
-        (see ``mapped_files.py``). With ``counts_mapped``, they count towards ``max_bytes``, too.
-        Without ``has_tools``, sessions get the context and no tools.
-        """
+        """Create an empty collector. ``work`` displays the number of bytes read. With ``strict``,
+        the first unreadable file raises SourceError. Texts of at least ``mapped_bytes``, alone or
+        together, stay in their files instead of memory. With ``counts_mapped``, they count towards
+        ``max_bytes``, too. Without ``has_tools``, sessions get the context but no tools."""
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
         self.has_tools = has_tools
         self.mapped_bytes = mapped_bytes
         self.num_mapped = 0
-        """Texts that stay in their files."""
+        """Number of texts that stay in their files."""
         self._counts_mapped = counts_mapped
         self._mapped = 0
         self._work = work
         self.texts: dict[str, str | MappedText] = {}
         self.picture_values: dict[str, dict[str, Any]] = {}
-        """Name -> value of a picture."""
+        """Name of each picture -> its value in the context."""
         self.pictures: dict[str, bytes | Path] = {}
-        """Digest of a picture -> its bytes, or its file."""
+        """Digest of each picture -> its bytes or its file."""
         self.items: list[SourceItem] = []
         self.problems: list[SourceProblem] = []
         self.left_out: dict[str, list[str]] = {}
         self.databases: dict[str, Path] = {}
-        """SQLite files by name."""
+        """SQLite files, by name."""
         self.servers: dict[str, Callable[..., list[tuple[Any, ...]]]] = {}
-        """Name of a database on a server -> the function that queries it."""
+        """Name of each database on a server -> function that queries it."""
         self.needs_session = False
-        """True if a part of the context is only there through a tool."""
+        """True if part of the context is available only through a tool."""
         self.pdfs: dict[str, Any] = {}
-        """Name of a PDF -> what renders its pages; see ``RenderablePdf``."""
+        """Name of each PDF -> object that renders its pages (see ``RenderablePdf``)."""
         self.tables: list[LoadedTable] = []
         self.kept_tables: Any = None
-        """Folder of tables that were not separate files; see ``tables.TemporaryTableFolder``."""
+        """Folder of tables that had no separate files (see ``tables.TemporaryTableFolder``)."""
         self.describing_s = 0.0
-        """Time spent on describing tables."""
+        """Time spent on describing tables, in seconds."""
         self.seen: set[str] = set()
-        """Real paths read so far. A file that is named twice is loaded once."""
+        """Real paths read so far, so that a file that is named twice is loaded once."""
         self._spent = 0
         self._began = 0
-        """Bytes that were read before the current file."""
+        """Number of bytes read before the current file."""
 
     @contextlib.contextmanager
     def undo_if_oversized(self) -> Iterator[None]:
-        """Return a context manager for the reading of one file. If the file turns out to be too
-        large, everything that was added from it is removed.
-        """
+        """Return a context manager for reading one file. If the file turns out to be too large,
+        everything that it added is removed."""
         self._began = self._spent
         num_items, num_tables = len(self.items), len(self.tables)
         try:
@@ -335,7 +337,7 @@ class SourceCollector:
 
     @property
     def room(self) -> int:
-        """The number of bytes that may still be loaded."""
+        """The number of bytes that may still be loaded into memory."""
         return self.max_bytes - self._spent
 
     @property
@@ -345,8 +347,8 @@ class SourceCollector:
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
         """Count a text that stays in its file instead of memory. If such texts are limited, raises
-        OversizedSource for a file above the limit, and SourceError if all files together exceed it.
-        """
+        OversizedSource for a single file above the limit, and SourceError if all files together
+        exceed it."""
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized(num_bytes)
         self.num_mapped += 1
@@ -355,16 +357,14 @@ class SourceCollector:
             raise self._too_many(name)
 
     def show_progress(self, num_bytes: int, name: str) -> None:
-        """Show the user how much of the latest text that stays in its file has been read."""
+        """Display how much of the latest file-backed text has been read."""
         if self._work is not None:
             self._work.at(self._spent + num_bytes, name)
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file towards the limit: first the size of the file, then that
-        of its unpacked parts. Raises SourceError if the size of the file brings all files together
-        above the limit, and OversizedSource if the file alone, or what it unpacks to, exceeds the
-        limit.
-        """
+        """Count bytes of the current file towards the limit: first the file's size, then that of
+        its unpacked parts. Raises SourceError if all files together exceed the limit, and
+        OversizedSource if this file alone, packed or unpacked, exceeds it."""
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:
@@ -397,8 +397,7 @@ class SourceCollector:
         places: Sequence[SourcePlace] = (),
     ) -> None:
         """Add one text to the context under the given name, or as ``name (2)`` if that name is
-        already used.
-        """
+        taken."""
         unique = self._unique(name)
         self.texts[unique] = text
         in_file = isinstance(text, MappedText)
@@ -409,8 +408,8 @@ class SourceCollector:
     def add_picture(
         self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int
     ) -> None:
-        """Add one picture to the context. ``source`` is its bytes or its file. ``num_bytes`` is the
-        size of the file that the user named."""
+        """Add one picture to the context. ``source`` is the picture's bytes or its file.
+        ``num_bytes`` is the size of the file that the user named."""
         unique = self._unique(name)
         self.picture_values[unique] = picture.as_reference()
         self.pictures.setdefault(picture.digest, source)
@@ -423,8 +422,8 @@ class SourceCollector:
         return unique
 
     def report_problem(self, name: str, reason: str) -> None:
-        """Report a file that cannot be read, and continue with the other files. Raises SourceError
-        if the load is strict."""
+        """Report a file that cannot be read, so that the load continues with the other files.
+        Raises SourceError if the load is strict."""
         if self.strict:
             raise SourceError(
                 one_line(f"{name} {reason}; to load the other files, remove --strict")
@@ -440,15 +439,13 @@ def size_text(num_bytes: int) -> str:
 
 
 def listing(names: list[str]) -> str:
-    """Join names for a message, such as ``a, b, c and 12 more``. At most ``_SHOWN`` names are
-    listed.
-    """
+    """Join names for a message, as in ``a, b, c and 12 more``; at most ``_SHOWN`` are listed."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
 
 
 def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:
-    """Return a summary of files by suffix, such as ``1,204 .py, 30 .txt, 2 other``."""
+    """Return the number of files for each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
     return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

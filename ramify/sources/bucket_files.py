@@ -1,4 +1,4 @@
-"""Lists and reads files in cloud storage buckets and on the Hugging Face hub.
+"""List and read files in cloud storage buckets and on the Hugging Face hub.
 
     s3://bucket/key       AWS_… variables, ~/.aws; AWS_ENDPOINT_URL for other servers
     gs://bucket/key       GOOGLE_APPLICATION_CREDENTIALS, or the login of gcloud
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class OpenBucketFile:
-    """A file in a bucket, opened for reading. ``head`` describes the file."""
+    """A bucket file that is open for reading. ``head`` describes the file."""
 
     def __init__(self, stream: Any, head: RemoteHead) -> None:
         self._stream = stream
@@ -49,9 +49,8 @@ class OpenBucketFile:
 
 
 def list_bucket(url: str) -> list[ListedFile]:
-    """Return the files that a URL names, which may contain a pattern. Raises UnreadableSource if
-    the bucket cannot be listed.
-    """
+    """Return the files that a URL names. The URL may contain a wildcard pattern. Raises
+    UnreadableSource if the bucket cannot be listed."""
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
         raise UnreadableSource("has a pattern as its bucket", "name one bucket")
     with _sentences(url):
@@ -85,9 +84,8 @@ def list_bucket(url: str) -> list[ListedFile]:
 
 
 def open_file(url: str, version: str) -> OpenBucketFile:
-    """Open one file for reading. ``version`` is the version of a copy that is already on this
-    machine, or empty. Raises UnreadableSource if the file cannot be opened.
-    """
+    """Open one file for reading. ``version`` identifies a copy that is already on this machine, or
+    is empty. Raises UnreadableSource if the file cannot be opened."""
     with _sentences(url):
         files, path = _opened(url)
         stream = files.open_input_stream(path, compression=None)
@@ -107,16 +105,14 @@ def open_file(url: str, version: str) -> OpenBucketFile:
 
 
 def _version(info: Any) -> str:
-    """Return a text that identifies the version of a file by its size and time, or an empty text if
-    the time is not known.
-    """
+    """Return a text that identifies a file's version by its size and time, or an empty text if the
+    time is unknown."""
     return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
 
 
 def _regex(pattern: str) -> str:
-    """Translate a pattern of paths to a regular expression. ``*`` does not match a slash, and
-    ``**`` does.
-    """
+    """Translate a path pattern to a regular expression. ``*`` does not match a slash, but ``**``
+    does."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
@@ -129,7 +125,7 @@ def _regex(pattern: str) -> str:
 
 
 def _opened(url: str) -> tuple[Any, str]:
-    """Return the file system that a URL refers to, and the path in it."""
+    """Return the file system that a URL refers to, and the path within it."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
@@ -168,8 +164,8 @@ def _gcs(rest: str) -> tuple[Any, str]:
 
 
 def _has_google_login() -> bool:
-    """Return True if Google's client would find credentials. Without any it waits for a server that
-    only Google's machines have."""
+    """Return True if Google's client would find credentials. Without credentials, it would wait for
+    a server that exists only on Google's machines."""
     login = Path.home() / ".config/gcloud/application_default_credentials.json"
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or login.exists():
         return True
@@ -258,22 +254,20 @@ _SIGNS = {
     ),
     r"SLOW_DOWN|\b429\b|\b503\b": ("cannot be fetched (too many requests)", "try again later"),
 }
-"""Regular expression for a client's error -> (reason, remedy)."""
+"""Regular expression that matches a client's error -> reason and remedy."""
 
 
 def _name_check(url: str) -> str:
-    """Return the advice to give if a file does not exist. The Hugging Face hub also reports private
-    files as missing, so its advice mentions the token.
-    """
+    """Return advice for a file that does not exist. The Hugging Face hub also reports private files
+    as missing, so its advice mentions the token."""
     is_hub = url.lower().startswith("hf:")
     return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
 
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Return a context manager that turns the errors of the bucket clients into UnreadableSource,
-    with a readable reason and without secrets.
-    """
+    """Return a context manager that converts errors of the bucket clients to UnreadableSource.
+    Their reasons are readable and contain no secrets."""
     try:
         yield
     except UnreadableSource:

@@ -1,5 +1,5 @@
-"""Lets a session use the tables in its context through ``tables`` and ``sql``. A table in the
-context is a DataFrame that the user passed.
+"""Let a session query the DataFrames in its context with SQL. Sessions get ``tables``, which lists
+them, and the function ``sql``.
 
     completion(frame, …)            sql("SELECT … FROM context")
     completion({"sales": frame}, …) sql("SELECT … FROM sales")
@@ -23,19 +23,16 @@ from ramify.sources.sql_table_types import TableLocation
 from ramify.sources.tables import MAX_TABLES, has_duckdb, shown_value, table_name
 
 _NAME = "context"
-"""Name in SQL of a context that is a single table."""
+"""SQL name of a context that is a single table."""
 
 
 class ContextSqlTables:
-    """The tables among the values of one context, as SQL tables. ``tools`` are the functions that a
-    session gets. Call ``set_context`` first, to set the context that ``sql`` reads.
-    """
+    """The tables in one context, made available to SQL. ``tools`` are the functions that a session
+    gets. Call ``set_context`` first, which sets the context that ``sql`` reads."""
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """Create the tables of a context. ``tables`` maps their names in SQL to the tables.
-        ``keys`` maps the same names to keys of the context, or to None if the context itself is the
-        table.
-        """
+        """Create the SQL tables of a context. ``tables`` maps SQL names to tables. ``keys`` maps
+        the same names to the keys of the context, or to None if the context itself is the table."""
         self._keys = dict(keys)
         self._listing = [
             {
@@ -54,9 +51,8 @@ class ContextSqlTables:
 
     @classmethod
     def of(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
-        """Return the tables of ``context``, or None if there are none, if DuckDB is not installed,
-        or if ``tools`` already contains a function ``sql``.
-        """
+        """Return the tables of ``context``. Returns None if there are none, if DuckDB is not
+        installed, or if ``tools`` already contains a function ``sql``."""
         if isinstance(context, Table):
             found: dict[str | None, Table] = {None: context}
         elif type(context) is dict:
@@ -78,7 +74,7 @@ class ContextSqlTables:
         return {"sql": self.sql, "tables": self._listing}
 
     def manifest(self) -> str:
-        """Return a line for the model's prompt that lists the tables that ``sql`` can query."""
+        """Return a line for the model's prompt that lists the tables available to ``sql``."""
         names = [
             name if self._keys[name] is None else f"{name} (context[{self._keys[name]!r}])"
             for name in self._keys
@@ -107,7 +103,7 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """Return the file descriptor of a file that contains the encoded context."""
+        """Return the file descriptor of a file that holds the encoded context."""
         if context.fd is not None:
             return context.fd
         if self._file < 0:

@@ -1,5 +1,5 @@
-"""Converts values of other libraries, such as DataFrames, arrays, data models and paths, to values
-that a context can hold.
+"""Convert values of other libraries to values that a context can hold. Examples are DataFrames,
+arrays, data models and paths.
 
     pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
     numpy.ndarray                                           NumberArray, over the same buffer
@@ -40,14 +40,13 @@ _NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
 _NUMBERS |= {"uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
 _ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MAX_SMALL_BYTES = (1 << 31) - 1
-"""Maximum size of the text in one array whose offsets have 32 bits."""
+"""Maximum size in bytes of the text in one array with 32-bit offsets."""
 
 
 def as_context(value: Any) -> Any:
     """Convert a value to a form that a session can hold. A suitable value is returned unchanged, a
-    path is loaded (see ``load``), and anything else is converted. Raises ConfigError for an
-    unsupported value, and SourceError for a path that cannot be read.
-    """
+    path is loaded with ``load``, and any other value is converted. Raises ConfigError for an
+    unsupported value, and SourceError for an unreadable path."""
     if _is_path(value) or _are_paths(value):
         from ramify.sources.load_sources import load
 
@@ -63,9 +62,8 @@ def as_context(value: Any) -> Any:
 
 
 def needs_io(value: Any) -> bool:
-    """Return True if ``as_context`` would have to read from a disk or wait for a stream to convert
-    this value.
-    """
+    """Return True if converting the value with ``as_context`` means reading from a disk or waiting
+    for a stream."""
     return _is_path(value) or _are_paths(value) or _is_file(value)
 
 
@@ -83,7 +81,7 @@ def _is_file(value: Any) -> bool:
 
 
 def _read(file: Any) -> Any:
-    """Read an open file from its current position."""
+    """Read the rest of an open file, from its current position."""
     from ramify.sources.load_sources import MAX_BYTES, load
 
     shown = str(getattr(file, "name", type(file).__name__))
@@ -115,9 +113,8 @@ def _read(file: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value, and everything inside it, to plain Python values and the context types of
-    this package. If nothing has to be converted, ``value`` itself is returned.
-    """
+    """Convert a value and everything inside it to plain Python values and the context types of this
+    package. Returns ``value`` itself if nothing needs conversion."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -141,7 +138,8 @@ def _plain(value: Any) -> Any:
 
 
 def _of_fields(value: Any) -> Any:
-    """Convert an object with named fields, such as a dataclass, or a rarer plain value."""
+    """Convert an object with named fields, such as a dataclass, or a less common plain value, such
+    as an enum member."""
     import dataclasses
 
     fields: Mapping[str, Any] | None = None
@@ -184,9 +182,8 @@ def _of_fields(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Convert a value of pandas, polars, pyarrow, datasets or numpy. Any other value is returned
-    unchanged.
-    """
+    """Convert a value from pandas, polars, pyarrow, datasets or numpy. Any other value is returned
+    unchanged."""
     for name, convert in (
         ("pandas", _of_pandas),
         ("polars", _of_polars),
@@ -247,9 +244,8 @@ def _pandas_column(series: Any, name: str) -> Column:
 
 
 def _number_column(values: Any) -> Column:
-    """Return a column that uses the memory of a numpy array. The array is copied only if its values
-    are not contiguous.
-    """
+    """Return a column that shares the memory of a numpy array. The array is copied only if its
+    values are not contiguous."""
     kept = _contiguous(values)
     name = str(kept.dtype)
     return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
@@ -326,7 +322,7 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
 
 
 def _unique(labels: Iterable[Any]) -> list[str]:
-    """Convert the names of columns to text, and change repeated names so that all are distinct."""
+    """Convert column names to text, and rename repeated ones so that all are distinct."""
     names: dict[str, None] = {}
     for label in labels:
         name = ".".join(map(str, label)) if isinstance(label, tuple) else str(label)
@@ -351,9 +347,8 @@ def _pyarrow(value: Any) -> Any:
 
 
 def table_from_arrow(table: Any) -> Table:
-    """Convert a pyarrow table to a ``Table`` that uses the same memory. If a column consists of
-    several chunks, they are joined.
-    """
+    """Convert a pyarrow table to a ``Table`` that shares its memory. The chunks of a column are
+    joined first if there are several."""
     names = _unique(table.column_names)
     columns = {
         name: column_from_arrow(table.column(number), name) for number, name in enumerate(names)
@@ -362,9 +357,8 @@ def table_from_arrow(table: Any) -> Table:
 
 
 def column_from_arrow(array: Any, name: str) -> Column:
-    """Convert a pyarrow array to a column that uses the same memory. Raises ConfigError, with the
-    name of the column, if its type is not supported.
-    """
+    """Convert a pyarrow array to a column that shares its memory. Raises ConfigError, with the name
+    of the column, if the array's type is not supported."""
     import pyarrow
 
     types, type_ = pyarrow.types, array.type
@@ -434,7 +428,7 @@ def column_from_arrow(array: Any, name: str) -> Column:
 
 
 def _joined(array: Any) -> Any:
-    """Return an array that has the contents of all chunks. A single chunk is not copied."""
+    """Return one array with the contents of all chunks. A single chunk is not copied."""
     import pyarrow
 
     if array.num_chunks == 1:
@@ -451,9 +445,8 @@ def _joined(array: Any) -> Any:
 
 
 def _cast_to(type_: Any) -> Any:
-    """Return the type to which an array of the given type is converted first, or None if no
-    conversion is needed.
-    """
+    """Return the type to which an array must be cast before it is converted, or None if no cast is
+    needed."""
     import pyarrow
 
     types = pyarrow.types
@@ -473,7 +466,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """Return the bytes of a pyarrow buffer as a memory view, or None for None."""
+    """Return the bytes of a pyarrow buffer as a memoryview, or None for no buffer."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")

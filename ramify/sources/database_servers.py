@@ -1,5 +1,5 @@
-"""Databases on PostgreSQL and MySQL servers as sources, named by a URL. The context gets the schema
-with sample rows, and sessions get ``sql(query, db=…)`` in the dialect of the server.
+"""Databases on PostgreSQL and MySQL servers as sources. A URL names the database. The context gets
+its schema with sample rows, and sessions get ``sql(query, db=…)`` in the server's dialect.
 
     postgresql://user@host/shop    password: in the URL, PGPASSWORD, or ~/.pgpass
     mysql://user@host/shop         password: in the URL, or MYSQL_PWD
@@ -42,7 +42,7 @@ _MAX_SHOWN = 80
 
 
 class DatabaseQueryRequest(msgspec.Struct, frozen=True):
-    """A query for a database server. It is sent to the process that runs it."""
+    """A query to a database server, as sent to the process that runs it."""
 
     address: DatabaseAddress
     query: str
@@ -56,8 +56,7 @@ _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 def read_server(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and give sessions a function
     that queries it. Raises UnreadableSource if the server cannot be read, and SourceError for an
-    invalid URL.
-    """
+    invalid URL."""
     address = parse_address(url)
     try:
         text, num_tables = _described(address)
@@ -87,8 +86,7 @@ def query_server(
     address: DatabaseAddress, query: str, params: Any = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
     """Run a query in a read-only transaction and return its rows. Raises ValueError,
-    PermissionError or TimeoutError, whose messages do not contain the password.
-    """
+    PermissionError or TimeoutError. The messages do not contain the password."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(DatabaseQueryRequest(address, query, given, limit_s), limit_s, CONNECT_S)
     return [tuple(row) for row in rows]
@@ -136,7 +134,8 @@ def _short(value: Any) -> str:
 
 
 def serve() -> None:
-    """Run in a child process: answer queries from standard input until it is closed."""
+    """Answer queries from standard input until it is closed. This is the main function of the child
+    process."""
     answer_requests(_answer)
 
 
@@ -222,10 +221,9 @@ def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """Translate TLS options of the URL to arguments for the MySQL driver. They mean the same as in
-    MySQL's own tools. Without options, TLS is used if the server offers it, and its certificate is
-    not verified.
-    """
+    """Convert the URL's TLS options to arguments for the MySQL driver. They mean the same as in
+    MySQL's own tools. Without options, TLS is used if the server offers it, but its certificate is
+    not verified."""
     authority = options.get("ssl-ca")
     mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
     if mode == "DISABLED":
@@ -249,9 +247,8 @@ _REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
 
 
 def _limit_time(cursor: Any, limit_s: float) -> None:
-    """Set a time limit for the queries of a connection. MariaDB takes it in seconds and MySQL in
-    milliseconds, under different names.
-    """
+    """Set a time limit for the queries of a connection. MariaDB and MySQL use different variables
+    for it, in seconds and in milliseconds."""
     import pymysql
 
     try:
@@ -262,9 +259,8 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 def _reading(asked: DatabaseQueryRequest) -> str:
     """Return the text of a query after checking that it only reads. Raises PermissionError
-    otherwise. The check is needed because a read-only transaction still permits COPY and INTO
-    OUTFILE, which write files on the server.
-    """
+    otherwise. A read-only transaction alone is not enough, since it permits COPY and INTO OUTFILE,
+    which write files on the server."""
     words = asked.query.casefold()
     if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
         raise PermissionError("sql: only a SELECT is allowed here")
@@ -279,6 +275,6 @@ def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _without(address: DatabaseAddress, error: Exception) -> str:
-    """Return the message of an error on one line, without the password."""
+    """Return an error's message on one line, without the password."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

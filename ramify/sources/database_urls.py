@@ -1,4 +1,4 @@
-"""Recognises and parses URLs of databases on servers, and rewrites one without its password.
+"""Recognise and parse the URLs of databases on servers, and remove passwords from them.
 
     postgresql://me:pw@host/shop?sslmode=require&x=1    without_password:
                                                         postgresql://me@host/shop?sslmode=require
@@ -18,12 +18,12 @@ from ramify.secrets import remember
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 PASSWORD_VARIABLES = {"postgresql": "PGPASSWORD", "mysql": "MYSQL_PWD"}
-"""Kind of database -> environment variable that has its password."""
+"""Kind of database -> environment variable that holds its password."""
 _OPTIONS_OF = {
     "postgresql": ("sslmode", "sslrootcert", "sslcert", "sslkey", "channel-binding"),
     "mysql": ("ssl-mode", "ssl-ca", "ssl-cert", "ssl-key"),
 }
-"""Options of a URL that are obeyed: those of TLS. Others could undo the limits."""
+"""Kind of database -> supported URL options, all for TLS. Others could undo the limits."""
 _OPTIONS = frozenset(name for names in _OPTIONS_OF.values() for name in names)
 _MYSQL_MODES = ("DISABLED", "PREFERRED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 
@@ -32,18 +32,18 @@ class DatabaseAddress(msgspec.Struct, frozen=True):
     """The address of a database on a server, parsed from a URL."""
 
     kind: str
-    """``postgresql`` or ``mysql``."""
+    """Kind of database: ``postgresql`` or ``mysql``."""
     host: str
     port: int
     user: str
     password: str
     database: str
     options: dict[str, str] = {}
-    """Options of the URL by name, such as ``sslmode``: ``require``."""
+    """URL options by name, such as ``sslmode`` -> ``require``."""
 
     @property
     def shown(self) -> str:
-        """The URL of the database without password and options, for messages."""
+        """The URL of the database for messages, without its password and options."""
         return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
 
@@ -52,9 +52,8 @@ def is_database_url(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """Return the name of a source in a form that may be recorded. The password and all unsupported
-    options are removed from the URL of a database server.
-    """
+    """Return the name of a source in a form that is safe to record. In the URL of a database
+    server, the password and all unsupported options are removed."""
     if not is_database_url(name):
         return name
     scheme, _, rest = name.partition("://")
@@ -66,10 +65,8 @@ def without_password(name: str) -> str:
 
 
 def parse_address(url: str) -> DatabaseAddress:
-    """Parse the URL of a database. If it has no password, the password is read from the
-    environment. Raises SourceError, whose message has no password, if the URL does not name a
-    database.
-    """
+    """Parse the URL of a database. A missing password is read from the environment. Raises
+    SourceError, whose message has no password, if the URL does not name a database."""
     shown = without_password(url)
     try:
         parts = urlsplit(url)
@@ -103,8 +100,8 @@ def _plain_option(name: str) -> str:
 
 
 def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Return the TLS options in the URL of a database. Raises SourceError for an option that is not
-    supported."""
+    """Return the TLS options in the URL of a database. Raises SourceError for an unsupported
+    option."""
     options = {_plain_option(name): value for name, value in parse_qsl(query)}
     names = _OPTIONS_OF[kind]
     for name in options:

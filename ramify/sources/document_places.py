@@ -1,5 +1,5 @@
-"""Joins the parts of a document, such as pages, to one text, and records the place of each part in
-the text.
+"""Join the parts of a document, such as pages, into one text, and record the line at which each
+part begins.
 
     [DocumentPart("page 1", "…"), DocumentPart("page 2", "…")] ──assemble──> text, places
 
@@ -18,7 +18,7 @@ import msgspec
 from ramify.sources.base import SourcePlace
 
 MAX_PLACES = 20_000
-"""Maximum number of places of one document. Further headings are not recorded."""
+"""Maximum number of recorded places of one document. Further headings are skipped."""
 _MAX_NAME_CHARS = 80
 _HEADING = re.compile(r"(#{1,6})\s+(.*\S)")
 _FENCE = re.compile(r"\s*(```+|~~~+)")
@@ -28,14 +28,15 @@ class DocumentPart(msgspec.Struct, frozen=True):
     """One part of a document, such as a page."""
 
     place: str
-    """``page 3``; empty if the document has no numbered parts."""
+    """Place of the part, such as ``page 3``; empty if the document has no numbered parts."""
     text: str
     title: str = ""
     """Title of the part, if the text does not begin with it."""
 
 
 def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
-    """Join the parts of a document, and return the text and the places of the parts in it."""
+    """Join the parts of a document. Returns the text, and the place in it at which each part
+    begins."""
     lines: list[str] = []
     places: list[SourcePlace] = []
     for part in parts:
@@ -54,17 +55,15 @@ def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str,
 
 
 def place_at_line(places: Sequence[SourcePlace], line: int) -> str:
-    """Return the name of the place that contains the given line, or an empty string if the line is
-    before the first place.
-    """
+    """Return the name of the page, slide or heading that contains a line, or an empty string if the
+    line comes before the first one."""
     index = bisect.bisect_right([place.line for place in places], line)
     return places[index - 1].name if index else ""
 
 
 def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the line index of each heading and its path through the outline of the document, such
-    as ``(7, "Risks / Currency")``.
-    """
+    """Yield the line index of each heading and its path through the document's outline, such as
+    ``(7, "Risks / Currency")``."""
     path: list[tuple[int, str]] = []
     fence = ""
     for index, line in enumerate(lines):

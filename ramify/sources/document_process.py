@@ -1,4 +1,4 @@
-"""Converts documents to text in a separate process, which can be killed if a document is harmful.
+"""Convert documents to text in a separate process, which can be killed if a document is harmful.
 
     convert_document("docx", "a Word document", file, loading)
         ──> idle process ── its converter ──> ConvertedDocument
@@ -32,9 +32,9 @@ from ramify.sources.base import SourceCollector, SourcePlace, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 
 MEMORY_BYTES = 4 << 30
-"""Limit on the address space of a process that converts documents."""
+"""Limit on the address space of a conversion process, in bytes."""
 _START_S = 120.0
-"""Time limit for starting the process and importing a library."""
+"""Time limit for starting the process and importing a library, in seconds."""
 CONVERTERS = {
     "pdf": "ramify.sources.pdf:convert",
     "docx": "ramify.sources.office_documents:convert_docx",
@@ -47,31 +47,30 @@ CONVERTERS = {
     "msg": "ramify.sources.mail:convert_msg",
     "7z": "ramify.sources.seven_zip:convert",
 }
-"""Kind of document -> module and function of its converter."""
+"""Kind of document -> module and function that converts it."""
 
 
 class ConvertedDocument(msgspec.Struct, frozen=True):
-    """A document that was converted to text, with its places and attachments."""
+    """A document that was converted to text, with the places in it and its attachments."""
 
     text: str
     detail: str
-    """Number of its parts, and notes on its contents: ``presentation: 3 slides``."""
+    """Number of parts and notes on the contents, such as ``presentation: 3 slides``."""
     places: list[SourcePlace] = []
     members: list[tuple[str, bytes]] = []
-    """Name and content of each attachment, or of each member of an archive."""
+    """Name and content of each attachment or archive member."""
 
 
 Converter = Callable[[bytes], ConvertedDocument]
 
 
 class ConversionRequest(msgspec.Struct, frozen=True):
-    """A request to convert a document. A request without a document makes the process import the
-    converter.
-    """
+    """A request to convert a document. A request without a document only makes the process import
+    the converter."""
 
     kind: str
     max_bytes: int = 0
-    """Limit on the size of the text and the members together."""
+    """Limit on the total size of the text and the members, in bytes."""
 
 
 class ConversionAnswer(msgspec.Struct, frozen=True):
@@ -79,7 +78,7 @@ class ConversionAnswer(msgspec.Struct, frozen=True):
 
     document: ConvertedDocument | None = None
     reason: str = ""
-    """Why the document cannot be read. Empty if the converter does not say."""
+    """Reason why the document cannot be read; empty if the converter gives none."""
     remedy: str = ""
 
 
@@ -91,9 +90,8 @@ _processes = RequestProcessPool(
 def convert_document(
     kind: str, what: str, file: SourceFile, loading: SourceCollector
 ) -> ConvertedDocument:
-    """Convert a document to text in the separate process, and return the result. ``what`` describes
-    the document in errors, such as ``a PDF``. Raises UnreadableSource if that fails.
-    """
+    """Convert a document to text in a separate process, and return the result. ``what`` describes
+    the document in errors, such as ``a PDF``. Raises UnreadableSource if the conversion fails."""
     try:
         with _processes.one() as process:
             ask(process, [encode(ConversionRequest(kind))], _START_S)
@@ -120,7 +118,8 @@ def convert_document(
 
 
 def serve() -> None:
-    """Run in a child process: answer conversion requests from standard input until it is closed."""
+    """Answer conversion requests from standard input until it is closed. This is the main function
+    of the child process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

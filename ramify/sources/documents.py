@@ -1,5 +1,5 @@
-"""Reads documents: PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes one text with
-the places of its pages, slides or headings.
+"""Read documents in the formats PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes
+one text, with the places of its pages, slides or headings.
 
     file ──convert_document──> text, places, attachments ──> SourceCollector
            (document_process.py)                └── each is read as a file of its kind
@@ -34,7 +34,7 @@ from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_page_pictures import keep, read_scan
 
 MAX_DEPTH = 3
-"""Maximum number of messages around an attachment that is still read."""
+"""Maximum nesting of messages around an attachment that is still read."""
 _WHAT = {
     "pdf": ("a PDF", "pypdf"),
     "docx": ("a Word document", "markitdown"),
@@ -46,7 +46,7 @@ _WHAT = {
     "mbox": ("a mailbox", "mailbox"),
     "msg": ("an Outlook message", "oxmsg"),
 }
-"""Kind -> description of it, and a module that reads it."""
+"""Kind -> its description, and the module that must be installed to read it."""
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
@@ -62,7 +62,7 @@ def _converted(kind: str, file: SourceFile, loading: SourceCollector) -> Convert
 
 
 def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceCollector) -> None:
-    """Add the text of a converted document to the load, and read the document's attachments."""
+    """Add the text of a converted document to the load, then read the document's attachments."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
     loading.spend(len(text), file.name)
@@ -96,9 +96,8 @@ def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_html(file: SourceFile, loading: SourceCollector) -> None:
-    """Read an HTML page and add its text as Markdown, or its HTML source if it cannot be
-    converted.
-    """
+    """Read an HTML page and add its text as Markdown. If the page cannot be converted, its HTML
+    source is added."""
     text, _ = decode(file.data)
     try:
         _read("html", file, loading)

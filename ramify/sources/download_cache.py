@@ -1,5 +1,5 @@
-"""A cache of remote files on this machine. This module decides which copies are kept, where, and
-for how long.
+"""A cache of remote files on this machine. It decides which copies are kept, where, and for how
+long.
 
     ROOT/<hash of the URL>/entry.json    version (ETag), type and name of the newest copy
     ROOT/<hash of the URL>/<hash>.data   its bytes; an older copy may still be in use
@@ -31,7 +31,7 @@ from ramify.user_folders import user_folder
 
 MAX_CACHE_BYTES = 10 << 30
 _SPARED_S = 24 * 3600.0
-"""A copy that was used within this time is kept, since a run may still query it."""
+"""Seconds for which a used copy is kept, since a run may still query it."""
 
 
 class CachedCopy(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class CachedCopy(msgspec.Struct, frozen=True):
     path: Path
     num_bytes: int
     head: RemoteHead
-    """The description of the file by the server."""
+    """The server's description of the file."""
 
 
 class _Entry(msgspec.Struct):
@@ -59,9 +59,8 @@ class DownloadCache:
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedCopy | None:
-        """Return the newest copy of the file at ``url``, or None without a copy whose version the
-        server can confirm.
-        """
+        """Return the newest copy of the file at ``url``. Returns None without a copy whose
+        version the server can confirm."""
         folder = self._folder(url)
         try:
             entry = msgspec.json.decode((folder / "entry.json").read_bytes(), type=_Entry)
@@ -73,17 +72,14 @@ class DownloadCache:
         return CachedCopy(path, entry.num_bytes, entry.head)
 
     def mark_used(self, url: str) -> None:
-        """Record that the copy of the file at ``url`` has been used now, so that it is kept
-        longer.
-        """
+        """Record that the copy of the file at ``url`` was used now, so that it is kept longer."""
         with contextlib.suppress(OSError):
             os.utime(self._folder(url) / "entry.json")
 
     @contextlib.contextmanager
     def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Return a context manager that creates a file for the bytes of the URL. The file is
-        removed if an error is raised, and becomes the copy of the URL once ``keep`` is called.
-        """
+        """Return a context manager that creates a file for downloaded bytes. Calling ``keep`` makes
+        it the copy of ``url``. If an error is raised, the file is removed."""
         folder = self._folder(url)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,9 +117,7 @@ class DownloadCache:
         return copy
 
     def prune(self) -> None:
-        """Remove the copies that have not been used for the longest time if all copies together are
-        too large.
-        """
+        """Remove the least recently used copies if all copies together are too large."""
         now = time.time()
         found = []
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs SQL queries over tables in files with DuckDB, in a separate process.
+"""Run SQL queries over tables in files with DuckDB, in a separate process.
 
     TableQuestion(tables, query) ──> one DuckDB in memory per set of tables ──> rows
       csv, jsonl, parquet    a view over the file
@@ -44,29 +44,28 @@ from ramify.sources.query_process import (
 from ramify.sources.sql_table_types import TableInfo, TableLocation
 
 MEMORY_BYTES = 2 << 30
-"""Memory that DuckDB may use."""
+"""Memory that DuckDB may use, in bytes."""
 _ADDRESS_BYTES = 6 << 30
-"""Address space of the process, with mapped files."""
+"""Address space of the process in bytes, including mapped files."""
 MAX_COPIED_ROWS = 5_000_000
-"""Rows of one SQLite table or sheet that are copied for a query."""
+"""Maximum number of rows of a SQLite table or sheet that are copied for a query."""
 MAX_COPIED_BYTES = 1 << 30
 _BATCH = 10_000
 _WHOLE_BYTES = 64 << 20
-"""A larger CSV or JSONL file has the types of its columns guessed from its first rows."""
+"""Size in bytes above which only a file's first rows determine its column types."""
 NUM_SAMPLES = 3
 
 
 class TableQuestion(msgspec.Struct, frozen=True):
-    """A query over tables, sent to the process that runs it. Without a query, it asks for a
-    description of the tables.
-    """
+    """A query over tables, as sent to the process that runs it. Without a query, the process
+    describes the tables instead."""
 
     tables: list[TableLocation]
     query: str = ""
     params: list[Any] | dict[str, Any] = []
     limit_s: float = QUERY_S
     max_text_bytes: int = 0
-    """Limit on the text of all sheets, when tables are described."""
+    """Limit on the text of all sheets in bytes, if tables are described."""
 
 
 _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
@@ -79,8 +78,7 @@ def query_tables(
     limit_s: float = QUERY_S,
 ) -> list[tuple[Any, ...]]:
     """Run one SELECT over tables and return its rows. Raises ValueError, PermissionError or
-    TimeoutError, whose message says what is wrong with the query.
-    """
+    TimeoutError with a message that says what is wrong with the query."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
     asked = TableQuestion(list(tables), query, given, limit_s)
     return [tuple(row) for row in _processes.ask(asked, limit_s)]
@@ -89,10 +87,9 @@ def query_tables(
 def describe_tables(
     tables: Sequence[TableLocation], limit_s: float, max_text_bytes: int = 0
 ) -> list[TableInfo]:
-    """Return a description of the tables of one file: their columns, number of rows and first rows.
-    If a file can hold several tables and a source names no ``member``, all its tables are
-    described. Raises ValueError or TimeoutError with the reason if the file cannot be read.
-    """
+    """Return a description of the tables in one file: their columns, number of rows and first rows.
+    If a file can hold several tables and ``member`` is not given, all are described. Raises
+    ValueError or TimeoutError if the file cannot be read."""
     asked = TableQuestion(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
@@ -101,7 +98,8 @@ def describe_tables(
 
 
 def serve() -> None:
-    """Run in a child process: answer queries from standard input until it is closed."""
+    """Answer queries from standard input until it is closed. This is the main function of the child
+    process."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -118,9 +116,7 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
-    """Answer a query. Errors contain the names of files instead of paths on the host, because
-    models read them.
-    """
+    """Answer a query. Errors contain file names instead of host paths, because models read them."""
     try:
         return _answer(asked, kept)
     except (ValueError, PermissionError, TimeoutError) as error:
@@ -162,11 +158,11 @@ _SNIFFED = {
     "dateformat": "DateFormat",
     "timestampformat": "TimestampFormat",
 }
-"""Option of ``read_csv`` -> column of ``sniff_csv``."""
+"""Option of ``read_csv`` -> column of ``sniff_csv`` that holds its detected value."""
 
 
 class _Tables:
-    """An in-memory DuckDB database, in which each table can be queried by its name."""
+    """An in-memory DuckDB database in which each table can be queried by its name."""
 
     def __init__(self, tables: Sequence[TableLocation]) -> None:
         import duckdb
@@ -230,9 +226,8 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _members(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return one entry for each table of a file. An entry that names its table, or whose file
-        is a single table, is returned unchanged.
-        """
+        """Return one entry for each table in a file. An entry that already names its table, or
+        whose file is a single table, is returned unchanged."""
         if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
             return [given]
         if given.kind == "duckdb":
@@ -262,9 +257,7 @@ class _Tables:
         ]
 
     def _scan(self, each: TableLocation) -> str:
-        """Return the SQL expression that reads a CSV or JSONL file with the types of its
-        columns.
-        """
+        """Return the SQL expression that reads a CSV or JSONL file with typed columns."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
             return self._scan_csv(each.path, whole)
@@ -421,9 +414,8 @@ class _Tables:
             self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
 
     def _copy(self, each: TableLocation) -> None:
-        """Copy a SQLite table or a sheet of a workbook into DuckDB, unless an earlier copy is still
-        up to date.
-        """
+        """Copy a SQLite table or a workbook's sheet into DuckDB, unless an earlier copy is still up
+        to date."""
         version = tuple(
             number
             for path in (each.path, f"{each.path}-wal")
@@ -482,15 +474,15 @@ def _sqlite(path: str) -> sqlite3.Connection:
 
 
 _GUESSED_ROWS = 1000
-"""Rows of a SQLite table from which the types of its columns are described."""
+"""Number of rows of a SQLite table from which its column types are inferred."""
 _COUNT_S = 2.0
-"""Time limit for counting the rows of one SQLite table."""
+"""Time limit for counting the rows of one SQLite table, in seconds."""
 _DUCKDB_TYPES = {"integer": "BIGINT", "real": "DOUBLE", "text": "VARCHAR", "blob": "BLOB"}
 
 
 def _sqlite_info(each: TableLocation) -> TableInfo:
-    """Describe a SQLite table without copying it. The number of rows is -1 if counting them takes
-    too long."""
+    """Describe a SQLite table without copying it. The number of rows is -1 if counting takes too
+    long."""
     table = _quoted(each.member)
     with contextlib.closing(_sqlite(each.path)) as database:
         until = time.monotonic() + _COUNT_S
@@ -517,9 +509,9 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 
 def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the kinds and the names of the columns of a SQLite table, and its rows in batches.
-    SQLite stores any kind of value in any column, so the kinds are inferred from the values.
-    """
+    """Return the column kinds, the column names and the rows of a SQLite table, the rows in
+    batches. The kinds are inferred from the values, because SQLite stores any kind of value in any
+    column."""
     database = _sqlite(each.path)
     table = _quoted(each.member)
     names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
@@ -557,7 +549,7 @@ def _workbook(path: str, *, with_formulas: bool = False) -> Any:
 
 
 def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a sheet of a workbook, without empty rows."""
+    """Yield the rows of a workbook's sheet. Empty rows are skipped."""
     book = _workbook(each.path, with_formulas=with_formulas)
     try:
         sheet = book[each.member]
@@ -574,9 +566,8 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the kinds and the names of the columns of a sheet, and its rows in batches. If all
-    cells of the first row are text, they are the names of the columns.
-    """
+    """Return the column kinds, the column names and the rows of a sheet, the rows in batches. The
+    first row gives the names if all its cells are text."""
     found: list[set[str]] = []
     head: tuple[Any, ...] = ()
     for number, row in enumerate(_sheet(each)):
@@ -609,13 +600,12 @@ def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[lis
 
 
 _COUNTED_CELLS = 1_000_000
-"""Cells of a sheet in which formulas without a value are looked for."""
+"""Maximum number of a sheet's cells that are searched for formulas without a stored value."""
 
 
 def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
     """Return the rows of a sheet as tab-separated lines, and a note if some formulas have no stored
-    value. Raises ValueError if the text is longer than ``max_bytes``.
-    """
+    value. Raises ValueError if the text exceeds ``max_bytes``."""
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
         line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
@@ -650,7 +640,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _common(kinds: set[str]) -> str:
-    """Return the narrowest kind of column to which values of all these kinds can be converted."""
+    """Return the narrowest column kind to which values of all given kinds can be converted."""
     if len(kinds) <= 1:
         return next(iter(kinds), "text")
     if kinds == {"integer", "real"}:
@@ -659,7 +649,7 @@ def _common(kinds: set[str]) -> str:
 
 
 def _arrow_type(kind: str) -> Any:
-    """Return the Arrow type for a kind of column."""
+    """Return the Arrow type of a column kind."""
     import pyarrow
 
     return {
@@ -674,7 +664,7 @@ def _arrow_type(kind: str) -> Any:
 
 
 def _fitting(value: Any, kind: str) -> Any:
-    """Convert a value to the kind of its column."""
+    """Convert a value to the kind of its column, such as a date to a datetime."""
     if value is None:
         return None
     if kind == "text" and not isinstance(value, str):
@@ -687,9 +677,8 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Add numbers to repeated column names, so that all names differ even without regard to case,
-    as DuckDB requires.
-    """
+    """Make column names distinct by adding numbers to repeated ones. DuckDB requires that they
+    differ even without regard to case."""
     seen: set[str] = set()
     unique = []
     for name in names:
@@ -706,9 +695,7 @@ def _text(value: str | Path) -> str:
 
 
 def _columns(columns: Iterable[tuple[str, str]]) -> str:
-    """Return the columns and their types in the SQL syntax of an argument to DuckDB's file
-    readers.
-    """
+    """Return columns and their types in SQL syntax, as an argument to DuckDB's file readers."""
     return "{" + ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind in columns) + "}"
 
 
@@ -717,5 +704,5 @@ def _quoted(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the message of a DuckDB error on one line, without the excerpt from the query."""
+    """Return a DuckDB error's message on one line, without its excerpt from the query."""
     return " ".join(str(error).split("\nLINE ")[0].split())[:400]

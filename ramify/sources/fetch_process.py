@@ -1,5 +1,5 @@
-"""Fetches remote files in a separate process. This module contains both that process and the object
-through which the host uses it.
+"""Fetch remote files in a separate process. This module contains the code of that process and the
+host's handle of it.
 
     FetchProcess                                the process
     list_files("s3://bucket/logs/")         ──> [ListedFile, …]
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
     from ramify.sources.http_download import OpenDownload
 
 ANSWER_S = 60.0
-"""Time limit for each answer: a head, or the next bytes."""
+"""Time limit in seconds for each answer: a file's description, or its next bytes."""
 LIST_S = 180.0
-"""Time limit for a listing."""
+"""Time limit for listing files, in seconds."""
 _START_S = 20.0
 _READ_BYTES = 1 << 20
 _READ_S = 5.0
-"""Time after which the bytes that have arrived are returned, even if they are few."""
+"""Seconds after which a read returns the bytes that have arrived, even if they are few."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
     """A request to the process that fetches remote files."""
 
     what: str
-    """``list``, ``open``, ``read`` or ``close``."""
+    """Operation: ``list``, ``open``, ``read`` or ``close``."""
     url: str
     version: str = ""
-    """For ``open``: the version of an earlier copy, or empty."""
+    """For ``open``: version of an earlier copy, or empty."""
     allow_private: bool = False
-    """True if web addresses may lead to private addresses."""
+    """True if web addresses may resolve to private network addresses."""
 
 
 class FetchAnswer(msgspec.Struct, frozen=True):
-    """The answer to a request to fetch. If the request failed, ``reason`` is not empty."""
+    """The answer to a ``FetchRequest``. If the request failed, ``reason`` is not empty."""
 
     files: list[ListedFile] = []
     head: RemoteHead | None = None
@@ -67,8 +67,8 @@ class FetchAnswer(msgspec.Struct, frozen=True):
 
 
 class FetchProcess:
-    """The process that fetches remote files, as the host sees it. The process is started by the
-    first request and killed at the end. Every method raises UnreadableSource if its request fails.
+    """The host's handle of the process that fetches remote files. The first request starts the
+    process, which is killed at the end. Every method raises UnreadableSource if its request fails.
     """
 
     def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
@@ -88,15 +88,14 @@ class FetchProcess:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
     def open_file(self, url: str, version: str = "") -> RemoteHead:
-        """Open a remote file and return a description of it. ``version`` is the version of a copy
-        that is already on this machine, or empty.
-        """
+        """Open a remote file and return its description. ``version`` identifies a copy that is
+        already on this machine, or is empty."""
         head = self._ask("open", url, version).head
         assert head is not None
         return head
 
     def read(self, url: str) -> bytes:
-        """Return the next bytes of an opened remote file, or b"" at its end."""
+        """Return the next bytes of an open remote file, or b"" at its end."""
         return self._ask("read", url).data
 
     def close_file(self, url: str) -> None:
@@ -143,7 +142,8 @@ class FetchProcess:
 
 
 def serve() -> None:
-    """Run in a child process: answer requests to fetch from standard input until it is closed."""
+    """Answer fetch requests from standard input until it is closed. This is the main function of
+    the child process."""
     with asyncio.Runner() as runner:
         opened = _OpenFiles(runner)
         answer_requests(
@@ -170,9 +170,8 @@ def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
 
 
 class _OpenFiles:
-    """The remote files that the process has open, by URL. A client library is imported when it is
-    first used.
-    """
+    """The remote files that the fetch process has open, by URL. A client library is imported when
+    it is first used."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -209,9 +208,8 @@ class _OpenFiles:
 
 
 async def _block(download: OpenDownload) -> bytes:
-    """Return about a megabyte of a download, or less if only that arrives within a few seconds. At
-    least one byte is returned before the end of the file.
-    """
+    """Return about a megabyte of a download, or less if the bytes arrive slowly. At least one byte
+    is returned until the end of the file."""
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_S):

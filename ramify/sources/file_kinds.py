@@ -1,5 +1,5 @@
-"""Detects the kind of a file by its first bytes and its name, and selects the reader for that kind.
-The module also decodes bytes to text and describes tables and records in one line.
+"""Detect the kind of a file by its first bytes and its name, and select the reader for that kind.
+The module also decodes bytes to text, and describes tables and records in one line.
 
 A reader is a function with the parameters ``(file, loading)`` that returns nothing. Its module is
 imported on first use.
@@ -23,22 +23,22 @@ import msgspec
 from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 
 HEAD_BYTES = 8192
-"""Number of first bytes that determine the kind of a file."""
+"""Number of leading bytes that determine the kind of a file."""
 
 
 class SourceFile(msgspec.Struct):
-    """The bytes of one file, wherever it came from, with its name."""
+    """The bytes and the name of one file, from any origin."""
 
     name: str
     data: bytes
     path: Path | None = None
     """Path of the file on disk; None for standard input and archive members."""
     inside: bool = False
-    """True for an archive member. Archives within archives are not opened."""
+    """True for an archive member, so that archives within archives are not opened."""
     is_named: bool = False
-    """True if the user named the file itself, and not its folder."""
+    """True if the user named this file itself, and not its folder."""
     depth: int = 0
-    """Number of messages around an attachment."""
+    """Number of messages that enclose an attachment."""
 
 
 Reader = Callable[[SourceFile, SourceCollector], None]
@@ -66,7 +66,7 @@ READERS: dict[str, str] = {
     "msg": "ramify.sources.documents:read_msg",
     "notebook": "ramify.sources.notebook:read",
 }
-"""Kind -> place of its reader."""
+"""Kind of file -> module and function of its reader."""
 
 _MAGIC = {
     b"SQLite format 3\0": "sqlite",
@@ -101,12 +101,12 @@ _PACKED_KINDS = {
     "odt": "odt",
     "epub": "epub",
 }
-"""Suffix of a document that is a zip archive -> its kind."""
+"""Suffix of a document format based on zip -> kind of the document."""
 _MIME_KINDS = {
     b"mimetypeapplication/epub+zip": "epub",
     b"mimetypeapplication/vnd.oasis.opendocument.text": "odt",
 }
-"""First member of such an archive, from byte 30 -> its kind."""
+"""First member of such a document, from byte 30 -> kind of the document."""
 _TEXT_KINDS = {
     "html": "html",
     "htm": "html",
@@ -115,7 +115,7 @@ _TEXT_KINDS = {
     "mbox": "mbox",
     "ipynb": "notebook",
 }
-"""Suffix of a document that is text -> its kind."""
+"""Suffix of a text-based document format -> kind of the document."""
 _OFFICE = (".ods", ".odp")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 BINARY_SUFFIXES = frozenset(
@@ -127,13 +127,12 @@ BINARY_SUFFIXES = frozenset(
     )
     for suffix in group.split()
 )
-"""Suffixes of binary files, which are not opened when a folder is read."""
+"""Suffixes of binary files, which are skipped when a folder is read."""
 
 
 def read_file(file: SourceFile, loading: SourceCollector) -> None:
     """Read a file with the reader for its kind, and add the result to the load. Raises
-    UnreadableSource if the kind is not supported.
-    """
+    UnreadableSource if the kind is not supported."""
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
@@ -149,9 +148,8 @@ def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
 
 
 def kind_of(name: str, head: bytes) -> str:
-    """Return the kind of a file, given its name and first bytes. For example, the kind of
-    ``a.csv.gz`` is ``"packed"`` if it begins with the bytes of a gzip file.
-    """
+    """Return the kind of a file, given its name and its first bytes. For example, ``a.csv.gz`` has
+    the kind ``"packed"`` if its first bytes are those of a gzip file."""
     if head[8:12] == b"DUCK":
         return "duckdb"
     stem, _, suffix = name.lower().rpartition("/")[2].rpartition(".")
@@ -192,9 +190,8 @@ def kind_of(name: str, head: bytes) -> str:
 def read_regular(
     path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW
 ) -> bytes:
-    """Return the bytes of a regular file on disk. If the file is a database, only its first bytes
-    are returned, because it is queried and not loaded.
-    """
+    """Return the bytes of a regular file on disk. A database is queried and not loaded, so only its
+    first bytes are returned."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         status = os.fstat(fd)
@@ -222,7 +219,7 @@ _MARKS = (
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b"))
 _MAX_CONTROLS = 0.02
 _MAX_PARSED_CHARS = 20_000_000
-"""Larger tables and JSON files are described by their first line only."""
+"""Size in characters above which a table or JSON file is described by its first line only."""
 _MAX_NAMES = 12
 
 
@@ -239,24 +236,21 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def bom_encoding(head: bytes) -> str:
-    """Return the encoding that the byte order mark at the start of a file stands for, or an empty
-    string if the file has none.
-    """
+    """Return the encoding that a byte order mark at the start of a file indicates, or an empty
+    string if the file has none."""
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "")
 
 
 def is_binary(head: bytes) -> bool:
-    """Return True if the first bytes of a file cannot be text in UTF-8 or a single-byte
-    encoding.
-    """
+    """Return True if the first bytes of a file cannot be text, neither in UTF-8 nor in a
+    single-byte encoding."""
     num_controls = len(head) - len(head.translate(None, _CONTROLS))
     return b"\0" in head or num_controls > _MAX_CONTROLS * len(head)
 
 
 def decode(data: bytes) -> tuple[str, str]:
-    """Decode the bytes of a file, and return the text with a note if its encoding is not UTF-8.
-    Raises UnreadableSource for binary data.
-    """
+    """Decode the bytes of a file. Returns the text, with a note if its encoding is not UTF-8.
+    Raises UnreadableSource for binary data."""
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             try:
@@ -274,9 +268,8 @@ def decode(data: bytes) -> tuple[str, str]:
 
 
 def describe(name: str, text: str) -> tuple[str, str]:
-    """Return the kind of a text and a one-line description, such as ``"csv"`` and ``"CSV: 3 columns
-    a, b, c; 1,200 rows"``. A plain text has the kind ``"text"`` and no description.
-    """
+    """Return the kind and a one-line description of a text, such as ``"csv"`` and ``"CSV: 3 columns
+    a, b, c; 1,200 rows"``. Plain text has the kind ``"text"`` and no description."""
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
         return "csv", _csv(text, "\t" if suffix != "csv" else None)
@@ -342,7 +335,7 @@ def _count_lines(text: str) -> int:
 
 
 def _names(names: list[str], what: str) -> str:
-    """Return a count followed by names, such as ``3 columns a, b, c``."""
+    """Return a count followed by names, as in ``3 columns a, b, c``."""
     shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
         " …" if len(names) > _MAX_NAMES else ""
     )

@@ -1,4 +1,4 @@
-"""Reads all readable files in a folder and its subfolders.
+"""Read all readable files in a folder and its subfolders.
 
 Some files are skipped and reported: files that ``.gitignore`` excludes, hidden files (they usually
 hold settings and keys; name one to load it), and links to files that are in the folder anyway.
@@ -36,13 +36,12 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
     """Load all files below a folder. Their names in the context begin with ``prefix``, which is
-    empty or ends with a slash.
-    """
+    empty or ends with a slash."""
     _Walk(folder, prefix, loading).run()
 
 
 class _Walk:
-    """The state of one traversal of a folder."""
+    """One traversal of a folder, with its state."""
 
     def __init__(self, folder: Path, prefix: str, loading: SourceCollector) -> None:
         self._root = folder.resolve()
@@ -67,9 +66,8 @@ class _Walk:
                 self._file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files directly in one folder and return its subfolders. ``below`` is its path
-        from the top of the traversal: empty, or like ``"a/b/"``.
-        """
+        """Load the files directly inside one folder, and return its subfolders. ``below`` is the
+        folder's path from the top of the traversal: empty, or like ``"a/b/"``."""
         try:
             entries = sorted(os.scandir(self._root / below), key=lambda entry: entry.name)
         except OSError as error:
@@ -98,7 +96,7 @@ class _Walk:
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
-        """Return the reason why a file or folder is skipped, or None if it is read."""
+        """Return the reason for skipping a file or folder, or None if it is read."""
         if entry.name.startswith("."):
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
@@ -158,17 +156,16 @@ class IgnoreFile(msgspec.Struct, frozen=True):
 
     spec: GitIgnoreSpec
     base: str
-    """Folder of the file relative to the top of the repository, with a trailing slash; empty for
-    the top."""
+    """Folder of the file relative to the repository's top, with a trailing slash; empty for the
+    top."""
 
 
 Layers = tuple[IgnoreFile, ...]
 
 
 def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
-    """Return the ignore files that apply to a folder because of the repository around it, outermost
-    first, and the path from the top of the repository to the folder, such as ``"src/"``.
-    """
+    """Return the ignore files that the surrounding repository applies to a folder, outermost first.
+    Also return the path from the top of the repository to the folder, such as ``"src/"``."""
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
     )
@@ -184,7 +181,7 @@ def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
 
 
 def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
-    """Return the list of ignore files with the one at ``path`` added, if that file exists."""
+    """Return the list of ignore files, extended by the one at ``path`` if that file exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -199,9 +196,8 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> L
 
 
 def is_ignored(path: str, layers: Layers) -> bool:
-    """Return True if a path is excluded by the ignore files. The path is relative to the top folder
-    and ends with a slash if it is a folder itself.
-    """
+    """Return True if the ignore files exclude a path. The path is relative to the top folder, and
+    ends with a slash if it is a folder."""
     for layer in reversed(layers):
         included = layer.spec.check_file(path[len(layer.base) :]).include
         if included is not None:
