@@ -171,6 +171,7 @@ class ServedQuestion:
         try:
             result = await self.watch.result()
         except asyncio.CancelledError:
+            # This task's own cancellation is passed on. Otherwise the server has cancelled the run.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise

@@ -62,6 +62,7 @@ class HostCalls:
                 "RuntimeError",
                 f"{name}() was called in a forked process; call it in the session itself",
             )
+        # The host gets the cell's output so far before the call itself.
         self._output.flush()
         ticket = FrameWaiter()
         before = self._interrupts.begin_deferring()

@@ -340,17 +340,20 @@ class GuestSessionProxy:
         if cell is None:
             self._check_alive()
         self._check_waits(cell)
+        # The branch inherits the random generator, so a pending seed is applied before the fork.
         if self._wire.seed is not None:
             self._wire.send({"op": "seed", "id": 0})
         reply = self._expect_reply()
         id = self._wire.last_id
         try:
             await transport.prepare_branch()
+            # The session may have changed its state during the wait.
             self._check_waits(cell)
             pending = dict(cell.calls.pending) if cell is not None else {}
             branch_transport = transport.fork_branch(
                 session_wire.build_request_frame({"op": "fork", "id": id}), self._moved
             )
+            # The session may move to a new socket, so other frames wait until the fork is complete.
             self._wire.hold_sending()
             branch = GuestSessionProxy(branch_transport, self._limits, self._hooks)
             try:

@@ -167,6 +167,7 @@ def parse(
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
     try:
+        # A shorter header cannot exceed any limit. A longer one is checked before it is decoded.
         if len(header) > MAX_NESTING:
             check_json_complexity(bytes(header))
         message: FromGuest = _decoder.decode(header)

@@ -169,7 +169,7 @@ def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
             "Privileged": False,
             "SecurityOpt": ["no-new-privileges"],
             "Memory": memory,
-            "MemorySwap": memory,
+            "MemorySwap": memory,  # memory plus swap, so this means no swap
             "NanoCpus": int(NUM_CPUS * 1e9),
             "PidsLimit": MAX_PROCESSES,
             "IpcMode": "private",
