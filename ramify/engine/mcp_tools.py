@@ -161,6 +161,7 @@ class _McpConnection:
         if self._stop is not None and self._task is not None:
             self._stop.set()
             await asyncio.wait({self._task}, timeout=10)
+            # A server that does not end within that time must not block the caller.
             self._task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:

@@ -127,6 +127,7 @@ class RunEnder:
         try:
             yield
         except asyncio.CancelledError:
+            # Only our own cancellation becomes LimitReached: the caller may cancel the task too.
             if self.closing is not None and task.uncancel() <= cancels:
                 raise closing_error(self.closing) from None
             raise
@@ -141,6 +142,7 @@ class RunEnder:
             async with asyncio.timeout_at(self._deadline) as scope:
                 yield
         except TimeoutError:
+            # A TimeoutError from inside the block is not the deadline.
             if not scope.expired():
                 raise
             raise closing_error(Stop.DEADLINE) from None

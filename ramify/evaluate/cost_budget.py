@@ -51,6 +51,7 @@ class CostBudget:
         while True:
             left = self.limit - self.spent - self._held
             amount = min(self._per_attempt, left)
+            # With nothing reserved, waiting frees no dollars: the rest is used if it may be enough.
             is_last = self._held <= 0 and amount >= _LEAST * self._per_attempt
             if amount >= self._per_attempt * (1 - 1e-9) or is_last:
                 self._held += amount

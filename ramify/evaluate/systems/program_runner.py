@@ -138,6 +138,7 @@ class _ProgramRun:
             finally:
                 self._loop.remove_reader(child)
                 if child.poll() is None:
+                    # Shielded, because a cancelled attempt must not leave the program running.
                     await asyncio.shield(in_thread(child.end, _END_S))
                 self.status = child.poll() or 0
                 self.output, self.errors = output.end(self._loop), errors.end(self._loop)

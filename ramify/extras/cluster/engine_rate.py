@@ -189,6 +189,7 @@ def admit_requests(
     if room is None:
         return list(requests)
     begins = [each.begun_s for each in requests]
+    # At equal times, ends (0) sort before begins (1), so a freed slot is used at once.
     events = sorted(
         [(each.ended_s, 0, index) for index, each in enumerate(requests)]
         + [(each.begun_s, 1, index) for index, each in enumerate(requests)]
@@ -213,6 +214,7 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
     """Return two values for each request: the mean number of sequences in its engine while it ran
     (itself included), and the prompt tokens that the engine read in that time."""
     at, running, _ = _events(served)
+    # The difference of this integral at two times, divided by the time, is the mean in between.
     area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
     begins = np.array([each.begun_s for each in served])
     ends = np.array([each.ended_s for each in served])
@@ -236,6 +238,7 @@ def _typical(rows: Floats, took: Floats) -> list[float]:
     coefficients = non_negative(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
+        # Iteratively reweighted least squares: the floor avoids weights that are almost infinite.
         weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ coefficients), least))
         coefficients = non_negative(rows * weights[:, None], took * weights)
     total = float((rows @ coefficients).sum())
@@ -252,6 +255,7 @@ def non_negative(
     rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
     best, least = [0.0] * num, float(seconds @ seconds)
+    # Columns of equal magnitude keep the least-squares problem well conditioned.
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     for size in range(1, num + 1):
