@@ -402,7 +402,7 @@ class RemoteBudget(BudgetLedger):
         self._asked: dict[int, tuple[BudgetAmount, asyncio.Future[tuple[str, str] | None]]] = {}
         self._operations: list[Operation] = []
         self._lost: RamifyError | None = None
-        """Why the shared budget is gone."""
+        """Error that is raised because the shared budget cannot be reached, or None."""
         self._sender: asyncio.Task[None] | None = None
         self._waiter: asyncio.Task[None] | None = None
         self._beat: asyncio.Task[None] | None = None
