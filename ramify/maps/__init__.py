@@ -29,8 +29,8 @@ consists of many small ones.
 | `shared_budget.py` | one budget and one rate limit for all workers |
 | `api.py` | `ramify.map` and `ramify.amap` |
 
-A row that needs a session is answered by an ordinary run, which the map's journal names. There are
-two ways to extend maps: a new way of answering a row is a `RowAnsweringMethod` in `means_of`, and
-several processes share a budget through the `shared` ledger of their ledgers. How a single question
-is answered is defined in `ramify/engine`.
+A row that needs a session is answered by an ordinary run, which the map's journal names. Maps can
+be extended in two ways. A new way of answering a row is a `RowAnsweringMethod` that
+`create_row_answerers` returns. Several processes share a budget through the `shared` ledger of
+their ledgers. How a single question is answered is defined in `ramify/engine`.
 """

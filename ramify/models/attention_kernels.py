@@ -1,5 +1,5 @@
-"""Attention between a block of queries and a block of keys. Each result comes with its log-sum-exp,
-from which the results of several blocks can be combined exactly.
+"""Attention kernels for one block of queries and one block of keys. Each result includes its
+log-sum-exp, with which the results of several blocks can be combined exactly.
 
     forward   o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
     backward  given o and lse over *all* keys that the queries saw, the block's exact share of
@@ -31,7 +31,7 @@ _MAX_SCORES = 1 << 24
 
 class AttentionBlockKernel(Protocol):
     """Computes attention for one block of queries and keys at a time. Tensors are views [blocks,
-    heads, queries or keys, head size] whose last dimension is contiguous; the log-sum-exp is fp32
+    heads, queries or keys, head size] whose last dimension is contiguous. The log-sum-exp is fp32
     [blocks, heads, queries]."""
 
     def forward(
@@ -56,7 +56,7 @@ class AttentionBlockKernel(Protocol):
 
 
 class CpuFlashKernel:
-    """Computes attention by PyTorch's flash attention for CPUs, in fp32, fp64, bf16 or fp16."""
+    """Computes attention with PyTorch's flash attention for CPUs, in fp32, fp64, bf16 or fp16."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -84,8 +84,8 @@ class CpuFlashKernel:
 
 
 class PlainAttentionKernel:
-    """Computes attention by matrix products and a softmax, for a limited number of queries at a
-    time to save memory. Works on any device and in any precision."""
+    """Computes attention with matrix products and a softmax, for a limited number of queries at a
+    time to save memory. It works on any device and in any precision."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -139,14 +139,14 @@ class VarlenRanges(NamedTuple):
     """The boundaries of consecutive ranges of queries or keys in one tensor."""
 
     bounds: Tensor
-    """[N + 1] int32, on the device: range i is ``[bounds[i], bounds[i + 1])``."""
+    """int32 tensor [N + 1] on the device. Range i is ``[bounds[i], bounds[i + 1])``."""
     longest: int
 
 
 class VarlenAttentionKernel(Protocol):
-    """Computes attention for many blocks of different sizes in one call: each range of queries
+    """Computes attention for many blocks of different sizes in one call. Each range of queries
     attends to the range of keys with the same index. Tensors are contiguous [tokens, heads, head
-    size]; the log-sum-exp is fp32 [heads, tokens]."""
+    size], and the log-sum-exp is fp32 [heads, tokens]."""
 
     def forward(
         self,
@@ -158,7 +158,7 @@ class VarlenAttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the attention output, the log-sum-exp of the scores, and additional tensors that
+        """Return the attention output, the log-sum-exp of the scores, and the extra tensors that
         the backward pass needs."""
         ...
 
@@ -181,7 +181,7 @@ class VarlenAttentionKernel(Protocol):
 
 
 class CudaFlashKernel:
-    """Computes attention by the FlashAttention that PyTorch includes, in fp16 or bf16 on a GPU. Key
+    """Computes attention with the FlashAttention kernels in PyTorch, in fp16 or bf16 on a GPU. Key
     heads that several query heads share are not copied."""
 
     @staticmethod
@@ -254,7 +254,7 @@ class CudaFlashKernel:
 
 
 class PlainVarlenKernel:
-    """A reference implementation of ``CudaFlashKernel`` that runs on any device and computes one
+    """A reference implementation of ``CudaFlashKernel``. It runs on any device and computes one
     range after another."""
 
     def forward(

@@ -1,5 +1,5 @@
-"""Forward passes that give a token exactly the same result, bit for bit, whatever other tokens are
-computed with it, both in the inference engine and in the trainer.
+"""Batch-invariant forward passes: a token gets exactly the same result, bit for bit, whatever other
+tokens are in its batch. This holds in the inference engine and in the trainer.
 
     tokens of a step, or of a forest in preorder
       ── blocks of 64 rows, the last one padded ──> DenseModel.hidden, block after block
@@ -32,7 +32,7 @@ from ramify.models.dense import DenseModel
 from ramify.types.sequence import Segment
 
 BLOCK = 64
-"""Rows of every product, and the granularity of attended keys."""
+"""Number of rows in every matrix product. The number of attended keys is a multiple of it."""
 
 
 def round_up_to_block(num_keys: int) -> int:
@@ -57,9 +57,9 @@ def _filled(x_n: Tensor) -> Tensor:
 
 def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
     """Compute causal attention for consecutive tokens of one sequence, the first of which is at
-    ``position``. The keys are padded to whole blocks, and all of the tokens must be in the last
-    block. Keys after a token have no effect on it, but must be finite. Returns a tensor [tokens,
-    heads, head size]."""
+    ``position``. Keys are padded to whole blocks, and all of the tokens must be in the last block.
+    Keys after a token do not affect it, but must be finite. Returns a tensor [tokens, heads, head
+    size]."""
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
     start = position % BLOCK
@@ -83,19 +83,19 @@ def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scal
 
 
 class PathTokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence that are in the same block of rows."""
+    """A run of consecutive tokens of one sequence that are in the same block of rows."""
 
     row: int
-    """Row of the first, within its block."""
+    """Row of the first token within its block."""
     num: int
     position: int
-    """Position of the first in its path."""
+    """Position of the first token in its path."""
     source: int
-    """The slot (engine) or the segment (trainer) that they belong to."""
+    """Slot (in the engine) or segment (in the trainer) that the tokens belong to."""
 
 
 def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenSpan]:
-    """Split the rows of one block into runs of consecutive tokens. The tokens of a run belong to
+    """Split the rows of one block into runs of consecutive tokens. All tokens of a run belong to
     the same segment and attend to the same padded number of keys."""
     runs: list[PathTokenSpan] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
@@ -113,8 +113,8 @@ def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenS
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the precision that autocast uses for matrix products. Without autocast,
-    return them unchanged."""
+    """Cast tensors to the precision that autocast uses for matrix products. Return them unchanged
+    if autocast is off."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -123,7 +123,7 @@ def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 class FixedShapeTrunk:
     """Runs a ``DenseModel`` in blocks of a fixed shape, so that a token's result does not depend on
-    the other tokens. Implements ``trunk.ModelWithoutLoss``."""
+    other tokens. Implements ``trunk.ModelWithoutLoss``."""
 
     shares = True
 
@@ -131,15 +131,14 @@ class FixedShapeTrunk:
         self._model = model
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for forward and backward passes, in which each weight is added
-        to its adapter once instead of once per block."""
+        """Return a context manager for forward and backward passes. Within it, each adapter is
+        merged into its weight once instead of once per block."""
         return parametrize.cached()
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row for each of the tokens whose
-        indices are given."""
+        """Return the hidden states after the last norm, one row for each token in ``rows_N``."""
         forest = _ForestKeys(segments, positions_T.tolist())
         blocks = []
         for start in range(0, len(ids_T), BLOCK):
@@ -150,14 +149,14 @@ class FixedShapeTrunk:
         return torch.cat(blocks).index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the logits of hidden states in fp32, one row for each state. The computation has a
-        fixed shape if exactly ``BLOCK`` states are given."""
+        """Return fp32 logits, one row per hidden state. The computation has a fixed shape if
+        exactly ``BLOCK`` states are given."""
         return self._model.logits(h_ND)
 
 
 class _ForestKeys:
-    """The keys and values that have been computed for a forest of token sequences, and the runs of
-    consecutive tokens in each of its blocks."""
+    """The keys and values computed so far for a forest of token sequences, and the runs of
+    consecutive tokens in each block."""
 
     def __init__(self, segments: Sequence[Segment], positions: Sequence[int]) -> None:
         self._segments = segments
@@ -170,8 +169,8 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: PathTokenSpan) -> list[tuple[Tensor, Tensor]]:
-        """Collect the keys and values that a run of tokens attends to, in order from the root of
-        its tree down to the last token of the run."""
+        """Collect the keys and values that a run of tokens attends to. They are ordered from the
+        root of the tree to the last token of the run."""
         segment = self._segments[run.source]
         ranges = [(segment.start, block * BLOCK + run.row + run.num)]
         while segment.parent >= 0:
@@ -232,8 +231,8 @@ class _AttendPath(torch.autograd.Function):
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
-    """Join pieces of keys or values, each [tokens, heads, head size], into one tensor [heads,
-    tokens, head size]. The number of tokens is padded with zeros to the next multiple of the block
+    """Join keys or values, given as pieces [tokens, heads, head size], into one tensor [heads,
+    tokens, head size]. The number of tokens is padded with zeros to a multiple of the block
     size."""
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], round_up_to_block(length), first.shape[2])
@@ -244,7 +243,7 @@ def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
 def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
-    """Compute the same attention as ``attend_path`` by an ordinary masked kernel, through which
+    """Compute the same attention as ``attend_path`` with an ordinary masked kernel, so that
     gradients can flow. Returns a tensor [tokens, heads, head size]."""
     groups = q_nHd.shape[1] // k_LKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in (k_LKd, v_LKd))

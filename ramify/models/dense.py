@@ -1,5 +1,5 @@
-"""The dense decoder models of Llama, Mistral, Qwen2 and Qwen3, computed over a single flat axis of
-tokens.
+"""Dense decoder models of the Llama, Mistral, Qwen2 and Qwen3 families. They compute over a single
+flat axis of tokens.
 
 The model computes everything between token ids and logits except attention, which the caller passes
 in: attention in the engine reads and writes a KV cache, and attention in the trainer runs over a
@@ -81,7 +81,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the models that ``DenseModel`` runs."""
+"""Values of ``model_type`` that ``DenseModel`` supports."""
 
 
 class CausalAttentionFunction(Protocol):
@@ -91,58 +91,59 @@ class CausalAttentionFunction(Protocol):
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output [tokens, query heads, head size]. Each key-value head is
-        shared by consecutive query heads: head h reads key-value head ``h // (H / K)``."""
+        """Return the attention output [tokens, query heads, head size]. Consecutive query heads
+        share a key-value head: query head h reads key-value head ``h // (H / K)``, with H query
+        heads and K key-value heads."""
         ...
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True):
-    """Parameters of Llama 3.1's scaling of rotary embeddings to longer contexts (``rope_type:
-    llama3``)."""
+    """Parameters of Llama 3.1's scaling of rotary embeddings to longer contexts, which
+    configurations call ``rope_type: llama3``."""
 
     factor: float
-    """How much the slowest rotations are slowed down."""
+    """Factor by which the slowest rotations are slowed down."""
     low_freq_factor: float
     high_freq_factor: float
     original_window: int
-    """Number of positions in the original training."""
+    """Context window of the original training, in tokens."""
 
 
 class DenseShape(msgspec.Struct, frozen=True):
-    """The fields of a model's configuration that determine the computation, such as its widths and
+    """The fields of a model's configuration that determine its computation, such as widths and
     numbers of heads."""
 
     architecture: str
     """``llama``, ``mistral``, ``qwen2`` or ``qwen3``."""
     vocab_size: int
     width: int
-    """D"""
+    """Size of the hidden states, D."""
     num_layers: int
     num_heads: int
-    """H"""
+    """Number of query heads, H."""
     num_kv_heads: int
-    """K"""
+    """Number of key-value heads, K."""
     head_size: int
-    """d; even."""
+    """Size of a head, d. Must be even."""
     mlp_width: int
     norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Scaling | None
     window: int
-    """Number of positions for which the computation matches the original: its window, or its
-    sliding window if smaller."""
+    """Number of positions for which the result equals the original model's. It is the context
+    window, or the sliding window if that is smaller."""
     tied: bool
-    """Whether the embedding is also the output matrix."""
+    """True if the embedding is also the output matrix."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether each head of queries and keys is normalized before it is rotated."""
+    """True if each query and key head is normalized before it is rotated."""
 
     @classmethod
     def of(cls, config: Any) -> DenseShape:
-        """Read the shape from a Hugging Face ``PretrainedConfig``. Raises ConfigError, which names
-        the first feature that ``DenseModel`` does not support."""
+        """Read the shape from a Hugging Face ``PretrainedConfig``. Raises ConfigError with the
+        first feature that ``DenseModel`` does not support."""
         kind = config.model_type
         if reason := unsupported(config):
             raise ConfigError(
@@ -173,8 +174,8 @@ class DenseShape(msgspec.Struct, frozen=True):
 
 
 def unsupported(config: Any) -> str | None:
-    """Return the reason why ``DenseModel`` cannot run a model with this configuration; None if it
-    can."""
+    """Return the reason why ``DenseModel`` cannot run a model with this configuration, or None if
+    it can."""
     if config.model_type not in ARCHITECTURES:
         return f"the architecture '{config.model_type}' is not one of {', '.join(ARCHITECTURES)}"
     if config.hidden_act != "silu":
@@ -188,18 +189,18 @@ def unsupported(config: Any) -> str | None:
 
 
 class DenseModel(nn.Module):
-    """The decoder model of Llama, Mistral, Qwen2 and Qwen3. It is created in fp32 with
-    uninitialized weights, which ``models.load`` fills in."""
+    """The decoder model of Llama, Mistral, Qwen2 and Qwen3. Its weights are fp32 and uninitialized
+    until ``models.load`` fills them in."""
 
     def __init__(self, config: Any) -> None:
         """Create the model that a Hugging Face configuration describes. Raises ConfigError if this
-        class cannot run such a model."""
+        class does not support it."""
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
         self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
         self._frequencies = frequencies(shape)
-        """[d / 2] radians per position, in fp32 whatever the parameters' precision."""
+        """[d / 2] frequencies in radians per position, always in fp32."""
         self._tie()
 
     def hidden(
@@ -209,8 +210,8 @@ class DenseModel(nn.Module):
         attend: CausalAttentionFunction,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row per token, for the given token ids
-        and positions, which are integer vectors.
+        """Return the hidden states after the last norm, one row per token. The token ids and
+        positions are integer vectors.
 
         If ``rows_N`` is given, it selects tokens by N distinct indices, and the result has only
         their rows. For all other tokens, the last layer computes only keys and values.
@@ -223,12 +224,12 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.model.norm(h_TD))
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the logits of hidden states in fp32, one row for each state."""
+        """Return fp32 logits, one row per hidden state."""
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters as any PyTorch module does. If the output matrix shares the weights of
-        the embeddings, it may be missing, as in Hugging Face's files."""
+        """Load parameters as any PyTorch module does. The output matrix may be missing if it shares
+        the weights of the embedding, as in Hugging Face's files."""
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -237,7 +238,7 @@ class DenseModel(nn.Module):
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the rotary embedding for each position. The first half of
-        the sines is negative, as ``_rotate`` expects."""
+        the sines is negated, as ``_rotate`` expects."""
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -291,13 +292,13 @@ class _Layer(nn.Module):
     def before_attention(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the inputs of a layer's attention: rotated queries and keys, and values, each
-        [tokens, heads, head size]."""
+        """Compute the inputs of a layer's attention: rotated queries, rotated keys, and values,
+        each [tokens, heads, head size]."""
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
-        """Finish a layer after its attention by adding the output projection and the MLP to the
-        residual stream. Returns the hidden states of the tokens that the next layer needs."""
+        """Finish a layer after its attention: add the output projection and the MLP to the residual
+        stream. Returns the hidden states of the tokens that the next layer needs."""
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
@@ -345,8 +346,8 @@ class _Mlp(nn.Module):
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Skip PyTorch's initialization, since every caller fills in the weights. On the meta
-        device, initialization would also import torch's compiler, which takes 1.5 s."""
+        """Skip PyTorch's initialization, because every caller fills in the weights. On the meta
+        device, the initialization would import torch's compiler, which takes 1.5 s."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -354,7 +355,7 @@ class _Linear(nn.Linear):
 
 class _Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """Skip PyTorch's initialization, since every caller fills in the weights."""
+        """Skip PyTorch's initialization, because every caller fills in the weights."""
 
 
 class _Norm(nn.Module):
@@ -370,9 +371,9 @@ class _Norm(nn.Module):
 
 
 def compile_layers(model: DenseModel, compiler: str | None) -> None:
-    """Compile what each layer computes before and after attention, so that norms, rotations,
-    activations and casts become a few kernels, which all layers share. ``compiler`` is a backend of
-    ``torch.compile``, such as ``inductor``; None turns compilation off again.
+    """Compile the parts of each layer before and after attention. Norms, rotations, activations and
+    casts then become a few kernels that all layers share. ``compiler`` is a backend of
+    ``torch.compile``, such as ``inductor``, or None to turn compilation off.
 
     Compilation takes place in the first batch and takes most of a minute. An engine that samples
     from the same model in inference mode is not affected. Attention is never compiled, since each
@@ -385,16 +386,16 @@ def compile_layers(model: DenseModel, compiler: str | None) -> None:
 
 @functools.cache
 def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile the two halves of a layer, before and after attention, for any number of tokens."""
+    """Compile the two parts of a layer, before and after attention, for any number of tokens."""
     parts = (_Layer.before_attention, _Layer.after_attention)
     before, after = (torch.compile(each, dynamic=True, backend=compiler) for each in parts)
     return before, after
 
 
 def frequencies(shape: DenseShape) -> Tensor:
-    """Return the frequencies of the rotary embedding, which say how many radians each pair of a
-    head's dimensions turns per position. Pair i has the frequency theta^(-2i/d), where d is the
-    head size; it is scaled as in Llama 3.1 if the model asks for that.
+    """Return the frequencies of the rotary embedding, in radians per position, one for each pair of
+    a head's dimensions. Pair i has the frequency theta^(-2i/d), where d is the head size.
+    Frequencies are scaled as in Llama 3.1 if the model requires it.
 
     The scaling of a frequency f depends on its wavelength w = 2π/f, the original window c and the
     factor s. If w < c / high, f is unchanged; if w > c / low, it becomes f / s. In between, it
@@ -412,16 +413,16 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Rotate the pairs of dimensions (i, i + d/2) of each head by the angle for the token's
-    position. The sines already carry the signs. Under autocast, the angles are more precise than
+    """Rotate the pairs of dimensions (i, i + d/2) of each head by the angle of the token's
+    position. The signs are already in the sines. Under autocast, the angles are more precise than
     the result."""
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding under the names of transformers 5, also for
-    configurations of older versions."""
+    """Return the parameters of the rotary embedding, under the names of transformers 5 even for
+    older configurations."""
     parameters = (
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
@@ -443,8 +444,8 @@ def _scaling(rope: dict[str, Any], window: int) -> Llama3Scaling | None:
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Return the number of tokens that a sliding-window layer attends to; None if no layer has a
-    sliding window."""
+    """Return how many tokens a sliding-window layer attends to, or None if no layer has a sliding
+    window."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None

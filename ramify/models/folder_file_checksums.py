@@ -1,4 +1,4 @@
-"""Checksums of the files in a folder, by which damage on disk is detected before a file is loaded.
+"""Checksums of the files in a folder. They detect damage on disk before a file is loaded.
 
     FOLDER/checksums.json
         {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
@@ -32,10 +32,10 @@ _COPY = "restore the folder from an intact copy"
 
 
 class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The size and checksum that a file had when it was written."""
+    """The size and checksum of a file at the time it was written."""
 
     bytes: int
-    """Its size."""
+    """Size of the file in bytes."""
     sha256: str
 
 
@@ -58,12 +58,12 @@ def write(folder: Path) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Delete the recorded checksums of a folder, because its files are about to change."""
+    """Delete a folder's ``checksums.json``, because its files are about to change."""
     (folder / FILE).unlink(missing_ok=True)
 
 
 def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
-    """Verify the files of a folder whose path begins with ``under`` against the recorded checksums.
+    """Verify the files of a folder whose paths begin with ``under`` against the recorded checksums.
     Does nothing if no checksums were recorded.
 
     Raises StoreError with the first file that is missing or has changed. The message ends with the
@@ -83,9 +83,9 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
 
 
 def check_model(folder: Path) -> None:
-    """Verify the files of a model's folder against their recorded checksums. The folder may also be
-    the ``policy`` folder of a training checkpoint. Raises StoreError if a file is missing or has
-    changed."""
+    """Verify the files of a model's folder against their recorded checksums. The ``policy`` folder
+    of a training checkpoint also counts as a model's folder. Raises StoreError if a file is missing
+    or has changed."""
     if (folder / FILE).is_file():
         check(folder)
     elif (folder.parent / "state.json").is_file():
@@ -94,7 +94,7 @@ def check_model(folder: Path) -> None:
 
 def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
     """Yield the name of each file that has changed, with a description of the problem. All sizes
-    are compared first, since that does not require reading the files."""
+    are compared first, because this does not require reading the files."""
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file():
@@ -115,8 +115,8 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Compute the current checksums of files, and return them by file name. Raises StoreError if a
-    file cannot be read."""
+    """Compute the current checksums of some files, keyed by file name. Raises StoreError if a file
+    cannot be read."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)
@@ -134,7 +134,7 @@ def _joined(digests: list[bytes]) -> str:
 
 
 def _chunk(path: Path, start: int) -> bytes:
-    """Return the SHA-256 digest of the chunk of a file that begins at the offset ``start``."""
+    """Return the SHA-256 digest of one chunk of a file, which begins at byte offset ``start``."""
     digest, left = hashlib.sha256(), CHUNK
     buffer = memoryview(bytearray(_BLOCK))
     try:

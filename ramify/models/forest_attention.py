@@ -1,5 +1,6 @@
-"""Attention over a packed forest of token sequences: every token attends to the tokens before it in
-its own sequence, and tokens that several sequences share are stored once.
+"""Attention over a forest of token sequences that share prefixes. Every token attends to the
+earlier tokens of its own sequence. Tokens that several sequences share are stored and computed
+once.
 
     segments      0 [prompt]            segment  own block (causal)   descendant blocks (all keys)
     in preorder   ├── 1 [turn, cells]      0        0 x 0                1 2 3 4 x 0
@@ -48,38 +49,39 @@ from ramify.models.onednn_attention import TiledAttention
 from ramify.types.sequence import Segment
 
 TILED: Literal["tiled"] = "tiled"
-"""Name of the kernel that computes a whole forest (``onednn_attention.py``)."""
+"""Name of the kernel that computes a whole forest at once (``onednn_attention.py``)."""
 Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel | Literal["tiled"]
 
 
 class DescendantAttentionBlock(NamedTuple):
-    """One block of attention without a mask, in which all tokens that descend from a segment of the
-    tree attend to all keys of that segment."""
+    """An attention block without a mask. All tokens in the descendants of a tree segment attend to
+    all keys of that segment."""
 
     keys: tuple[int, int]
-    """Tokens [start, end)."""
+    """Range [start, end) of the key tokens."""
     queries: tuple[int, int]
-    """Range of the tokens, or of the needed rows if not all tokens have queries."""
+    """Range of the query tokens. If only some tokens have queries, the range counts only those."""
     level: int
-    """Number of segments above this one."""
+    """Depth of the segment: the number of segments above it."""
 
 
 class ForestAttentionPlan(NamedTuple):
     """The dense blocks into which attention over a forest of token sequences is divided. Each
-    segment has one causal block for its own tokens and one block in which the tokens of its
-    descendants attend to it."""
+    segment has a causal block for its own tokens, and a block in which its descendants' tokens
+    attend to it."""
 
     own: list[int]
-    """Lengths of the causal blocks, in order: the segments that have tokens, one after another."""
+    """Lengths of the causal blocks, one for each segment that has tokens, in order."""
     below: list[DescendantAttentionBlock]
-    """Descendant blocks; a segment's block precedes those of its descendants."""
+    """Blocks in which descendants attend to a segment. A segment's block precedes those of its
+    descendants."""
     skipped: list[int]
-    """Number of tokens without queries before each causal block, and after the last one; empty if
+    """Numbers of tokens without queries before each causal block and after the last one. Empty if
     all tokens have queries."""
 
     @property
     def causal(self) -> list[tuple[int, int]]:
-        """The tokens [start, end) of each causal block."""
+        """Return the token range [start, end) of each causal block."""
         blocks, end = [], 0
         for skipped, length in zip_longest(self.skipped, self.own, fillvalue=0):
             start = end + skipped
@@ -89,12 +91,12 @@ class ForestAttentionPlan(NamedTuple):
 
     @classmethod
     def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
-        """Plan the attention blocks for a packed forest. ``rows`` are the indices of the tokens
-        whose output is needed, in ascending order; by default all are. The causal block of a
-        segment begins at its first needed token and includes all tokens after that."""
+        """Plan the attention blocks for a packed forest. ``rows`` lists the tokens whose output is
+        needed, in ascending order, and defaults to all. A segment's causal block begins at its
+        first needed token and includes all later tokens of the segment."""
         levels: list[int] = []
         ends = [segment.end for segment in segments]
-        """Segment -> where its last descendant ends."""
+        """Segment -> index after the last token of its last descendant."""
         for segment in segments:
             levels.append(levels[segment.parent] + 1 if segment.parent >= 0 else 0)
         for index in range(len(segments) - 1, -1, -1):
@@ -124,15 +126,15 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class LayerOutputRows(NamedTuple):
-    """Selects the rows of one layer's output that are needed."""
+    """Selects which rows of one layer's output are needed."""
 
     layer: int
     rows: Tensor
-    """[N] distinct indices in order."""
+    """[N] distinct row indices in ascending order."""
 
 
 class ForestAttention:
-    """Computes attention over the forest of one batch for all layers of a model. Implements
+    """Computes attention over the forest of one batch, for all layers of a model. Implements
     ``dense.CausalAttentionFunction``."""
 
     def __init__(
@@ -141,9 +143,9 @@ class ForestAttention:
         kernel: Kernel | None = None,
         needed: LayerOutputRows | None = None,
     ) -> None:
-        """Plan the attention for the segments of a batch. By default, the fastest kernel for the
-        device and precision of the queries is used. ``needed`` names a layer in which only some
-        rows of the output are used; the other rows of that layer may have any value."""
+        """Plan the attention for the segments of a batch. The default kernel is the fastest one for
+        the device and precision of the queries. ``needed`` names a layer in which only some output
+        rows are used. Its other rows may have any value."""
         self._segments = segments
         self._kernel = kernel
         self._needed = needed
@@ -184,7 +186,7 @@ class _Walk(Protocol):
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the attention output [tokens, heads, head size], its log-sum-exp [heads, tokens],
-        and additional tensors that the backward pass needs."""
+        and the extra tensors that the backward pass needs."""
         ...
 
     def backward(
@@ -233,9 +235,9 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Runs the blocks of an attention plan one after another on views of the tensors. Keys and
-    values are copied only if several query heads share a key head, and queries only if some rows
-    are not needed.
+    """Runs the blocks of an attention plan one after another, on views of the tensors. Keys and
+    values are copied only if several query heads share a key head. Queries are copied only if some
+    rows are not needed.
 
     Computing a block of a few dozen tokens takes only about 30 µs, so views are made for all blocks
     at once where possible, and adjacent causal blocks of one length are computed in one call.
@@ -304,13 +306,13 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """Allocate a tensor of the same shape as ``x``. It is filled with zeros if some rows are
-        not written by any causal block."""
+        """Allocate a tensor of the same shape as ``x``. It is zero-filled if no causal block writes
+        some of its rows."""
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
-        """Split a tensor along its token dimension (2) into one view for each run of causal blocks,
-        with a first dimension of blocks."""
+        """Split a tensor along its token dimension, which is dimension 2, into one view for each
+        run of equally long causal blocks. The first dimension of a view counts the blocks."""
         lengths = [each for run in self._runs for each in (run.skipped, run.num * run.length)]
         parts = torch.split(x, [*lengths, x.shape[2] - sum(lengths)], 2)[1::2]
         return [
@@ -319,22 +321,23 @@ class _Blocks:
         ]
 
     def _needed(self, x: Tensor) -> Tensor:
-        """Select the tokens whose output is needed, along the token dimension (2)."""
+        """Select the tokens whose output is needed, along the token dimension, which is dimension
+        2."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
 
 
 class _CausalRun(NamedTuple):
-    """Adjacent causal blocks of one length."""
+    """A run of adjacent causal blocks of equal length."""
 
     skipped: int
-    """Tokens without queries before the first block."""
+    """Number of tokens without queries before the first block."""
     num: int
     length: int
 
 
 def _in_blocks(x: Tensor, num: int) -> Tensor:
-    """Return a view [blocks, heads, tokens of a block, …] of ``num`` blocks [1, heads, tokens,
-    …]."""
+    """Return a tensor [1, heads, tokens, …] as a view [blocks, heads, tokens of a block, …] of
+    ``num`` blocks."""
     heads, num_tokens = x.shape[1:3]
     return x[0].view(heads, num, num_tokens // num, *x.shape[3:]).transpose(0, 1)
 
@@ -350,21 +353,20 @@ def _runs(plan: ForestAttentionPlan) -> list[_CausalRun]:
 
 
 class _Level(NamedTuple):
-    """All blocks in which the segments at one depth of the forest are attended to by their
-    descendants. One kernel call computes these blocks together."""
+    """All blocks in which descendants attend to the segments at one depth of the forest. A single
+    kernel call computes them."""
 
     rows: Tensor
-    """[N] indices of the queries."""
+    """[N] row indices of the queries."""
     queries: VarlenRanges
     key_rows: Tensor
-    """[N] indices of the keys."""
+    """[N] row indices of the keys."""
     keys: VarlenRanges
 
 
 class _Levels:
-    """Runs an attention plan in few kernel calls: one for the causal blocks of all segments, and
-    one for each level of the forest. The queries and keys of a level are gathered into one tensor
-    first."""
+    """Runs an attention plan in few kernel calls: one for all causal blocks, and one for each level
+    of the forest. It first gathers the queries and keys of a level into one tensor."""
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device
@@ -435,37 +437,35 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into an existing attention output in place, weighting both
-    by their log-sum-exp. Outputs are [1, heads, queries, head size], and log-sum-exps [1, heads,
-    queries]."""
+    """Merge attention over further keys into an existing attention output, in place. Both are
+    weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and log-sum-exps [1,
+    heads, queries]."""
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """Repeat each key head once for every query head that reads it. Returns a tensor [1, query
-    heads, tokens, head size]."""
+    """Repeat each key head for every query head that reads it. Returns a tensor [1, query heads,
+    tokens, head size]."""
     groups = q_THd.shape[1] // x_TKd.shape[1]
     x_KTd = x_TKd.transpose(0, 1)
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
 
 
 def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
-    """Add up the gradients of key heads that were repeated in the forward pass, so that each
-    original head gets the sum. Returns a tensor [tokens, key heads, head size]."""
+    """Sum the gradients of key heads that the forward pass repeated, so that each original head
+    gets the total. Returns a tensor [tokens, key heads, head size]."""
     num, kv_heads, size = x_TKd.shape
     grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
     return grad_KTd.transpose(0, 1)
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
-    """Return a view of the tensor with the head dimension before the token dimension, [1, heads,
-    tokens, head size]."""
+    """Return a view of the tensor with heads before tokens: [1, heads, tokens, head size]."""
     return x_THd.transpose(0, 1)[None]
 
 
 def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Return a view of the tokens from ``start`` up to ``end``, exclusive. The third dimension of
-    the tensor is that of the tokens."""
+    """Return a view of the tokens [start, end). Tokens are dimension 2 of the tensor."""
     return x.narrow(2, span[0], span[1] - span[0])

@@ -1,5 +1,5 @@
-"""Loads, creates and saves policies. A policy is a language model with its tokenizer and its
-renderer, which converts messages to token ids.
+"""Loads, creates and saves policies. A policy is a language model together with its tokenizer and
+its renderer, which converts messages to token ids.
 
     policy = load("path/or/hub-name")               a folder, or a model in the Hugging Face cache
     policy = from_config(config, tokenizer, seed)   random weights
@@ -42,20 +42,20 @@ from ramify.trained_policy_settings import TrainedPolicySettings, read_card, wri
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
-"""Matrices that write into the residual stream. They are initialized at half size, so that
-activations do not grow with depth."""
+"""Matrices that write into the residual stream. Their initial values have half the usual scale, so
+that activations do not grow with depth."""
 _EMBEDDING_STD = 0.02
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The sampling options for requests that do not set any, as stored in
+    """Default sampling options for requests that set none, as stored in
     ``generation_config.json``."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Temperature. At 0, the likeliest token is taken."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all tokens."""
+    """Number of likeliest tokens to sample from. 0 keeps all tokens."""
 
 
 @dataclasses.dataclass
@@ -63,22 +63,23 @@ class Policy:
     """A language model together with its tokenizer, renderer and configuration."""
 
     model: nn.Module
-    """``DenseModel``, or a transformers module whose ``forward`` gives ``logits``."""
+    """A ``DenseModel``, or a transformers module whose ``forward`` returns ``logits``."""
     tokenizer: PreTrainedTokenizerFast
     renderer: Renderer
     config: Any
-    """The Hugging Face configuration."""
+    """The model's Hugging Face configuration."""
     version: int
-    """Increases with every published change of the weights."""
+    """Version of the weights, which increases with every published change."""
     name: str
-    """The path or name it was loaded from; shown to people."""
+    """Path or name from which the policy was loaded, for display."""
     defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
     card: TrainedPolicySettings = dataclasses.field(default_factory=TrainedPolicySettings)
-    """The scaffold and the limits that it was trained with."""
+    """Scaffold and limits with which the policy was trained."""
 
     @property
     def window(self) -> int:
-        """Return the maximum number of tokens of a prompt and its reply together."""
+        """Return the context window in tokens: the maximum length of a prompt and its reply
+        together."""
         return (
             DenseShape.of(self.config).window
             if isinstance(self.model, DenseModel)
@@ -95,7 +96,7 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters. A matrix that is used in two places is counted once."""
+        """Return the number of parameters. A matrix that is used twice is counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -106,7 +107,7 @@ def load_policy(
     *,
     thinking: bool | None = None,
 ) -> Policy:
-    """Load the policy from a folder, or by a Hugging Face name whose files are already on disk.
+    """Load a policy from a folder, or by a Hugging Face name whose files are already on disk.
 
     By default, the precision is fp32 on a CPU and that of the stored weights otherwise, and the
     device is a GPU if there is one. The device ``meta`` loads no weights, for callers that only
@@ -194,8 +195,8 @@ def save_policy(
     *,
     write: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save a policy in Hugging Face's file layout, with its weights cast to ``dtype`` if given. The
-    folder may exist already.
+    """Save a policy in Hugging Face's file layout. Weights are cast to ``dtype`` if it is given.
+    The folder may already exist.
 
     The files are config.json, generation_config.json, model.safetensors, the tokenizer with its
     chat template, and policy.json if the policy has training settings to record. ``write`` is
@@ -223,7 +224,7 @@ def save_policy(
 
 
 def load_into(policy: Policy, folder: str | Path) -> None:
-    """Replace the weights of a policy, in place, by those of a checkpoint.
+    """Replace a policy's weights, in place, with those of a checkpoint.
 
     Raises ConfigError, which names the first difference, if the checkpoint was made with another
     configuration.
@@ -239,8 +240,8 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would choose a
-    class for the model's family, which may split text differently. Raises ConfigError if the file
-    is missing or unusable."""
+    class by model family, which may split text differently. Raises ConfigError if the file is
+    missing or invalid."""
     check_tokenizer_file(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -253,8 +254,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """Read the configuration of a model without loading anything else. The model is a folder, or a
-    Hugging Face name whose files are on disk. Raises ConfigError if it cannot be found or read."""
+    """Read a model's configuration, and nothing else. The model is a folder, or a Hugging Face name
+    whose files are on disk. Raises ConfigError if it cannot be found or read."""
     return _config(local_model_folder(path_or_name))
 
 
@@ -268,7 +269,7 @@ def _config(folder: Path) -> Any:
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """Return the named device. Raises ConfigError if this machine does not have it."""
+    """Return the device with this name. Raises ConfigError if this machine does not have it."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -306,7 +307,7 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load a model as a transformers module, for architectures that ``DenseModel`` does not
+    """Load a model as a transformers module. This is for architectures that ``DenseModel`` does not
     support."""
     try:
         with _without_progress_bars():
@@ -318,7 +319,7 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing progress bars, which would mix with the log lines of a run."""
+    """Stop transformers from drawing progress bars, which would mix with a run's log lines."""
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
@@ -342,8 +343,8 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
     """Initialize one parameter: norm weights and biases to constants, matrices at random. The
-    random numbers depend on the seed and the parameter's name, so they are the same whatever other
-    parameters the model has."""
+    random numbers depend only on the seed and the parameter's name, and not on the model's other
+    parameters."""
     with torch.no_grad():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -405,15 +406,15 @@ def _stop_ids(
 
 def _architecture(policy: Policy) -> str:
     """Return the name of the transformers class for this policy. The class itself is not imported,
-    because that would take seconds."""
+    because that takes seconds."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def default_dtype(config: Any, device: str) -> torch.dtype:
-    """Return the precision in which a checkpoint's weights are loaded on a kind of device: fp32 on
-    a CPU, and otherwise the precision in which they are stored."""
+    """Return the default precision for loading a checkpoint's weights. It is fp32 on a CPU, and the
+    stored precision on other devices."""
     if device == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
@@ -421,8 +422,8 @@ def default_dtype(config: Any, device: str) -> torch.dtype:
 
 
 def window_of(config: Any) -> int:
-    """Return the maximum number of tokens of a prompt and its reply together, according to a
-    model's configuration. Raises ConfigError if the configuration does not say."""
+    """Return the context window in tokens from a model's configuration. It is the maximum length of
+    a prompt and its reply together. Raises ConfigError if the configuration does not say."""
     inner = config.get_text_config()
     for name in WINDOWS:
         if (window := getattr(inner, name, None)) is not None:

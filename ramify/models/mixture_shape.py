@@ -1,4 +1,5 @@
-"""Describes how many experts a mixture-of-experts model has, and in which layers. Needs no PyTorch.
+"""Describes the experts of a mixture-of-experts model: how many there are, and in which layers. It
+does not import PyTorch.
 
 ``routing.py`` reads this shape from a model and handles its routers.
 """
@@ -9,13 +10,13 @@ from typing import NamedTuple
 
 
 class MixtureShape(NamedTuple):
-    """The number of experts in a mixture-of-experts model, and the layers that have them."""
+    """The number of experts in a mixture-of-experts model, and the layers that contain them."""
 
     layers: tuple[int, ...]
     """Indices of the layers with experts, in ascending order."""
     num_layers: int
-    """Layers of the model, with experts and without."""
+    """Total number of layers, with and without experts."""
     top_k: int
-    """Experts that a token is sent to in each of ``layers``."""
+    """Number of experts that each token is sent to in a layer with experts."""
     num_experts: int
-    """Experts of each of ``layers``."""
+    """Number of experts in each layer that has experts."""

@@ -1,5 +1,5 @@
-"""Attention over a packed forest by oneDNN's matrix products, on CPUs where these are faster than
-PyTorch's flash attention (``onednn_products.py``).
+"""Attention over a forest of token sequences with oneDNN's matrix products. It is used on CPUs
+where these are faster than PyTorch's flash attention (``onednn_products.py``).
 
 The plan of ``forest_attention.py`` consists of causal blocks and of blocks without a mask. Long
 causal blocks are halved, which leaves more work without a mask. Large blocks are then divided into
@@ -40,47 +40,48 @@ from ramify.models.attention_kernels import CpuFlashKernel
 from ramify.models.onednn_products import product, scaled_product
 
 _LONGEST_CAUSAL = 384
-"""Tokens of a causal block that is not halved."""
+"""Maximum number of tokens in a causal block. Longer blocks are halved."""
 _TILE = 512
-"""Maximum rows of a tile; of queries, twice as many if there are few keys."""
+"""Maximum number of rows in a tile. A tile of queries may have twice as many if there are few
+keys."""
 _QUERY_STEP, _KEY_STEP = 128, 64
-"""Numbers of which the rows of a tile are multiples."""
+"""The numbers of rows in query and key tiles are multiples of these numbers."""
 _LEAST_SCORES = 1 << 15
-"""Scores of a block, for each key head, from which its products are worth starting."""
+"""Minimum number of scores per key head for which a block is computed in tiles."""
 _LEAST_ROWS, _LEAST_KEYS = 96, 48
 _LARGEST_SUM = 1e30
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 
 Span = tuple[int, int]
-"""Rows [start, end)."""
+"""Range of rows [start, end)."""
 
 
 class BlockOfTokens(NamedTuple):
-    """A range of queries that attend to a range of keys."""
+    """A range of queries that attends to a range of keys."""
 
     keys: Span
     queries: Span
     is_causal: bool
-    """True if both ranges are the same, and a query attends to the keys up to its own."""
+    """True if both ranges are equal and each query attends to the keys up to its own position."""
 
 
 class TiledAttention:
-    """Computes all blocks of one forest in fp32. The ways in and out are those of ``_Walk`` in
-    ``forest_attention.py``."""
+    """Computes all attention blocks of one forest in fp32, tile by tile. The inputs and outputs are
+    those of ``_Walk`` in ``forest_attention.py``."""
 
     def __init__(
         self, causal: Many[Span], below: Many[tuple[Span, Span]], rows_N: Tensor | None
     ) -> None:
-        """Prepare for ``causal`` blocks of tokens, and for pairs of keys and queries ``below``
-        them. If ``rows_N`` is given, queries of the latter are indices into it, and only these
-        rows of the output are needed."""
+        """Prepare for the causal blocks ``causal``, and the pairs ``below`` of key and query ranges
+        without a mask. If ``rows_N`` is given, only these rows of the output are needed, and the
+        query ranges are indices into it."""
         self._own = [block for span in causal for block in _halved(span)]
         self._below = [BlockOfTokens(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
     def is_worthwhile(self, groups: int) -> bool:
-        """Return True if most scores are in blocks that are large enough for tiles. ``groups`` is
-        the number of query heads that share a key head."""
+        """Return True if most scores are in blocks large enough for tiles. ``groups`` is the number
+        of query heads that share a key head."""
         scores = {True: 0, False: 0}
         for block in (*self._own, *self._below):
             (start, end), (first, last) = block.queries, block.keys
@@ -162,18 +163,18 @@ class TiledAttention:
 
 
 class _Backward(NamedTuple):
-    """What the gradients of a block are computed from."""
+    """The inputs from which the gradients of a block are computed."""
 
     do: Tensor
-    """[K, T, g, d], as are queries and outputs."""
+    """Gradient of the output, [K, T, g, d]. Queries and outputs have this shape too."""
     q: Tensor
-    """Times the scale and log2(e)."""
+    """Queries, multiplied by the scale and log2(e)."""
     k: Tensor
-    """[K, T, d]"""
+    """Keys, [K, T, d]."""
     v: Tensor
-    """Times ln(2), so that gradients are those of the scaled queries."""
+    """Values, multiplied by ln(2) so that the gradients are those of the scaled queries."""
     minus_lse: Tensor
-    """[K, T, g], base 2."""
+    """Negative log-sum-exp in base 2, [K, T, g]."""
     minus_delta: Tensor
     """[K, T, g]: sum of the output times its gradient, times -ln(2)."""
     o: Tensor
@@ -186,12 +187,14 @@ class _Gradients(NamedTuple):
 
 
 def _by_key_head(x_TH: Tensor, kv_heads: int) -> Tensor:
-    """Return a view [K, T, g, …] of a tensor [T, H, …]."""
+    """Return a tensor [T, H, …] as a view [K, T, g, …], in which query heads are grouped by the key
+    head that they share."""
     return x_TH.view(len(x_TH), kv_heads, -1, *x_TH.shape[2:]).transpose(0, 1)
 
 
 def _room(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
-    """Allocate [K, T + room, …]. A tile may read the rows after the last token, which are zeros."""
+    """Allocate a tensor [K, T + room, …]. The rows after the last token are zeros, because a tile
+    may read them."""
     room = like.new_empty(heads, num + _QUERY_STEP, *sizes)
     room[:, num:] = 0
     return room
@@ -204,7 +207,8 @@ def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def _halved(span: Span) -> Iterator[BlockOfTokens]:
-    """Divide a causal block into small causal blocks and blocks without a mask."""
+    """Split a causal block by repeated halving into small causal blocks and blocks without a
+    mask."""
     start, end = span
     if end - start <= _LONGEST_CAUSAL:
         yield BlockOfTokens(span, span, True)
@@ -216,14 +220,14 @@ def _halved(span: Span) -> Iterator[BlockOfTokens]:
 
 
 def _takes(block: BlockOfTokens, groups: int) -> bool:
-    """Return True if a block is large enough for tiles."""
+    """Return True if a block is large enough to be computed in tiles."""
     rows, keys = (block.queries[1] - block.queries[0]) * groups, block.keys[1] - block.keys[0]
     return rows >= _LEAST_ROWS and keys >= _LEAST_KEYS and rows * keys >= _LEAST_SCORES
 
 
 def _tiles(num: int, most: int, step: int) -> list[tuple[int, int, int]]:
-    """Divide ``num`` rows into ranges of about equal size and at most ``most``. Returns each
-    range's start and end, and its number of rows rounded up."""
+    """Divide ``num`` rows into ranges of similar size, each with at most ``most`` rows. Returns the
+    start, the end and the rounded-up number of rows of each range."""
     size = _rounded(-(-num // -(-num // most)), step)
     return [
         (start, min(start + size, num), _rounded(min(size, num - start), step))
@@ -236,8 +240,7 @@ def _rounded(num: int, step: int) -> int:
 
 
 def _key_tiles(block: BlockOfTokens, last_query: int, groups: int) -> list[tuple[int, int, int]]:
-    """Return the tiles of keys to which the rows of queries up to ``last_query`` (exclusive)
-    attend."""
+    """Return the key tiles that the query rows up to ``last_query`` (exclusive) attend to."""
     num = block.keys[1] - block.keys[0]
     if block.is_causal:
         num = min(num, -(-last_query // groups))
@@ -246,8 +249,8 @@ def _key_tiles(block: BlockOfTokens, last_query: int, groups: int) -> list[tuple
 
 @functools.cache
 def _mask(groups: int) -> Tensor:
-    """Return what to add to the scores of a causal block [N, m], so that queries attend to the keys
-    before their own: minus infinity for all others."""
+    """Return the mask that is added to the scores [N, m] of a causal block. It is minus infinity
+    except for the keys before each query's own position."""
     num = _LONGEST_CAUSAL
     seen = torch.ones(num, num, dtype=torch.bool).tril(-1).repeat_interleave(groups, 0)
     return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
@@ -255,8 +258,8 @@ def _mask(groups: int) -> Tensor:
 
 @functools.cache
 def _transposed_mask(groups: int) -> Tensor:
-    """Return what to add to the transposed scores of a causal block [m, N], so that queries attend
-    to the keys up to their own."""
+    """Return the mask that is added to the transposed scores [m, N] of a causal block. It lets
+    queries attend to the keys up to their own position."""
     num = _LONGEST_CAUSAL
     seen = torch.ones(num, num, dtype=torch.bool).triu().repeat_interleave(groups, 1)
     return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
@@ -266,10 +269,10 @@ def _transposed_mask(groups: int) -> Tensor:
 
 
 def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
-    """Let the queries of a block attend to its keys: merge the result into their output ``o`` [K,
-    T, g, d] and into the last column of ``q`` [K, T, g, e], in place. A causal block in tiles adds
-    the keys before each token to the token's own key, which ``o`` begins with; flash attention
-    computes a small causal block from scratch."""
+    """Let the queries of a block attend to its keys, in place. The result is merged into their
+    output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e]. In a tiled causal
+    block, the output already contains each token's own key. Flash attention computes small causal
+    blocks from scratch."""
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
     if not _takes(block, groups):
@@ -309,13 +312,14 @@ class _KeyTile(NamedTuple):
     k_Me: Tensor
     v_Md: Tensor
     start: int
-    """First key, counted from the first of the block."""
+    """Index of the first key within the block."""
     end: int
-    """After the last key; the rows after it belong to other tokens."""
+    """Index after the last key. Rows after it belong to other tokens."""
 
 
 def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sums [N, d] of values with weights exp2(score), and of the weights [N, 1]."""
+    """Return the sum [N, d] of the values weighted by exp2(score), and the sum [N, 1] of these
+    weights."""
     more = sums = None
     for tile in keys:
         p_NM, num = _scores(q_Ne, tile, mask_Nm).exp2_(), tile.end - tile.start
@@ -331,7 +335,7 @@ def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple
 
 def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
     """Return the scores [N, M] of queries and keys in base 2, relative to the queries' log-sum-exp.
-    Those of rows after the last query and key mean nothing."""
+    Scores in padding rows are meaningless."""
     scores_NM = product(q_Ne, tile.k_Me)
     if mask_Nm is not None:
         scores_NM[: len(mask_Nm), : tile.end - tile.start] += mask_Nm[:, tile.start : tile.end]

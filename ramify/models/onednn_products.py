@@ -1,4 +1,4 @@
-"""Matrix products in fp32 by oneDNN, which is faster than PyTorch's usual library on some CPUs.
+"""Matrix products in fp32 with oneDNN, which is faster than PyTorch's default library on some CPUs.
 
 PyTorch multiplies fp32 matrices by MKL, which is written for Intel's CPUs. oneDNN, which PyTorch
 contains as well, uses all vector instructions of AMD's: 250 GFLOP/s instead of 115 on one core of
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LEAST_ROWS = 256
-"""Number of rows from which ``linear`` uses oneDNN."""
+"""Minimum number of rows for which ``linear`` uses oneDNN."""
 
 
 @functools.cache
 def is_available() -> bool:
-    """Return True if this build of PyTorch has the operations that this module needs."""
+    """Return True if this build of PyTorch has the oneDNN operations that this module needs."""
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @functools.cache
 def is_faster() -> bool:
-    """Return True if oneDNN's products are faster on this CPU than PyTorch's usual ones. The answer
-    is the same in every process, so that a resumed run computes the same numbers."""
+    """Return True if oneDNN's products are faster on this CPU than PyTorch's default ones. The
+    answer is the same in every process, so that a resumed run computes the same numbers."""
     return is_available() and _vendor() == "AuthenticAMD"
 
 
@@ -47,8 +47,8 @@ def _vendor() -> str:
 
 
 def rounded_rows(num: int) -> int:
-    """Round a number of rows up, so that few different numbers occur: below 1,024 to a multiple of
-    64, and from there on to a multiple of 128. Numbers below ``LEAST_ROWS`` stay as they are."""
+    """Round a number of rows up, so that few different sizes occur. Sizes below 1,024 become
+    multiples of 64, and larger ones multiples of 128. Sizes below ``LEAST_ROWS`` are unchanged."""
     if num < LEAST_ROWS:
         return num
     step = 64 if num < 1024 else 128
@@ -56,8 +56,8 @@ def rounded_rows(num: int) -> int:
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias`` [N, O] by oneDNN, without gradients. Both matrices are
-    contiguous or transposes of contiguous ones; other layouts are very slow."""
+    """Return ``x @ weight.T + bias`` [N, O], computed with oneDNN and without gradients. Both
+    matrices must be contiguous or transposes of contiguous ones. Other layouts are very slow."""
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], ""),
@@ -65,8 +65,8 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
 
 def scaled_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: Tensor) -> Tensor:
-    """Return ``(x @ weight.T + bias) * factor`` [N, O] by oneDNN, without gradients. Layouts are
-    those of ``product``."""
+    """Return ``(x @ weight.T + bias) * factor`` [N, O], computed with oneDNN and without gradients.
+    Layouts are those of ``product``."""
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise.binary(x_NI, factor_NO, weight_OI, bias_O, "mul"),
@@ -76,8 +76,8 @@ def scaled_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: T
 def product_and_sum(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more_NO: Tensor
 ) -> Tensor:
-    """Return ``x @ weight.T + bias + more`` [N, O] by oneDNN, without gradients. Layouts are those
-    of ``product``."""
+    """Return ``x @ weight.T + bias + more`` [N, O], computed with oneDNN and without gradients.
+    Layouts are those of ``product``."""
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise.binary(x_NI, more_NO, weight_OI, bias_O, "add"),
@@ -85,7 +85,7 @@ def product_and_sum(
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Compute ``F.linear``, by oneDNN if that is faster for these tensors."""
+    """Compute the same as ``F.linear``, with oneDNN if that is faster for these tensors."""
     if _suits(x, weight_OI):
         return cast(Tensor, _Linear.apply(x, weight_OI, bias_O))  # type: ignore[no-untyped-call]
     return F.linear(x, weight_OI, bias_O)

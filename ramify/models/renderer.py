@@ -1,5 +1,5 @@
-"""Converts messages to token ids and back, in such a way that a conversation only ever grows at its
-end: ids that were once part of a prompt are never changed.
+"""Converts messages to token ids and back. A rendered conversation only grows at its end: ids that
+were once part of a prompt never change.
 
     prompt(messages)              a conversation from its beginning, ready for a reply
     extend(messages, after=ids)   what to append to a path whose last sampled ids are ``ids``
@@ -62,22 +62,22 @@ from ramify.types.message import Message, ToolCall
 
 
 class ChatTemplateMarkers(msgspec.Struct, frozen=True):
-    """A chat format: the markers that enclose the messages of a conversation, for each role."""
+    """A chat format, described by the markers that enclose the messages of each role."""
 
     name: str
     tokens: tuple[str, ...]
-    """Its markers; each must be one token."""
+    """Markers of the format. Each must be a single token."""
     end: str
-    """The marker that ends a reply."""
+    """Marker that ends a reply."""
     opens: dict[str, str]
-    """Role -> text before a message's content. Roles that are missing cannot be written."""
+    """Role -> text before a message's content. Messages of other roles cannot be written."""
     closes: dict[str, str]
-    """Role -> text after the content; the assistant's begins with ``end``."""
+    """Role -> text after a message's content. The assistant's text begins with ``end``."""
     prelude: str = ""
     """Text before the first message if the tokenizer has no template to define it."""
     wraps_tools: bool = False
-    """Qwen's style of tool use: results in a user message, calls as JSON in ``<tool_call>``; used
-    if the template agrees."""
+    """True for Qwen's style of tool use, if the template agrees. Results are in a user message, and
+    calls are JSON in ``<tool_call>``."""
 
 
 def _chatml() -> ChatTemplateMarkers:
@@ -115,7 +115,7 @@ def _scratch() -> ChatTemplateMarkers:
 
 
 SCRATCH = "scratch"
-"""Name of the format of policies that are trained from scratch."""
+"""Name of the chat format of policies that are trained from scratch."""
 FORMATS = (_scratch(), _chatml(), _llama3())
 
 
@@ -140,8 +140,8 @@ _TOOL_TALK = (
 
 
 class ChatMarkerRenderer:
-    """Writes conversations as token ids in one chat format. ``renderer_of`` creates it for a
-    tokenizer and tests whether it matches the tokenizer's chat template."""
+    """Renders conversations as token ids in one chat format. ``renderer_of`` creates it for a
+    tokenizer and tests it against the tokenizer's chat template."""
 
     unstable = ""
 
@@ -155,7 +155,7 @@ class ChatMarkerRenderer:
         trims: bool = False,
     ) -> None:
         """Create a renderer for one chat format, and compare it with the chat template on test
-        conversations. Raises ConfigError if the tokenizer has no token for a marker, or if the
+        conversations. Raises ConfigError if the tokenizer lacks a marker's token, or if the
         template writes something else."""
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
@@ -170,11 +170,11 @@ class ChatMarkerRenderer:
         self._opening = self._reply_opening()
         self._compare(CANNED)
         self.takes_tools = format.wraps_tools and self._agrees_on_tools()
-        """Whether it can offer tools and read their calls."""
+        """True if the renderer can offer tools and read tool calls."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a whole conversation, up to the beginning of the next reply.
-        Raises ConfigError if the format has no such role or cannot offer tools."""
+        Raises ConfigError if the format lacks a role or cannot offer tools."""
         if tools and not self.takes_tools:
             raise ConfigError(
                 f"the {self.name} renderer of this tokenizer cannot offer tools: remove native "
@@ -183,8 +183,9 @@ class ChatMarkerRenderer:
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply whose sampled ids are ``after``: the end of
-        that reply if it was not sampled, the new messages, and the beginning of the next reply."""
+        """Return the token ids to append after a reply with the sampled ids ``after``. They are the
+        reply's end marker if it was not sampled, the new messages, and the beginning of the next
+        reply."""
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
@@ -193,8 +194,8 @@ class ChatMarkerRenderer:
         )
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to the reply that they stand for, without the token that ended
-        it."""
+        """Convert sampled token ids to a reply message. The token that ended the reply is
+        dropped."""
         text = self._pieces.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
         if self._thinks and self._opening.endswith("<think>\n"):
             text = "<think>\n" + text
@@ -231,8 +232,8 @@ class ChatMarkerRenderer:
                 )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:
-        """Write a reply as it is in the growing conversation: the text with which the format begins
-        a reply, then what the model wrote."""
+        """Render a reply as it is stored in the growing conversation: the text that opens a reply,
+        then the text that the model wrote."""
         thought = message.reasoning is not None
         written_before = opening if thought == opening.endswith("<think>\n") else ""
         written = joined_reply(message).removeprefix(written_before if thought else "")
@@ -242,7 +243,7 @@ class ChatMarkerRenderer:
         yield from self._parts(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Write the result of a tool call. Consecutive results share one user message."""
+        """Render the result of a tool call. Consecutive results share one user message."""
         if index == 0 or messages[index - 1].role != "tool":
             yield from self._parts(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
@@ -256,16 +257,15 @@ class ChatMarkerRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _parts(self, text: str) -> Iterator[Part]:
-        """Split text that comes from the format or the template, and replace the special markers in
-        it by their token ids. It must not be used for the text of messages, in which markers are
-        ordinary text."""
+        """Split text from the format or the template into plain text and marker ids. Do not use
+        this for the text of messages, in which markers are ordinary text."""
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
 
     def _prelude(self, tools: Sequence[Tool]) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a system message at the
-        beginning of a conversation."""
+        """Return the texts that the template writes before and after a system message at the start
+        of a conversation."""
         opens, closes = self._format.opens, self._format.closes
         if "system" not in opens:
             return "", ""
@@ -282,8 +282,8 @@ class ChatMarkerRenderer:
         return self._preludes[key]
 
     def _bare_prelude(self, tools: Sequence[Tool]) -> str:
-        """Return the text that the template writes at the beginning of a conversation without a
-        system message."""
+        """Return the text that the template writes at the start of a conversation without a system
+        message."""
         if not self._template.source:
             return self._format.prelude
         key = msgspec.json.encode(list(tools))
@@ -302,8 +302,8 @@ class ChatMarkerRenderer:
         return text.removesuffix(question)
 
     def _reply_opening(self) -> str:
-        """Return the text with which the template begins a reply, after the marker of the format
-        itself."""
+        """Return the text that the template writes at the start of a reply, after the format's own
+        marker."""
         if not self._template.source:
             return ""
         plain, generating = (
@@ -319,9 +319,8 @@ class ChatMarkerRenderer:
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
         """Raise ConfigError if this renderer and the chat template write a conversation
-        differently. One difference is allowed: text that opens past replies, such as a thinking
-        block, may be missing in the template's version, since templates drop it and a growing
-        conversation keeps it."""
+        differently. One difference is allowed: the template may drop text that opens past replies,
+        such as a thinking block, while a growing conversation keeps it."""
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
@@ -338,8 +337,8 @@ class ChatMarkerRenderer:
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Encode the parts of a conversation as one text, and return its token ids. A token may
-        then span the end of a reply's header and the start of the reply."""
+        """Encode the parts of a conversation as one text, and return its token ids. Unlike
+        elsewhere, a token may then span the end of a reply's header and the start of the reply."""
         return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
@@ -358,30 +357,31 @@ class Renderer(Protocol):
     name: str
     """``scratch``, ``chatml``, ``llama3`` or ``template``."""
     stop_ids: tuple[int, ...]
-    """Sampling any of these ends a reply."""
+    """Token ids that end a reply when sampled."""
     unstable: str
-    """Why ``extend`` is not possible; empty if it is."""
+    """Reason why ``extend`` is not possible. Empty if it is possible."""
     takes_tools: bool
-    """Whether ``prompt`` can offer native tools."""
+    """True if ``prompt`` can offer native tools."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a whole conversation, up to the beginning of the next reply."""
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply whose sampled ids are ``after``: the end of
-        that reply if it was not sampled, the new messages, and the beginning of the next reply."""
+        """Return the token ids to append after a reply with the sampled ids ``after``. They are the
+        reply's end marker if it was not sampled, the new messages, and the beginning of the next
+        reply."""
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to the reply that they stand for. If ``tool_calls`` is false,
-        tool calls in the text are left as text."""
+        """Convert sampled token ids to a reply message. If ``tool_calls`` is false, tool calls in
+        the text stay text."""
         ...
 
 
 def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
-    """Return the token ids of a request's whole prompt. If the ids of an earlier part of the
-    conversation are known, they are kept, and only the messages after them are rendered."""
+    """Return the token ids of a request's whole prompt. Known ids of an earlier part of the
+    conversation are reused, and only the later messages are rendered."""
     known = request.known
     if known is None or renderer.unstable:
         return renderer.prompt(request.messages, request.tools)
@@ -389,9 +389,9 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
 
 
 def make_prompt_renderer(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
-    """Return what a client needs to render prompts with this renderer: a function that returns the
-    token ids of a request, a function that returns the text of a token id, and whether
-    conversations only grow at their end."""
+    """Return the functions that a client needs to render prompts. The result is a function from a
+    request to token ids, a function from a token id to text, and whether conversations only grow at
+    their end."""
     return PromptRenderer(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,
@@ -402,8 +402,8 @@ def make_prompt_renderer(renderer: Renderer, tokenizer: PreTrainedTokenizerFast)
 def parse_reply(
     renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
-    """Convert sampled token ids to a reply, whose text ends before the first of the ``stop`` texts
-    in it.
+    """Convert sampled token ids to a reply. Its text ends before the first occurrence of any of the
+    ``stop`` texts.
 
     If ``tool_calls`` is false because the request offers no tools, a call that the model wrote
     anyway stays in the text, since the caller would not look for it elsewhere.
@@ -422,8 +422,8 @@ def renderer_of(
     thinking: bool | None = None,
 ) -> Renderer:
     """Return the renderer that matches a tokenizer and its chat template. ``stop_ids`` end a reply
-    in addition to the format's own end. ``thinking`` turns the thinking of a hybrid model on or off
-    if its template supports ``enable_thinking``.
+    in addition to the format's own end marker. ``thinking`` turns a hybrid model's thinking on or
+    off if the template supports ``enable_thinking``.
 
     Raises ConfigError if the tokenizer lacks tokens of its template, or has neither a template nor
     the tokens of a known format.

@@ -1,5 +1,5 @@
-"""Works with the routers of a mixture-of-experts model: records which experts they choose, computes
-the load-balancing loss of a training step, and replays the choices of an inference engine.
+"""Works with the routers of mixture-of-experts models. It records the chosen experts, computes the
+load-balancing loss of a training step, and replays the choices of an inference engine.
 
     router(hidden [R, D]) ── logits [R, E], weights [R, k], experts [R, k]
 
@@ -45,13 +45,14 @@ from ramify.types.sequence import Batch
 
 
 class RoutedCounts(NamedTuple):
-    """How often the routers of a model chose each expert, and with which probabilities. The values
-    are sums over tokens, so the counts of several batches can be added."""
+    """Expert counts of a model's routers: how often each expert was chosen, and with which
+    probabilities. The values are sums over tokens, so the counts of several batches can be
+    added."""
 
     chosen_LE: Tensor
-    """fp64: how often each expert was chosen, by weight of the tokens."""
+    """fp64 [layers, experts]: how often each expert was chosen, weighted by token."""
     probability_E: Tensor
-    """fp64: sum over tokens and layers."""
+    """fp64 [experts]: each expert's probability, summed over tokens and layers."""
     num_tokens: Tensor
     """fp64 scalar: sum of the tokens' weights."""
 
@@ -60,13 +61,13 @@ class RoutedCounts(NamedTuple):
 
     def balance_loss(self) -> Tensor:
         """Return the load-balancing loss of a training step as a scalar tensor. If all experts are
-        used equally, it equals the number of experts per token."""
+        used equally, the loss equals the number of experts per token."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
-        """Return the gradient of the load-balancing loss with respect to the expert probabilities
-        of one token, as one number per expert."""
+        """Return the gradient of the load-balancing loss with respect to one token's expert
+        probabilities, as one number per expert."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -75,8 +76,8 @@ class RoutedCounts(NamedTuple):
 
 
 class ExpertLoad(NamedTuple):
-    """The expert counts of a training step, or of a part of one, from which its metrics are
-    computed."""
+    """Expert counts of a training step, or of a part of it. Metrics of the expert load are computed
+    from them."""
 
     counts: RoutedCounts
     weight: float
@@ -108,8 +109,8 @@ class ExpertLoad(NamedTuple):
 
 
 def mixture_shape(model: Any) -> MixtureShape | None:
-    """Return how many experts a transformers model has, and in which layers. Returns None if the
-    model has no routers of a known kind."""
+    """Return the number of experts of a transformers model, and the layers that contain them.
+    Returns None if the model has no routers of a known kind."""
     routers = MixtureRouters.of(model)
     if routers is None:
         return None
@@ -118,12 +119,11 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 
 
 class MixtureRouters:
-    """The routers of one mixture-of-experts model. Between ``begin`` and ``end``, their choices are
-    counted and may be replaced by given experts; at other times they work as usual."""
+    """The routers of a mixture-of-experts model. Between ``begin`` and ``end``, their choices are
+    counted, and given experts may replace them. At other times, they work as usual."""
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
-        """Attach hooks to the routers of a model. ``layers`` holds the index of each router's
-        layer."""
+        """Attach hooks to the routers of a model. ``layers`` holds each router's layer index."""
         self.layers = layers
         self.top_k: int = getattr(routers[0], "top_k", 0)
         self.num_experts: int = getattr(routers[0], "num_experts", 0)
@@ -142,8 +142,8 @@ class MixtureRouters:
 
     @classmethod
     def of(cls, model: Any) -> MixtureRouters | None:
-        """Return the routers of a transformers model; every call returns the same object. Returns
-        None if the model has no routers of a known kind."""
+        """Return the routers of a transformers model. Every call for the same model returns the
+        same object. Returns None if the model has no routers of a known kind."""
         if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
             model = model.get_base_model()
         body = getattr(model, "base_model", model)
@@ -170,20 +170,20 @@ class MixtureRouters:
         return body.ramify_routers  # type: ignore[no-any-return]
 
     def record(self) -> None:
-        """Start recording which experts each forward pass chooses."""
+        """Start recording the experts that each forward pass chooses."""
         self._recorded = {}
 
     def recorded_experts(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
-        """Return the ids of the experts that the latest forward pass chose for each token, layer
-        after layer. ``rows_N`` selects tokens by their indices; by default all are returned."""
+        """Return the ids of the experts that the latest forward pass chose for each token, layer by
+        layer. ``rows_N`` selects tokens by index, and defaults to all tokens."""
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
     def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
-        """Count how often each expert is chosen in the next forward pass. ``weight_T`` says how
-        much each token counts.
+        """Start counting how often each expert is chosen in the next forward pass. ``weight_T`` is
+        the weight with which each token counts.
 
         If ``given_TJ`` is set, it holds L x k expert ids for each token, which replace the router's
         choices; -1 lets the router choose. Raises ConfigError if the number of ids does not fit the
@@ -200,8 +200,8 @@ class MixtureRouters:
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
-        """Say how the tokens are arranged if the forward pass runs on padded rows. ``token_BL`` is
-        the index of the token at each position, and ``inside_BL`` is False for padding."""
+        """Set the arrangement of tokens for a forward pass on padded rows. ``token_BL`` is the
+        index of the token at each position, and ``inside_BL`` is False for padding."""
         if self._weight_T is not None:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
@@ -220,18 +220,17 @@ class MixtureRouters:
         return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
     def balance(self, pull_E: Tensor) -> None:
-        """Add the gradient of the load-balancing loss in the backward pass. ``pull_E`` is the
-        gradient with respect to the expert probabilities of one token."""
+        """Add the gradient of the load-balancing loss in the next backward pass. ``pull_E`` is the
+        gradient with respect to one token's expert probabilities."""
         self._pull_E = pull_E
 
     def end(self) -> None:
-        """Stop counting, replaying and balancing, so that the routers work as usual until the next
+        """Stop counting, replaying and balancing. The routers work as usual until the next
         ``begin``."""
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return how much each row of a router counts, as one number per row. Padding counts
-        zero."""
+        """Return the weight of each row of a router. Padding has the weight zero."""
         assert self._weight_T is not None
         if self._row_R is None:
             return self._weight_T
@@ -287,16 +286,16 @@ class MixtureRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two numbers for each expert: how often it was chosen, and the sum of its
-    probabilities. Each row counts according to its weight."""
+    """Return two numbers per expert: how often it was chosen, and the sum of its probabilities.
+    Each row counts with its weight."""
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
 
 
 class _GivenExperts(TorchFunctionMode):
-    """A context manager in which a router's ``topk`` returns given experts. Where the given id is
-    -1, the router's own choice is kept."""
+    """A context manager that makes a router's ``topk`` return given experts. The router's own
+    choice is kept where the given id is -1."""
 
     def __init__(self, given_Rk: Tensor) -> None:
         super().__init__()
@@ -315,8 +314,8 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class _Balanced(torch.autograd.Function):
-    """Passes the routing weights through unchanged. The backward pass adds the gradient of the
-    load-balancing loss to the gradient of the router's logits."""
+    """An autograd function that passes routing weights through unchanged. Its backward pass adds
+    the gradient of the load-balancing loss to that of the router's logits."""
 
     @staticmethod
     def forward(
@@ -332,11 +331,10 @@ class _Balanced(torch.autograd.Function):
 
 
 class RouterLoadBalancingLoss:
-    """The load-balancing loss for the routers of one model, computed for one optimizer step at a
-    time."""
+    """The load-balancing loss for a model's routers, computed for one optimizer step at a time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """Create the loss for the routers of a model. ``total`` sums a tensor over the ranks that
+        """Create the loss for a model's routers. ``total`` sums a tensor over all ranks that
         compute different batches."""
         self._routers = routers
         self._total = total
@@ -346,9 +344,9 @@ class RouterLoadBalancingLoss:
     def count(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
-        """Begin an optimizer step. If the step has several batches and the loss a nonzero weight,
-        all forward passes are run once in advance, since the gradient needs the counts of the whole
-        step. ``run`` runs the forward pass of one batch."""
+        """Begin an optimizer step. If the step has several batches and the loss has a nonzero
+        weight, run all forward passes once in advance, because the gradient needs the counts of the
+        whole step. ``run`` runs the forward pass of one batch."""
         self._weight = weight
         self._step = None
         if len(batches) < 2 or not weight:
@@ -364,8 +362,9 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def passing(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Return a context manager for the forward and backward pass of a batch. In it, the routers
-        count the batch's tokens, and use the experts that an engine reported for them, if any."""
+        """Return a context manager for the forward and backward pass of a batch. Within it, the
+        routers count the batch's tokens, and use the experts that an engine reported for them, if
+        any."""
         weight = batch.token_weights
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
         self._routers.begin(weight_T.to(device), _given(batch, device))
@@ -375,7 +374,7 @@ class RouterLoadBalancingLoss:
             self._routers.end()
 
     def finish_forward(self) -> ExpertLoad:
-        """Return the expert load of the batch whose forward pass has just run, and prepare its
+        """Return the expert load of the forward pass that has just run. Also prepare the batch's
         backward pass to add the gradient of the load-balancing loss."""
         counts = self._routers.finish_counting()
         if self._weight:
@@ -388,16 +387,15 @@ class RouterLoadBalancingLoss:
 
 
 def configured_weight(config: Any) -> float:
-    """Return the weight of the load-balancing loss in a Hugging Face configuration; 0 if it is
-    turned off."""
+    """Return the weight of the load-balancing loss in a Hugging Face configuration, or 0 if the
+    loss is off."""
     is_on = getattr(config, "output_router_logits", False)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) * is_on
 
 
 def _given(batch: Batch, device: torch.device) -> Tensor | None:
-    """Return the experts that an engine reported for each token whose prediction contributes to the
-    loss, as one row of ids per token. Other tokens have -1. Returns None if the batch has no
-    reports."""
+    """Return the experts that an engine reported for each token of the loss, as one row of ids per
+    token. Other tokens have -1. Returns None if the batch has no such reports."""
     if batch.routes is None:
         return None
     given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)

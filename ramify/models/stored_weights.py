@@ -1,5 +1,5 @@
-"""Reads the weights of a checkpoint in parts, when they are needed. A rank reads only its own rows
-or experts, and holds no more than a few megabytes of the files at a time.
+"""Reads parts of a checkpoint's weights on demand. A rank reads only its own rows or experts, and
+holds only a few megabytes of the files at a time.
 
     stored = stored_tensors(folder, model)         name in the model -> StoredTensor
     stored["model.norm.weight"][...]               the whole tensor
@@ -28,29 +28,30 @@ from ramify.errors import StoreError
 from ramify.models.weights import IGNORED, weight_files
 
 _AT_ONCE = 64 << 20
-"""Bytes that are read before files are closed: pages that were read count as memory of the process
-until then."""
+"""Bytes that are read before files are closed. Pages that were read count as process memory until
+then."""
 _STACK, _JOIN = "MergeModulelist", "Concatenate"
-"""Conversions of transformers: one tensor per expert -> one of all; gate and up side by side."""
+"""Two conversions of transformers: stacking the experts' tensors into one, and joining gate and up
+projections side by side."""
 
 
 class SafetensorsReader:
-    """Opens the safetensors files of one checkpoint when they are read, and closes them again from
-    time to time, because the pages that were read count as memory until then."""
+    """Opens a checkpoint's safetensors files when they are read. It closes them regularly, because
+    pages that were read count as process memory until then."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
         self._read = 0
 
     def slice(self, path: Path, name: str) -> Any:
-        """Return a handle from which parts of a tensor can be read. Nothing is read yet."""
+        """Return a handle for reading parts of a tensor. Nothing is read yet."""
         return self._file(path).get_slice(name)
 
     def names(self, path: Path) -> list[str]:
         return list(self._file(path).keys())
 
     def add_bytes_read(self, num_bytes: int) -> None:
-        """Count bytes that were read, and close all files when enough have accumulated."""
+        """Count bytes that were read, and close all files once enough have accumulated."""
         self._read += num_bytes
         if self._read > _AT_ONCE:
             self._open.clear()
@@ -89,8 +90,8 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTensor:
-    """A tensor [experts, rows, columns] that is read from separate tensors on disk. Each expert is
-    stored there as one or more tensors, whose rows follow one another."""
+    """A tensor [experts, rows, columns] that is stored on disk as separate tensors. Each expert has
+    one or more of them, and their rows are concatenated."""
 
     parts: Sequence[Sequence[StoredTensor]]
     """Part -> expert -> tensor [rows of the part, columns]."""
@@ -130,7 +131,7 @@ Stored = StoredTensor | StackedTensor
 
 
 def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by their names on disk, without reading their values.
+    """Return a checkpoint's tensors, keyed by their names on disk, without reading their values.
     Raises StoreError if the files are missing or broken."""
     files = SafetensorsReader()
     found = {}
@@ -143,8 +144,8 @@ def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
-    """Return the tensors of a checkpoint by their names in a model, without reading their values.
-    If the model's own names differ because it has adapters, ``names`` gives the names to match.
+    """Return a checkpoint's tensors, keyed by their names in a model, without reading their values.
+    ``names`` gives the names to match if adapters have changed the model's own.
 
     Tensors that match nothing in the model keep their names on disk. Raises StoreError if the files
     are missing or broken.
@@ -182,8 +183,9 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
 
 
 def can_read_separately(model: Any) -> bool:
-    """Return True if each tensor of the model can be read from its checkpoint without reading
-    others. This is the case if the two differ at most in names and in how experts are stacked."""
+    """Return True if each of the model's tensors can be read from its checkpoint without reading
+    others. This requires that model and checkpoint differ only in names and in how experts are
+    stacked."""
     return all(
         type(operation).__name__ == _STACK
         or (type(operation).__name__ == _JOIN and operation.dim == 1)
@@ -193,8 +195,8 @@ def can_read_separately(model: Any) -> bool:
 
 
 def to_disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Convert one tensor of a model to the tensors that its checkpoint has on disk, and yield their
-    names and values. The values are views where possible, and may be on the meta device."""
+    """Convert one tensor of a model to the tensors stored in its checkpoint, and yield their names
+    and values. The values are views if possible, and may be on the meta device."""
     if not _conversions(model):
         yield name, tensor
         return
@@ -204,8 +206,8 @@ def to_disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str
 
 
 def _conversions(model: Any) -> list[Any]:
-    """Return the rules by which transformers converts the names and tensors of a checkpoint to
-    those of a model."""
+    """Return transformers' rules for converting a checkpoint's names and tensors to those of a
+    model."""
     if not hasattr(model, "base_model_prefix"):  # our own model has the names of the checkpoint
         return []
     try:

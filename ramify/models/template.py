@@ -1,5 +1,5 @@
-"""Converts text to token ids and back, and renders conversations with any chat template by
-appending the text that the template adds for new messages.
+"""Converts text to token ids and back, and renders conversations with any chat template. New
+messages are rendered by appending the text that the template adds for them.
 
 ``MarkerAwareTokenizer`` separates markers from text: a message's content is never read as a marker.
 
@@ -37,11 +37,12 @@ from ramify.errors import ConfigError
 from ramify.types.message import Message, ToolCall
 
 Part = str | int | None
-"""Text, the id of a marker, or None: a token boundary although the text continues."""
+"""Text, a marker's id, or None for a token boundary within the text."""
 
 
 class MarkerAwareTokenizer:
-    """A tokenizer that can read text in two ways: with special markers recognized, or literally."""
+    """A tokenizer that can encode text in two ways: with special markers recognized, or
+    literally."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         backend = tokenizer.backend_tokenizer
@@ -55,16 +56,15 @@ class MarkerAwareTokenizer:
         )
 
     def encode_literal(self, text: str) -> list[int]:
-        """Return the token ids of a text that is taken literally, in which markers are ordinary
-        text."""
+        """Return the token ids of a text taken literally. Markers in it are ordinary text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
     def marked(self, text: str) -> list[int]:
-        """Return the token ids of a text in which special markers are recognized."""
+        """Return the token ids of a text, with special markers recognized."""
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def joined(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a sequence of texts and ids. Consecutive texts are encoded as one
+        """Return the token ids of a sequence of texts and ids. Adjacent texts are encoded as one
         text."""
         ids: list[int] = []
         texts: list[str] = []
@@ -79,8 +79,8 @@ class MarkerAwareTokenizer:
         return ids + self.encode_literal("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with special markers written out. An incomplete character
-        at either end becomes U+FFFD."""
+        """Return the text of some token ids, with special markers written out. An incomplete
+        character at either end becomes U+FFFD."""
         return str(self._marked.decode(list(ids), skip_special_tokens=False))
 
     def token(self, marker: str) -> int:
@@ -96,8 +96,8 @@ class MarkerAwareTokenizer:
 
 
 def describe_first_difference(ours: str, theirs: str) -> str:
-    """Describe for an error message where two texts begin to differ: ``"'…abc' against
-    '…abd'"``."""
+    """Describe where two texts begin to differ, for an error message. The result looks like
+    ``"'…abc' against '…abd'"``."""
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),
@@ -136,10 +136,9 @@ _OPENS_CALL = "<tool_call>"
 
 
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
-    """Return the part of an unfinished reply that later tokens cannot change, so that it can be
-    streamed now. ``message`` is the result of ``split_reply`` for the tokens so far. Its end is
-    held back if it may be an incomplete character, or the beginning of a marker, a stop text or a
-    tool call."""
+    """Return the part of an unfinished reply that can already be streamed, because later tokens
+    cannot change it. ``message`` is the result of ``split_reply`` so far. The end is held back if
+    it may be an incomplete character, or the start of a marker, stop text or tool call."""
     content = message.content
     marks = [*stop, "</think>"]
     if message.reasoning is None and len(content) < len("<think>"):
@@ -157,7 +156,7 @@ def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool)
 
 
 def _without_beginning(text: str, marks: Sequence[str]) -> str:
-    """Remove an incomplete character, or the beginning of a marker, from the end of a text."""
+    """Remove an incomplete character or the start of a marker from the end of a text."""
     text = text.rstrip("\ufffd")
     num_held = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
@@ -166,8 +165,8 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 
 
 def joined_reply(message: Message) -> str:
-    """Join a reply's thinking, content and tool calls to one text, with the spacing that chat
-    templates use. This reverses ``split_reply``."""
+    """Join a reply's thinking, content and tool calls into one text, with the spacing of chat
+    templates. This is the inverse of ``split_reply``."""
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         for call in message.tool_calls
@@ -197,12 +196,13 @@ _TALK = (
     Message("user", "Sure? Ümläut 1,234"),
 )
 _NUM_REPLIES = 24
-"""Replies of a long conversation; a template that rewrites only replies further back is not
-recognized."""
+"""Number of replies in a long test conversation. Templates that rewrite only replies further back
+are not detected."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """Return a conversation of many replies, each of which begins with the given thinking."""
+    """Return a test conversation with many replies, each of which begins with the given
+    thinking."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -215,7 +215,7 @@ CANNED: tuple[tuple[Message, ...], ...] = (
     (Message("system", "Answer briefly."), *_TALK),
     _long_talk(""),
 )
-"""Conversations that every renderer must write as the template does."""
+"""Test conversations that every renderer must write exactly as the template does."""
 
 
 _THINKING = (
@@ -225,16 +225,16 @@ _HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(tru
 
 
 def thinking_default(tokenizer: PreTrainedTokenizerFast) -> bool | None:
-    """Return the default for thinking that ``set_thinking_default`` wrote into a tokenizer's chat
-    template. Returns None if it wrote none."""
+    """Return the thinking setting that ``set_thinking_default`` wrote into a tokenizer's chat
+    template, or None if there is none."""
     found = _HAS_THINKING.match(_source(tokenizer))
     return None if found is None else found[1] == "true"
 
 
 def set_thinking_default(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
-    """Make a tokenizer's chat template turn thinking on or off by default, if the template supports
-    ``enable_thinking``. The default is saved with the template, so every program that loads the
-    template uses the same setting."""
+    """Make a tokenizer's chat template turn thinking on or off by default, if it supports
+    ``enable_thinking``. The setting is saved with the template, so every program that loads it
+    behaves the same."""
     source, template = _source(tokenizer), tokenizer.chat_template
     if "enable_thinking" not in source:
         return
@@ -252,7 +252,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._fields: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self.source = _source(tokenizer)
-        """The template itself; empty if the tokenizer has none."""
+        """Source of the template, or empty if the tokenizer has none."""
 
     def text(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
@@ -288,8 +288,8 @@ class ChatTemplate:
 
 
 class TemplateRenderer:
-    """Renders conversations with the tokenizer's own chat template, for formats that Ramify does
-    not know."""
+    """Renders conversations with the tokenizer's own chat template. It is used for chat formats
+    that Ramify does not know."""
 
     name = "template"
     takes_tools = False
@@ -297,8 +297,8 @@ class TemplateRenderer:
     def __init__(
         self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
     ) -> None:
-        """Test the template on a few conversations, and record whether it can extend a
-        conversation. Raises ConfigError if the tokenizer lacks tokens that its template writes."""
+        """Test the template on a few conversations, and record whether it can extend them. Raises
+        ConfigError if the tokenizer lacks tokens that its template writes."""
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
         self._template = template
@@ -318,7 +318,7 @@ class TemplateRenderer:
         return self._pieces.marked(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids of new messages, to append after a reply whose sampled ids are
+        """Return the token ids of new messages, to append after a reply with the sampled ids
         ``after``. Raises ConfigError if the template is unstable, which means that it rewrites
         earlier messages."""
         if self.unstable:
@@ -327,15 +327,14 @@ class TemplateRenderer:
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to the reply that they stand for. Tool calls in the text are
-        never parsed."""
+        """Convert sampled token ids to a reply message. Tool calls in the text are not parsed."""
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
         return split_reply(
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False
         )
 
     def _gain(self, messages: Sequence[Message]) -> str:
-        """Return the text that the template adds after a reply when further messages follow."""
+        """Return the text that the template adds when further messages follow a reply."""
         text = self._template.text([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
@@ -344,7 +343,7 @@ class TemplateRenderer:
 
     def _why_unstable(self) -> str:
         """Compare extended conversations with newly rendered ones, and describe the first
-        difference. Returns an empty text if there is none."""
+        difference. Returns an empty text if they are equal."""
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
@@ -353,9 +352,9 @@ class TemplateRenderer:
         return ""
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
-        """Compare two ways of writing a conversation: extending it after the reply at index
-        ``reply``, and rendering it from the beginning. Returns a description of the first
-        difference, or an empty text if there is none."""
+        """Compare two renderings of a conversation: one extended after the reply at index
+        ``reply``, and one rendered from the beginning. Describes the first difference, or returns
+        an empty text."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])
@@ -382,8 +381,8 @@ class TemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the source of a tokenizer's chat template, or of the default one if there are
-    several."""
+    """Return the source of a tokenizer's chat template. If there are several, return the default
+    one."""
     template = tokenizer.chat_template
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 

@@ -1,5 +1,4 @@
-"""Trains small byte-level BPE tokenizers on given texts, for policies that are trained from
-scratch.
+"""Trains small byte-level BPE tokenizers for policies that are trained from scratch.
 
     <|u|>count rows of 'red'<0x0A>len 812<|a|>print(context[:70])<|end|>
 
@@ -23,9 +22,9 @@ from ramify.errors import ConfigError
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|u|>", "<|a|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, END)
-"""Ids 0 to 3."""
+"""Special tokens, with the ids 0 to 3."""
 UNKNOWN = "<|?|>"
-"""The unknown token of a word tokenizer; id 4."""
+"""The unknown token of a word tokenizer, with the id 4."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}<|a|>{{ message.content }}<|end|>"
@@ -41,8 +40,8 @@ _NUM_BYTES = 256
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 512, *, is_exact: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer with ``vocab_size`` tokens: 4 special ones, 256 bytes, and the most
-    frequent merges in the texts.
+    """Train a tokenizer with ``vocab_size`` tokens: 4 special tokens, 256 bytes, and the most
+    frequent merges of the texts.
 
     The same texts always give the same tokenizer. If the texts contain fewer merges than needed,
     the model's embedding would have rows that no id reaches, so ConfigError is raised; if
@@ -75,9 +74,9 @@ def train_tokenizer(
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Create a tokenizer that knows only the given words, for artificial languages. At each
-    position, the longest matching word becomes one token, and text between matches is unknown. A
-    text that consists of words is decoded exactly as it was encoded.
+    """Create a tokenizer for artificial languages that knows only the given words. The longest
+    matching word at each position becomes a token, and text between words is unknown. A text of
+    known words is decoded exactly as it was encoded.
 
     Raises ConfigError if a word is empty, given twice, or a special marker.
     """
@@ -100,7 +99,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Add the special markers and the chat template for conversations to a tokenizer."""
+    """Add the special markers and the chat template to a tokenizer."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,

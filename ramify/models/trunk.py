@@ -1,5 +1,5 @@
-"""A model as the trainer uses it: it computes hidden states for a packed batch of tokens, and the
-log-probabilities of some of them.
+"""The trainer's view of a model, which computes hidden states for a packed batch of tokens, and
+log-probabilities for some of them.
 
     DenseModel             forest attention
     transformers module    forest attention through its attention interface, if a probe gives the
@@ -46,41 +46,42 @@ from ramify.types.sequence import Segment
 
 _LOG2_E = math.log2(math.e)
 NEVER = -1e30
-"""Logit of an id outside the sampling support; finite, so that zero times it is zero."""
+"""Logit of an id outside the sampling support. It is finite, so that multiplying it by zero gives
+zero."""
 
 Logits = Callable[[Tensor], Tensor]
-"""Computes fp32 logits [n, V] from hidden states [n, D]."""
+"""Function that computes fp32 logits [n, V] from hidden states [n, D]."""
 
 
 class ModelWithoutLoss(Protocol):
-    """A language model without its loss, which computes hidden states and logits for packed
+    """A language model without its loss. It computes hidden states and logits for packed
     batches."""
 
     @property
     def shares(self) -> bool:
-        """Return True if the model supports batches in which sequences share prefixes."""
+        """Return True if sequences of a batch may share prefixes."""
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return a context manager for forward and backward passes. Outside of it, the model is
-        unchanged."""
+        unmodified."""
         ...
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row for each of the tokens at the
-        indices ``rows_N``, which are distinct and ascending."""
+        """Return the hidden states after the last norm, one row for each token in ``rows_N``. These
+        indices are distinct and ascending."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return the logits of hidden states in fp32, one row for each state."""
+        """Return fp32 logits, one row per hidden state."""
         ...
 
 
 def trunk_of(model: Any) -> ModelWithoutLoss:
-    """Return an object that runs a model for the trainer; the model must be in evaluation mode.
-    Raises ConfigError if the model's output cannot be computed from its hidden states."""
+    """Return the object with which the trainer runs a model. The model must be in evaluation mode.
+    Raises ConfigError if its output cannot be computed from its hidden states."""
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
     return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
@@ -88,7 +89,7 @@ def trunk_of(model: Any) -> ModelWithoutLoss:
 
 def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
     """Return an object that runs a ``DenseModel`` in fixed shapes, so that results do not depend on
-    the batch. Raises ConfigError for any other model."""
+    the batch. Raises ConfigError for any other kind of model."""
     if not isinstance(model, DenseModel):
         raise ConfigError(
             f"deterministic=true: a {type(model).__name__} cannot compute in fixed shapes; dense "
@@ -98,8 +99,8 @@ def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
 
 
 class DenseTrunk:
-    """Runs a ``DenseModel`` for the trainer, with forest attention. Implements
-    ``ModelWithoutLoss``."""
+    """Runs a ``DenseModel`` for the trainer, with attention over forests of shared sequences.
+    Implements ``ModelWithoutLoss``."""
 
     shares = True
 
@@ -127,8 +128,8 @@ class DenseTrunk:
 def with_rounded_rows(
     ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]
 ) -> tuple[Tensor, Tensor, Many[Segment]]:
-    """Append a segment of unused tokens to a batch, so that its number of rows is one for which
-    products are fast (``onednn_products``). Where that makes no difference, nothing is appended."""
+    """Append a segment of unused tokens to a batch, so that its number of rows suits oneDNN's fast
+    products (``onednn_products``). Does nothing if that makes no difference."""
     missing, num = _missing_rows(ids_T), len(ids_T)
     if not missing:
         return ids_T, positions_T, segments
@@ -137,15 +138,15 @@ def with_rounded_rows(
 
 
 def _missing_rows(x_N: Tensor) -> int:
-    """Return how many rows to add to a tensor, so that oneDNN's products are fast."""
+    """Return the number of rows to add to a tensor to make oneDNN's products fast."""
     if x_N.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_faster():
         return 0
     return rounded_rows(len(x_N)) - len(x_N)
 
 
 class TransformersTrunk:
-    """Runs a causal language model of transformers for the trainer, with forest attention if the
-    model supports it and on padded rows otherwise. Implements ``ModelWithoutLoss``."""
+    """Runs a causal language model of transformers for the trainer. It uses forest attention if the
+    model supports it, and padded rows otherwise. Implements ``ModelWithoutLoss``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -187,8 +188,8 @@ class TransformersTrunk:
     def hidden_with_attention(
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionFunction
     ) -> Tensor:
-        """Return the last hidden state of each token, computed with the given attention in place of
-        the model's own. Works only inside ``forward_context``, and only for a model that supports
+        """Return each token's last hidden state, computed with the given attention instead of the
+        model's own. Call this only within ``forward_context``, and only for a model that supports
         shared prefixes."""
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
@@ -205,8 +206,8 @@ class TransformersTrunk:
         return self._scale(self._model.get_output_embeddings()(h_ND).float())
 
     def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
-        """Return the hidden states of whole sequences, which are run as rows of one batch. The rows
-        are padded at their ends, where padding has no effect on a causal model."""
+        """Return the hidden states of whole sequences, computed as padded rows of one batch.
+        Padding at the end of a row does not affect a causal model."""
         if any(segment.parent >= 0 for segment in segments):
             raise ConfigError(
                 "this model runs on rows, but the batch has shared segments: pack it with "
@@ -224,8 +225,7 @@ class TransformersTrunk:
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
     def _can_share(self, ids: Tensor) -> bool:
-        """Return True if the model computes the same results for a small forest as for its separate
-        sequences."""
+        """Return True if a small forest gives the same results as its separate sequences."""
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
@@ -276,21 +276,22 @@ class TransformersTrunk:
 
 
 class _CurrentAttention:
-    """Holds the attention of the current batch, so that all layers of a model can find it."""
+    """Holds the attention function of the current batch, so that all layers of a model can find
+    it."""
 
     attend: CausalAttentionFunction | None = None
 
 
 NAME = "ramify_forest"
-"""Name of the attention function in transformers."""
+"""Name under which the attention function is registered in transformers."""
 _MEANINGLESS = {"sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
-"""Arguments of attention functions that have no effect here, like those that only request more
-output (``output_…``); any other argument that is set is rejected."""
+"""Arguments of attention functions that have no effect here, as those that request more output
+(``output_…``). Any other argument that is set is rejected."""
 
 
 def register() -> None:
     """Register Ramify's attention function with transformers under the name ``ramify_forest``.
-    Calling this repeatedly does no harm."""
+    Repeated calls are harmless."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -307,9 +308,9 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention on behalf of transformers, by passing queries, keys and values,
-    each [1, heads, tokens, head size], to the current forest attention. Returns the output [1,
-    tokens, heads, head size] and no attention weights."""
+    """Compute a layer's attention for transformers with the current forest attention. Queries, keys
+    and values are [1, heads, tokens, head size]. Returns the output [1, tokens, heads, head size]
+    and no attention weights."""
     unknown = [
         name
         for name, argument in more.items()
@@ -328,7 +329,7 @@ def _attention(
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that some model families apply to their logits: a soft cap (Gemma), a
-    factor (Cohere) or a divisor (Granite). For other models, it returns the logits unchanged."""
+    factor (Cohere) or a divisor (Granite). For other models, the function changes nothing."""
     cap, factor = (
         getattr(config, "final_logit_softcapping", None),
         getattr(config, "logit_scale", None),
@@ -345,13 +346,13 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 class LmHeadRequest(NamedTuple):
-    """What to compute from the logits at each entry of a batch. An entry is a token that
-    contributes to the loss, and has target ids, a temperature and a sampling support."""
+    """The quantities to compute from the logits of a batch. Each entry is a token that contributes
+    to the loss, and has target ids, a temperature and a sampling support."""
 
     targets: Tensor
-    """[E, j] ids."""
+    """[E, j] target ids."""
     temperature: Tensor | None = None
-    """[E]; None if it is 1 everywhere."""
+    """[E] temperatures, or None if all are 1."""
     kept: tuple[Tensor, Tensor] | None = None
     """Offsets [E + 1] and ids: the sampling support of entry e is ``ids[offsets[e] : offsets[e +
     1]]``; empty if all ids were allowed."""
@@ -367,10 +368,9 @@ def compute_logprobs_and_entropies(
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the target ids of each entry, and the entropies of the
-    entries in nats. An entry is a token that contributes to the loss. Entropies that were not
-    requested are zero. Logits are computed in chunks of at most ``max_elements`` numbers to limit
-    memory.
+    """Return the log-probabilities of each entry's target ids, and the entropies of the entries in
+    nats. An entry is a token that contributes to the loss. Entropies that were not requested are
+    zero. Logits are computed in chunks of at most ``max_elements`` numbers, to limit memory.
 
     ``num_ids`` is the vocabulary size. If ``fixed`` is true, chunks have the same fixed shape as in
     the engine of a deterministic run.
@@ -418,9 +418,9 @@ def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor
 
 
 class _LogprobsOnCpu(torch.autograd.Function):
-    """Computes the log-probabilities of targets [n, j], and the entropies [n] as plain values. The
-    probabilities are computed once, for both and for the gradient, and as powers of 2, which takes
-    a CPU a fourth of the time of ``exp``."""
+    """Computes the log-probabilities [n, j] of targets, and the entropies [n] as plain values. It
+    computes probabilities once for all uses, as powers of 2, which takes a CPU a fourth of the time
+    of ``exp``."""
 
     @staticmethod
     def forward(
@@ -459,8 +459,8 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
-    """Return the entropy of each row of logits, computed from the logits and their log-sum-exps.
-    Returns zeros if entropies were not requested."""
+    """Return the entropy of each row of logits, given the logits and their log-sum-exps. Returns
+    zeros if entropies were not requested."""
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
     with torch.set_grad_enabled(request.entropy == "gradient" and torch.is_grad_enabled()):
@@ -468,8 +468,8 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Return a mask of the ids that could not be sampled, with one row for each entry and one
-    column for each id. The row of an entry without restrictions is False everywhere."""
+    """Return a mask of the ids that could not be sampled, with a row for each entry and a column
+    for each id. Rows of unrestricted entries are all False."""
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
     outside = (sizes > 0)[:, None].repeat(1, num_ids)

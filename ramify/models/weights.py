@@ -1,5 +1,5 @@
-"""Reads and writes the weights of a policy as safetensors in Hugging Face's layout, in one file or
-in several files with an index.
+"""Reads and writes a policy's weights as safetensors in Hugging Face's layout, in one file or in
+several files with an index.
 
 Before weights are copied into a model, they are compared with it, and an error names the first
 tensor that does not fit. Writing casts the weights if requested, stores a matrix that is used twice
@@ -27,7 +27,8 @@ from ramify.errors import ConfigError, StoreError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq",)
-"""Suffixes of keys in old checkpoints whose values are computed instead."""
+"""Suffixes of keys in old checkpoints that are ignored, because their values are computed
+instead."""
 _UNCHECKED = frozenset(
     {
         "_name_or_path",
@@ -41,7 +42,7 @@ _UNCHECKED = frozenset(
         "return_dict",
     }
 )
-"""Fields of a configuration that do not affect the computation."""
+"""Configuration fields that do not affect the computation."""
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if the weights do not fit the module. The error names the first tensor that
-    is missing, unexpected, or of another shape."""
+    is missing, unexpected or of the wrong shape."""
     expected = module.state_dict()
     shared = _shared(module)
     for name, tensor in expected.items():
@@ -88,8 +89,8 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> 
 def load_weights(
     module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint"
 ) -> None:
-    """Copy weights into the parameters of a module, in place and in the precision of the
-    parameters. Raises ConfigError if the weights do not fit the module."""
+    """Copy weights into a module's parameters, in place and in the parameters' precision. Raises
+    ConfigError if the weights do not fit the module."""
     check_weights(module, weights, where)
     expected = module.state_dict()
     with torch.no_grad():
@@ -98,7 +99,7 @@ def load_weights(
 
 
 def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the parameters of a module to a folder as safetensors, cast to ``dtype`` if given."""
+    """Write a module's parameters to a folder as safetensors, cast to ``dtype`` if it is given."""
     from huggingface_hub import save_torch_state_dict
 
     state = module.state_dict()
@@ -118,8 +119,7 @@ def config_difference(ours: Any, theirs: Any) -> str:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a checkpoint's safetensors files. Raises StoreError if there are none, or
-    if some are missing."""
+    """Yield the paths of a checkpoint's safetensors files. Raises StoreError if any are missing."""
     if (folder / _SINGLE).is_file():
         yield folder / _SINGLE
         return
@@ -144,7 +144,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 def _shared(module: nn.Module) -> dict[str, str]:
     """Find the parameters that have two names, such as an output matrix that is also the embedding.
-    Returns the first name of each by its second name."""
+    Returns a dict from the second name to the first."""
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -168,9 +168,9 @@ def _shape(tensor: Tensor) -> str:
 
 _COLUMNS = 1024
 _ROWS, _GPU_ROWS = 128, 8192
-"""Rows summed at a time; on a CPU as many as fit into its cache."""
+"""Number of rows that are summed at a time. On a CPU, they fit into its cache."""
 _WORD = 8
-"""Bytes."""
+"""Size of a word in bytes."""
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -180,8 +180,8 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def tensors_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a fingerprint of named tensors, as sixteen hexadecimal digits. The order in which they
-    are given does not matter."""
+    """Return a fingerprint of named tensors, as sixteen hexadecimal digits. Their order does not
+    matter."""
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(
@@ -203,8 +203,8 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Return the weighted sum of the 64-bit words in whole rows, for the fingerprint. ``first`` is
-    the index of the first row."""
+    """Return the weighted sum of the 64-bit words in whole rows, as a part of a fingerprint.
+    ``first`` is the index of the first row."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device
