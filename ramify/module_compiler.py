@@ -1,4 +1,5 @@
-"""Compile the modules that the host installs in sessions, such as the functions that a session has.
+"""Compiles the modules that the host installs in Python sessions, such as the functions that
+model-written code can call.
 
 A session that runs the same version of Python loads the compiled module, which takes a tenth of a
 millisecond where compiling takes some. Each module is compiled once for all sessions, if possible
@@ -18,11 +19,11 @@ from pathlib import Path
 from types import CodeType
 
 _files: dict[str, Path] = {}
-"""Source -> the file that has it, for files of this package."""
+"""Source text -> path of the file that contains it, for files of this package."""
 
 
 def file_source(path: Path) -> str:
-    """Return the source of a file of this package that sessions install as a module."""
+    """Return the source text of a file of this package that sessions install as a module."""
     source = path.read_text("utf-8")
     _files[source] = path
     return source
@@ -30,8 +31,8 @@ def file_source(path: Path) -> str:
 
 @functools.lru_cache(64)
 def compiled_module(module: str, source: str) -> bytes:
-    """Return a module in the format of ``marshal``. Returns empty bytes if it cannot be compiled;
-    the session that installs it then reports the error."""
+    """Return the compiled module as bytes in the format of ``marshal``. Returns empty bytes if the
+    source cannot be compiled, and the session that installs it then reports the error."""
     name = f"<{module}>"
     try:
         if source in _files:
@@ -42,8 +43,8 @@ def compiled_module(module: str, source: str) -> bytes:
 
 
 def _kept_code(path: Path) -> CodeType:
-    """Return the code of a file as Python would import it: from the folder of compiled files, if it
-    is there and belongs to this source."""
+    """Return the compiled code of a file, from Python's cache of compiled files if the cached code
+    matches the source."""
     loader = SourceFileLoader(path.stem, str(path))
     code = loader.get_code(path.stem)
     assert code is not None
@@ -51,8 +52,8 @@ def _kept_code(path: Path) -> CodeType:
 
 
 def _renamed(code: CodeType, name: str) -> CodeType:
-    """Return code whose tracebacks name ``name`` as its file. A session shall not see where this
-    package is installed."""
+    """Return a copy of the code whose tracebacks show ``name`` as the file. A session must not see
+    where this package is installed."""
     inner = (
         _renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts
     )
@@ -60,7 +61,7 @@ def _renamed(code: CodeType, name: str) -> CodeType:
 
 
 def compile_in_advance(sources: Mapping[str, str]) -> None:
-    """Compile modules, given by name, so that ``compiled_module`` has them when a session is
-    open."""
+    """Compile modules, given as name -> source, so that ``compiled_module`` has them ready when a
+    session opens."""
     for module, source in sources.items():
         compiled_module(module, source)

@@ -1,4 +1,5 @@
-"""Find the known name that a misspelled one was probably meant to be, for "did you mean …?".
+"""Finds the known name that is closest to a misspelled one, for error messages such as "did you
+mean …?".
 
 A name is a candidate if it has enough letters in common with the given one
 (``difflib.get_close_matches``). Of the candidates, the one wins that takes the fewest edits: a
@@ -16,8 +17,8 @@ from collections.abc import Iterable
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is nearest to ``name``, or None if none is alike. Upper and lower
-    case are treated as equal.
+    """Return the known name that is closest to ``name``, or None if none is similar. The comparison
+    ignores case.
 
     ``cutoff`` is the least share of common letters that a candidate needs, from 0 (any name) to 1.
     The names of a set are taken in alphabetical order.
@@ -36,8 +37,8 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def _num_edits(a: str, b: str) -> int:
-    """Count the edits from ``a`` to ``b``: letters added, dropped or replaced, and neighbours
-    swapped (the distance of Damerau and Levenshtein, in its form without overlapping edits)."""
+    """Count the edits that turn ``a`` into ``b``: letters added, dropped or replaced, and
+    neighbours swapped. This is the Damerau-Levenshtein distance without overlapping edits."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):

@@ -1,5 +1,5 @@
-"""Registries, which map names to what they stand for. There is one registry for each kind of thing
-that is chosen by name, such as tasks or sandboxes.
+"""Registries that map names to plug-ins. There is one registry for each kind of thing that users
+choose by name, such as tasks or sandboxes.
 
     rl.algorithm=grpo                     built in: ``ALGORITHMS`` maps the name to "module:class"
     task.name=oolong                      built in, but outside the core: listed in
@@ -71,7 +71,7 @@ REGISTRIES = (
     "ramify.train.trackers.base:TRACKERS",
     "ramify.testing.offline:OFFLINE_SUITES",
 )
-"""Where each registry is, in the order in which ``ramify plugins`` lists them."""
+"""Location of each registry, in the order in which ``ramify plugins`` lists them."""
 _GROUP_ESTIMATORS = (
     "dr_grpo",
     "grpo",
@@ -185,26 +185,25 @@ MOVED_MODULES = {
     "ramify.inference.http.vllm:VllmServer": "ramify.inference.http.vllm:VllmEngineClient",
     "ramify.train.signals.judge:HintJudge": "ramify.train.signals.judge:HintWritingJudge",
 }
-"""Maps the beginning of a dotted path that an earlier version stored to the current one."""
+"""Beginning of a dotted path that an earlier version stored -> its current form."""
 _OTHERS = "module:name or file.py:name"
 
 
 class PluginEntry(NamedTuple):
-    """One name in a registry with its origin and description, as ``ramify plugins`` lists it."""
+    """A name in a registry with its origin and description, as ``ramify plugins`` lists it."""
 
     kind: str
     name: str
     origin: str
-    """``ramify``, ``recipe``, or an installed package with its version."""
+    """``ramify``, ``recipe``, or the name and version of an installed package."""
     about: str
-    """First sentence of its docstring."""
+    """First sentence of the entry's docstring."""
     error: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Reason the entry cannot be used. Empty if it can."""
 
 
 class Registry(Mapping[str, Any]):
-    """Maps names to the classes, functions or objects that they stand for, and loads them when they
-    are used.
+    """Maps names to classes, functions or other objects, and loads them at their first use.
 
     Iterating over it yields the built-in names, those that a recipe registered, and those of
     installed packages.
@@ -221,10 +220,10 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """Create a registry. ``kind`` is what errors call an entry, such as "algorithm", and
-        ``group`` is the entry-point group through which installed packages add entries. ``table``
-        maps the names of the core to objects or to their locations (``module:name``, or a module);
-        entries of ``ramify.extras`` are added to it.
+        """Create a registry. ``kind`` is the noun for an entry in errors, such as "algorithm", and
+        ``group`` is the entry-point group for installed packages. ``table`` maps the core's names
+        to objects or to locations such as ``module:name``. Entries of ``ramify.extras`` are added
+        to it.
 
         If ``structs`` is true, an entry must be a struct whose tag is its name, so that a
         checkpoint can name it. ``others`` describes in errors which values are accepted in place of
@@ -235,7 +234,7 @@ class Registry(Mapping[str, Any]):
         self.group = group
         self._table = {**table, **ENTRY_POINTS.get(group, {})}
         self.ours = frozenset(self._table)
-        """Names that need no package but this one."""
+        """Names of entries that need no package other than this one."""
         self._structs = structs
         self._others = others
         self._aliases = dict(aliases or {})
@@ -258,7 +257,7 @@ class Registry(Mapping[str, Any]):
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers a class under a name. Raises ConfigError if the name is
-        taken, or if the class cannot be stored under it."""
+        taken, or if the class cannot be registered under it."""
 
         def put(entry: T) -> T:
             before = self._table.get(name)
@@ -273,7 +272,7 @@ class Registry(Mapping[str, Any]):
         return put
 
     def of(self, name: str) -> Any:
-        """Return the entry with this name, or the object at a location ``module:name`` or
+        """Return the entry with this name, or the object at a location such as ``module:name`` or
         ``file.py:name``.
 
         Raises ConfigError. The error for an unknown name suggests the nearest name. An entry that
@@ -296,8 +295,8 @@ class Registry(Mapping[str, Any]):
         return self._loaded[name]
 
     def check(self, name: str) -> None:
-        """Raise ConfigError, which suggests the nearest name, if a name is unknown. The entry is
-        not imported."""
+        """Raise ConfigError with the nearest name if a name is unknown. The entry is not
+        imported."""
         name = self.canonical(name)
         if name not in self and not is_reference(name):
             raise self._unknown(name)
@@ -308,14 +307,13 @@ class Registry(Mapping[str, Any]):
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
-        """Return the built-in name that an alias stands for. Any other name is returned
-        unchanged."""
+        """Return the built-in name for an alias. Any other name is returned unchanged."""
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """Create an instance of the entry that ``value`` describes, which is a name, or a mapping
-        with ``name`` and options. Any other value is returned unchanged. Raises ConfigError if
-        there is no such entry or the options are not valid."""
+        """Create an instance of an entry. ``value`` is the entry's name, or a mapping with ``name``
+        and options. Any other value is returned unchanged. Raises ConfigError if the entry is
+        unknown or the options are invalid."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -339,13 +337,13 @@ class Registry(Mapping[str, Any]):
             ) from error
 
     def reset(self) -> None:
-        """Remove the entries that recipes registered, and forget what was loaded from packages."""
+        """Remove the entries that recipes registered, and drop cached entries of packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
         """Yield every name of the registry with its origin. Entries of installed packages are
-        imported, so that an entry that cannot be loaded is listed with its error."""
+        imported, so that a broken entry is listed with its error."""
         for name, entry in self._table.items():
             origin = "ramify" if name in self.ours else "recipe"
             yield PluginEntry(self.kind, name, origin, _about(entry))
@@ -367,8 +365,8 @@ class Registry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _clash(self, points: list[EntryPoint]) -> str:
-        """Return the reason why none of these entry points, which share a name, can be chosen by
-        that name. Returns an empty text if there is no such reason."""
+        """Return the reason why several entry points with the same name conflict, or an empty text
+        if one of them can be chosen."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -405,14 +403,14 @@ def registries() -> Iterator[Registry | PluginEntry]:
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a name is the location of an object (``module:name``, ``file.py:name`` or a
-    dotted module) rather than a name in a registry."""
+    """Return True if a name is the location of an object, and not a name in a registry. Locations
+    are ``module:name``, ``file.py:name`` and dotted module names."""
     return not {*".:/"}.isdisjoint(name)
 
 
 def _resolved(location: str) -> Any:
-    """Return the object at ``module:name``, or at a dotted path of a module or of an object in
-    one."""
+    """Return the object at a location. The location is ``module:name``, or a dotted path of a
+    module or of an object in one."""
     module, _, name = location.partition(":")
     if name:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -426,8 +424,8 @@ def _resolved(location: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a Python file and return its module. The file is run again only if it has changed. It
-    can import modules from its own folder, and errors that it raises are passed on."""
+    """Load a Python file and return its module. The file is executed again only if it has changed.
+    It can import modules from its own folder, and its errors are raised unchanged."""
     path = path.absolute()
     return _run_file(path, path.stat().st_mtime_ns)
 
@@ -454,17 +452,17 @@ def _run_file(path: Path, _changed_ns: int) -> ModuleType:
 
 
 def check_methods(field: str, part: Any, *methods: str) -> None:
-    """Raise ConfigError if an object lacks one of the named methods. ``field`` is the name of the
-    option in the error message."""
+    """Raise ConfigError if an object lacks one of the named methods. ``field`` is the option's name
+    in the error message."""
     missing = [name for name in methods if not callable(getattr(part, name, None))]
     if missing:
         raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
 
 
 def import_location(kind: type) -> str:
-    """Return the location from which a class can be loaded again: ``file.py:Class`` or
-    ``module:Class``. Returns an empty text for Ramify's own classes, which are found by their
-    registered names, and for classes that were defined inside a function or outside of a file."""
+    """Return the location from which a class can be loaded again, either ``file.py:Class`` or
+    ``module:Class``. Returns an empty text for Ramify's own classes, which have registered names,
+    and for classes defined inside a function or outside a file."""
     module, name = sys.modules.get(kind.__module__), kind.__qualname__
     file = getattr(module, "__file__", None)
     if file is None or "<locals>" in name or kind.__module__.partition(".")[0] == "ramify":
@@ -474,9 +472,8 @@ def import_location(kind: type) -> str:
 
 
 def use_import_locations(part: Any, data: Any) -> None:
-    """Replace the names of plug-in classes in the serialized form of a configuration by locations
-    from which they can be imported, because a process that resumes the run may not know a plug-in's
-    registered name."""
+    """Replace plug-in names in a serialized configuration with import locations. A process that
+    resumes the run may not know the registered names of plug-ins."""
     if isinstance(part, Mapping):
         for name, each in part.items():
             use_import_locations(each, data[name])
@@ -497,8 +494,8 @@ def _module_name(path: Path) -> str:
 
 
 def load_object(location: str, what: str) -> Any:
-    """Return the module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError
-    if it cannot be loaded; ``what`` is the beginning of the error message."""
+    """Return a module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError if
+    it cannot be loaded. ``what`` is the beginning of the error message."""
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
@@ -528,8 +525,8 @@ def load_object(location: str, what: str) -> Any:
 
 
 def _lacks(owner: ModuleType | type, name: str) -> str:
-    """Return a sentence which says that a module or class lacks an attribute, and suggests the
-    nearest name that it has."""
+    """Return a sentence which says that a module or class lacks an attribute, with the nearest
+    existing name."""
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
     short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"
@@ -545,8 +542,8 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
 
 
 def _line_in(place: str, error: BaseException) -> str:
-    """Return the last line of a file that ran before an error, as in `` in line 3``. Returns an
-    empty text if the line is unknown or the error mentions it itself."""
+    """Return the last line of a file that ran before an error, as text such as `` in line 3``.
+    Returns an empty text if the line is unknown or the error already mentions it."""
     if not place.endswith(".py") or isinstance(error, SyntaxError):
         return ""
     path = str(Path(place).expanduser().absolute())
@@ -556,8 +553,8 @@ def _line_in(place: str, error: BaseException) -> str:
 
 
 def _moved(location: str) -> str:
-    """Return the current location of an object whose location was stored by an earlier version of
-    Ramify. A module may have moved several times."""
+    """Return the current location of an object from the location that an earlier version of Ramify
+    stored. A module may have moved several times."""
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
@@ -576,8 +573,8 @@ def _place(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return True if two entries are the same object of one file. A file may be imported twice, as
-    a module and as ``file.py:name``."""
+    """Return True if two entries are the same object of the same file. A file may be imported
+    twice, as a module and as ``file.py:name``."""
     if _place(first) == _place(second):
         return True
     places = [
@@ -589,9 +586,8 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _about(entry: Any) -> str:
-    """Return the first sentence of an entry's docstring. If the entry is a location within Ramify,
-    the docstring is read from the source text, because importing the module may require a package
-    that is not installed."""
+    """Return the first sentence of an entry's docstring. For a location within Ramify, it is read
+    from the source text, because importing the module may require a missing package."""
     if isinstance(entry, str):
         text = _doc_in_source(entry)
     elif isinstance(entry, ModuleType | type) or callable(entry):
@@ -603,8 +599,8 @@ def _about(entry: Any) -> str:
 
 
 def _doc_in_source(location: str) -> str:
-    """Return the docstring of a module, class or function in this package without importing it, or
-    the string that follows an assignment."""
+    """Return the docstring of a module, class or function in this package without importing it. For
+    an assignment, it is the string that follows."""
     module, _, name = location.partition(":")
     path = os.path.join(os.path.dirname(__file__), *module.split(".")[1:])
     path = f"{path}/__init__.py" if os.path.isdir(path) else f"{path}.py"
@@ -623,8 +619,8 @@ def _doc_in_source(location: str) -> str:
 
 
 def explain_conversion_error(error: Exception, kind: Any) -> str:
-    """Return the message of a failed conversion to the type ``kind``, followed by the names or
-    values that are allowed.
+    """Return the error message of a failed conversion to the type ``kind``, followed by the allowed
+    names or values.
 
     Invalid enum value 'adam' - at `$.optim.kind`: did you mean 'adamw'? known: adamw, muon
     """
@@ -653,7 +649,8 @@ def explain_conversion_error(error: Exception, kind: Any) -> str:
 
 
 def _members(kind: Any) -> list[Any]:
-    """Return the members of a union type. For any other type, return a list of that type alone."""
+    """Return the members of a union type. Any other type is returned as the only element of a
+    list."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return [kind]
     return [inner for each in typing.get_args(kind) for inner in _members(each)]

@@ -1,4 +1,4 @@
-r"""Removes from text whatever could control a terminal.
+r"""Removes everything from text that could control a terminal.
 
 Text from a model, a document or a server may hold escape sequences that move the cursor, set the
 window title, write to the clipboard or fake a prompt. ``clean`` removes them, in linear time.
@@ -24,7 +24,7 @@ from typing import TextIO
 from ramify.lazy_pattern import lazy_pattern
 
 _STRINGS = "\x90\x98\x9d\x9e\x9f"
-"""One-character openings of strings such as titles, links and the clipboard."""
+"""Single-character openings of control strings, such as titles, links and clipboard contents."""
 _ESCAPES = lazy_pattern(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
     # A string ends before the next opening: otherwise many openings would take quadratic time. It
@@ -36,17 +36,17 @@ _CONTROLS = lazy_pattern(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters except newline and tab, marks that change the text direction, and lone
-surrogates, which cannot be printed."""
+surrogates."""
 _ENCODED_CONTROLS = re.compile(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
 )
-"""The same in UTF-8, except those that JSON never holds unescaped."""
+"""The same characters in UTF-8, except those that JSON always escapes."""
 _RETURN = lazy_pattern(r"\r\n?")
 
 
 def one_line(text: str) -> str:
-    """Replace each character that cannot be printed, so that the text is one line: ``"a\\nb"``
-    becomes ``"a\ufffdb"``. Used for untrusted text such as names of files."""
+    """Replace each unprintable character, so that the text fits on one line. For example,
+    ``"a\\nb"`` becomes ``"a\ufffdb"``. Use this for untrusted text such as file names."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
@@ -60,32 +60,32 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """Remove escape sequences and control characters from a text, and put it on one line."""
+    """Remove escape sequences and control characters from a text, and join its lines into one."""
     return " ".join(clean(text).split())
 
 
 def escape_json_controls(json: bytes) -> bytes:
-    """Write control characters in encoded JSON as escapes such as ``\\u009b``, which leaves the
-    value unchanged."""
+    """Replace control characters in encoded JSON with escapes such as ``\\u009b``. The value of the
+    JSON does not change."""
     return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
 
 
 class SanitizingTerminalStream(io.TextIOBase):
-    """A terminal's output stream that removes escape sequences and control characters from
-    everything written to it, except lines passed to ``write_cleaned_line``."""
+    """A terminal output stream that removes escape sequences and control characters from everything
+    written to it. Lines passed to ``write_cleaned_line`` are exempt."""
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
-        """The stream without protection, for a program that draws, such as a live view."""
+        """The unprotected stream, for programs that draw on the terminal, such as a live view."""
 
     def write(self, text: str, /) -> int:
-        """Write a text without its escape sequences and control characters. A carriage return
-        becomes a line break, so that progress bars stay readable."""
+        """Write a text without escape sequences and control characters. A carriage return becomes a
+        line break, so that progress bars stay readable."""
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 
     def write_cleaned_line(self, line: str) -> None:
-        """Write a line unchanged. The caller must have cleaned the line before coloring it."""
+        """Write a line unchanged. The caller must clean the line before adding colors."""
         self.terminal.write(line)
 
     def flush(self) -> None:

@@ -1,5 +1,5 @@
-"""Progress of long work: the code that does the work reports its progress, and front ends display
-it.
+"""Progress reporting for long tasks. The code that does the work reports its progress, and front
+ends display it.
 
     with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
@@ -39,27 +39,27 @@ _pulses: tuple[Callable[[], object], ...] = ()
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """The progress of one task at a certain time, which is passed to listeners."""
+    """The progress of one task at one moment, as passed to listeners."""
 
     id: int
     """Number of the task, in order of creation."""
     what: str
-    """``reading``, ``evaluating test``"""
+    """Description of the work, such as ``reading`` or ``evaluating test``."""
     done: float
-    """Progress so far, in ``unit``."""
+    """Amount of work done so far, in ``unit``."""
     total: float | None
-    """Total amount, in ``unit``; None if it is not known in advance."""
+    """Total amount of work in ``unit``, or None if it is not known in advance."""
     unit: str
-    """``bytes``, ``steps``, …; empty if the work is not counted."""
+    """Unit of the amounts, such as ``bytes`` or ``steps``. Empty if the work is not counted."""
     note: str
     """Current item or latest result, such as a file name or an average."""
     is_over: bool = False
     first: float = 0.0
-    """Initial value of ``done`` if earlier work is being resumed, in ``unit``."""
+    """Initial value of ``done`` if earlier work is resumed, in ``unit``."""
 
 
 class ReplyTextDelta(msgspec.Struct, frozen=True):
-    """A piece of a model's reply that has just arrived. The journal records only complete
+    """A piece of a model's reply that has just arrived. The run's journal records only complete
     replies."""
 
     run: str
@@ -68,19 +68,19 @@ class ReplyTextDelta(msgspec.Struct, frozen=True):
     text: str
     reasoning: str
     is_first: bool
-    """True for the first part of an attempt. Discard the text of earlier attempts then."""
+    """True for the first piece of an attempt. Text of earlier attempts must then be discarded."""
 
 
 TextListener = Callable[[ReplyTextDelta], None]
-"""Called in the event loop of the run. Must return quickly."""
+"""Callback for pieces of replies. It is called in the run's event loop and must return quickly."""
 _text_listeners: dict[str, tuple[TextListener, ...]] = {}
-"""Run id -> listeners."""
+"""Run id -> listeners of that run's replies."""
 Listener = Callable[[ProgressState], None]
-"""Called in the thread that does the work. Must return quickly."""
+"""Callback for progress. It is called in the thread that does the work and must return quickly."""
 
 
 class ProgressTask:
-    """A handle by which code reports the progress of one task."""
+    """A handle with which code reports the progress of one task."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ProgressTask:
         self._recorded_at = -math.inf
 
     def at(self, done: float, note: str | None = None) -> None:
-        """Set the amount of work that is done. A note, if given, replaces the previous note."""
+        """Set the amount of work that is done. A note replaces the previous one, if given."""
         self.done = done
         if note is not None:
             self.note = note
@@ -135,9 +135,9 @@ class ProgressTask:
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressTask]:
-    """Report the progress of a task while the ``with`` block runs; the task is over when the block
-    ends, even with an error. ``total`` is the amount of work in ``unit``, of which ``first`` was
-    done before."""
+    """Report the progress of a task while a ``with`` block runs. The task ends with the block, even
+    after an error. ``total`` is the amount of work in ``unit``, of which ``first`` was done
+    before."""
     task = ProgressTask(what, total, unit, note, first)
     task._notify()
     try:
@@ -148,7 +148,7 @@ def report_progress(
 
 @contextlib.contextmanager
 def subscribe(listener: Listener) -> Iterator[None]:
-    """Call a listener with the progress of all tasks, in any thread, while the ``with`` block runs.
+    """Call a listener with the progress of all tasks, in any thread, while a ``with`` block runs.
 
     Example:
         with ramify.subscribe(lambda state: print(state.what, state.done, state.unit)):
@@ -163,15 +163,15 @@ def subscribe(listener: Listener) -> Iterator[None]:
 
 
 def heartbeat() -> None:
-    """Report that long work is still making progress, for code that detects work that hangs. May be
-    called from any thread."""
+    """Report that long work is still making progress, so that a watchdog does not consider it hung.
+    May be called from any thread."""
     for pulse in _pulses:
         pulse()
 
 
 @contextlib.contextmanager
 def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
-    """Call a function at every ``heartbeat()`` while the ``with`` block runs. The function must
+    """Call a function at every ``heartbeat()`` while a ``with`` block runs. The function must
     return quickly."""
     global _pulses
     _pulses = (*_pulses, pulse)
@@ -185,14 +185,14 @@ def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
 def report_reply_text(
     run: str, call: str, turn: int, text: str, reasoning: str, is_first: bool
 ) -> None:
-    """Report that a piece of a model's reply has arrived, to the listeners of its run."""
+    """Send a piece of a model's reply to the listeners of its run."""
     for listener in _text_listeners.get(run, ()):
         listener(ReplyTextDelta(run, call, turn, text, reasoning, is_first))
 
 
 @contextlib.contextmanager
 def watch_reply_text(run: str, listener: TextListener) -> Iterator[None]:
-    """Call a listener with the text of a run's replies as it arrives, while the ``with`` block
+    """Call a listener with the text of a run's replies as it arrives, while a ``with`` block
     runs."""
     _text_listeners[run] = (*_text_listeners.get(run, ()), listener)
     try:

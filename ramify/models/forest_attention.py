@@ -1,6 +1,5 @@
 """Attention over a forest of token sequences that share prefixes. Every token attends to the
-earlier tokens of its own sequence. Tokens that several sequences share are stored and computed
-once.
+earlier tokens of its sequence. Tokens that several sequences share are stored and computed once.
 
     segments      0 [prompt]            segment  own block (causal)   descendant blocks (all keys)
     in preorder   ├── 1 [turn, cells]      0        0 x 0                1 2 3 4 x 0

@@ -1,5 +1,5 @@
-"""Plans: fixed programs that answer a question about a text through many small, bounded model
-calls. Their number of calls and their cost are known before anything is paid.
+"""Plans are fixed programs that answer a question about a text with many small model calls of
+limited size. The number of calls and the cost are known before anything is spent.
 
     >>> from ramify import plans
     >>> plan = plans.aggregate(["error", "warning", "fine"])

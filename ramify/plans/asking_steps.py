@@ -1,5 +1,5 @@
 """The steps of a plan that divide the context or ask a model: split, peek, map, filter, ask and
-reduce. A model is asked through leaves, which are questions of bounded size.
+reduce. A model is asked small questions of bounded size, called leaves.
 
     context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
                                                               └ groups that fit a leaf's bound
@@ -40,23 +40,23 @@ _MIN_TOKENS = 16
 
 
 class AskingStep(PlanStep, frozen=True):
-    """A step of a plan that divides the context or may ask a model bounded questions, called
-    leaves."""
+    """A step of a plan that divides the context, or asks a model questions of bounded size, which
+    are called leaves."""
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
-        """Estimate this step before the plan runs: add its model calls to ``sheet``, and return the
-        bounds of its result. ``shape`` has the bounds of the input, and ``given`` is the type of
-        the input."""
+        """Estimate this step before the plan runs. Adds the step's model calls to ``sheet``, and
+        returns the bounds of its result. ``shape`` gives the bounds of the input, and ``given`` the
+        type of the input."""
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
-        """Apply the step to a value and return the result. ``shape`` has the bounds of the value
-        that were known before the plan ran."""
+        """Apply the step to a value and return the result. ``shape`` gives the bounds of the value
+        that were computed before the plan ran."""
         raise NotImplementedError
 
 
 class SplitText(AskingStep, frozen=True, tag="split"):
-    """A step that cuts the context into parts whose size is strictly bounded.
+    """A step that cuts the context into parts of strictly limited size.
 
     >>> print([part.text for part in plans.SplitText("lines", 16).parts("a b\\n" * 20)])
     ['a b\\na b\\n...', 'a b\\na b\\n...']
@@ -64,19 +64,19 @@ class SplitText(AskingStep, frozen=True, tag="split"):
 
     by: By = "lines"
     tokens: int = 4000
-    """Bound on a part, in tokens of three bytes."""
+    """Maximum size of a part, in tokens of three bytes."""
     overlap: int = 0
-    """Most tokens at the end of a part that the next one repeats."""
+    """Maximum number of tokens that a part repeats from the end of the previous one."""
     separator: str = ""
-    """With ``records``: regular expression of the beginning of a record, in place of blank
-    lines."""
+    """Regular expression that matches the beginning of a record, for ``records``. By default, blank
+    lines separate records."""
     max_records: int = 0
-    """Most lines, records or sentences of a part; 0 for any number."""
+    """Maximum number of lines, records or sentences in a part. 0 means no limit."""
     cut: bool = False
-    """Whether a record that is larger than the bound may be cut; otherwise it is refused."""
+    """Cut a record that exceeds the maximum size. If False, such a record is an error."""
     header: bool = False
-    """With ``lines``: whether the first line of each text names the columns of a table. It is not a
-    record, and each part begins with it."""
+    """With ``lines``: the first line of each text names the columns of a table. It is not a record,
+    and is repeated at the start of each part."""
 
     def __post_init__(self) -> None:
         check_field_types(self, self.title)
@@ -106,8 +106,8 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
-        """Divide a context into parts of bounded size. Raises ConfigError if a single record is
-        larger than the bound and must not be cut."""
+        """Divide a context into parts of limited size. Raises ConfigError if a single record
+        exceeds the limit and must not be cut."""
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
         texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
@@ -167,7 +167,8 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
 
 
 class MapLeaf(AskingStep, frozen=True, tag="map"):
-    """A step that asks a model the same bounded question about each item of a list."""
+    """A step that asks a model the same small question, called a leaf, about each item of a
+    list."""
 
     leaf: Leaf
 
@@ -194,8 +195,8 @@ class MapLeaf(AskingStep, frozen=True, tag="map"):
 
 
 class FilterItems(AskingStep, frozen=True, tag="filter"):
-    """A step that keeps the items for which a predicate is true: a regular expression, a BM25
-    ranking, a comparison, or a yes-or-no question to a model."""
+    """A step that keeps the items for which a predicate is true. The predicate is a regular
+    expression, a BM25 ranking, a comparison, or a yes-or-no question to a model."""
 
     predicate: Pattern | Relevance | Comparison | Leaf
 
@@ -252,7 +253,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
 
 
 class AskLeaf(AskingStep, frozen=True, tag="ask"):
-    """A step that asks a model one bounded question about the whole value."""
+    """A step that asks a model one small question, called a leaf, about the whole value."""
 
     leaf: Leaf
 
@@ -284,8 +285,8 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
 
 
 class ReduceTree(AskingStep, frozen=True, tag="reduce"):
-    """A step that lets a model merge the items of a list into a single one. The calls form a tree:
-    each one reads as many items as fit its bound, and their results are merged in turn."""
+    """A step in which a model merges the items of a list into one. The calls form a tree: each call
+    reads as many items as fit, and the results are merged in turn."""
 
     leaf: Leaf
 
@@ -359,26 +360,27 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
 
 
 class ReductionGrouping(NamedTuple):
-    """Determines how the items of a reduction are grouped into model calls, level by level."""
+    """Determines how a reduction groups items into model calls, level by level."""
 
     first: int
-    """Items that a call of the first level reads."""
+    """Number of items that a call of the first level reads."""
     later: int
-    """Items that a call of each later level reads, which are answers."""
+    """Number of answers that a call of each later level reads."""
     asks_single: bool
-    """Whether the first level also asks about a group of one item, which is not an answer yet."""
+    """True if the first level also asks about a group of one item, because that item is not yet an
+    answer."""
 
     def groups(self, items: Sequence[T], *, is_first: bool) -> list[Sequence[T]]:
         size = self.first if is_first else self.later
         return [items[at : at + size] for at in range(0, len(items), size)]
 
     def is_asked(self, group: Sequence[T], *, is_first: bool) -> bool:
-        """Return True if a group needs a model call to be merged. A single answer is passed on as
-        it is."""
+        """Return True if a group of items needs a model call. A single answer is passed on
+        unchanged."""
         return len(group) > 1 or (is_first and self.asks_single)
 
     def calls_per_level(self, num: int) -> list[int]:
-        """Return the number of model calls on each level of the tree for a number of items.
+        """Return the number of model calls on each level of the tree for ``num`` items.
 
         >>> ReductionGrouping(4, 4, False).waves(17)
         [4, 1, 1]
@@ -396,8 +398,8 @@ class ReductionGrouping(NamedTuple):
 
 
 def _check_items(step: str, leaf: Leaf, shape: ValueBounds) -> None:
-    """Raise ConfigError if an item is known before the plan runs and is larger than the model call
-    may read. Parts of a text are not checked here, because their type already has a bound."""
+    """Raise ConfigError if an item is known in advance and too large for the model call. Parts of a
+    text are not checked here, because their type already has a size limit."""
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
@@ -415,8 +417,8 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
-    """Return the bounds of the answers to a leaf, which is one bounded question to a model, before
-    it is asked. ``shape`` has the bounds of the items that it is asked about."""
+    """Return the bounds of a model's answers before it is asked. ``leaf`` is the question, and
+    ``shape`` gives the bounds of the items that it is about."""
     most = leaf.max_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)

@@ -1,5 +1,5 @@
-"""Stores how accurately a model answers questions about text parts of several sizes, and derives
-the best size from that.
+"""Stores how accurately a model answers questions about text parts of various sizes, and derives
+the best part size.
 
     ramify calibrate MODEL ──> points (size, accuracy, price) ──> a file in the store
     ready_plan("search", model=MODEL) ──> calibration_of(MODEL) ──> part_tokens=4000
@@ -26,34 +26,34 @@ from ramify.store.durable_files import FILE_MODE, make_folder, write_all
 from ramify.store.store import default_root
 
 VERSION = 1
-"""Version of the file. A file of another version is not used."""
+"""Version of the file format. Files of other versions are ignored."""
 FOLDER = "calibrations"
 TOLERANCE = 0.02
-"""Accuracy that a size may lose against the best one."""
+"""Loss of accuracy that is acceptable compared with the best size."""
 _SAVING = 0.10
-"""A larger size is only preferred if the smaller one costs this share more for the same text."""
+"""A larger size is preferred only if it lowers the cost by this fraction for the same text."""
 _log = ComponentLogger("plans")
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How accurate a model's answers are, and what they cost, for text parts of one size."""
+    """The accuracy and cost of a model's answers for text parts of one size."""
 
     tokens: int
-    """Size of the text that a leaf reads, in tokens of three bytes, as in ``split``."""
+    """Size of the text part in tokens of three bytes, as in ``split``."""
     items: int
-    """Questions that were scored."""
+    """Number of questions that were scored."""
     accuracy: float
-    """Share of the questions that were answered rightly."""
+    """Fraction of the questions that were answered correctly."""
     low: float
-    """Lower end of the 95 % interval of the accuracy."""
+    """Lower end of the 95 % confidence interval of the accuracy."""
     high: float
-    """Upper end of the interval."""
+    """Upper end of the 95 % confidence interval of the accuracy."""
     dollars: float | None
-    """Cost of reading a million tokens in leaves of this size; None if the price is not known."""
+    """Cost of reading a million tokens in parts of this size, or None if the price is unknown."""
 
 
 class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How accurate a model's answers about text parts are, measured for parts of several sizes.
+    """A model's accuracy on questions about text parts, measured for several part sizes.
 
     Example:
         found = plans.calibration_of("openai:gpt-5-mini")
@@ -63,20 +63,19 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     model: str
     """The model with its provider: ``openai:gpt-5-mini``."""
     date: str
-    """Day of the measurement: ``2026-11-27``."""
+    """Day of the measurement, such as ``2026-11-27``."""
     points: tuple[CalibrationPoint, ...]
-    """At least one, in order of size."""
+    """One or more measurements, in ascending order of size."""
     tolerance: float = TOLERANCE
-    """Accuracy that a larger part may lose against the smallest one, from 0 to 1."""
+    """Accuracy that a larger part may lose compared with the smallest one, from 0 to 1."""
     version: int = VERSION
-    """Form of the stored file."""
+    """Version of the file format."""
 
     @property
     def part_tokens(self) -> int:
-        """Return the size of text parts, in tokens, that is best by accuracy and cost. Among the
-        sizes that lose no more accuracy than ``tolerance``, this is the smallest one that reads a
-        text at nearly the lowest price. If prices are unknown, it is the largest, which needs the
-        fewest calls.
+        """Return the best size of text parts in tokens, by accuracy and cost. Among the sizes
+        within ``tolerance`` of the best accuracy, it is the smallest that reads a text at nearly
+        the lowest price. If prices are unknown, it is the largest, which needs the fewest calls.
 
         The measured accuracies are smoothed first, on the assumption that larger parts are never
         answered more accurately than smaller ones.
@@ -96,14 +95,14 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def size_note(self) -> str:
-        """Return a short note that says where the size of a plan's parts comes from, for the
-        description of the plan."""
+        """Return a short note on how the part size was determined, for the description of a
+        plan."""
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
 
 
 def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration | None:
-    """Return the stored calibration of a model, or None if there is none that can be used. ``root``
-    is the folder of the store, which defaults to the user's store.
+    """Return a model's stored calibration, or None if it is missing or cannot be used. ``root`` is
+    the folder of the store, and defaults to the user's store.
 
     Example:
         plans.calibration_of("openai:gpt-5-mini")
@@ -136,9 +135,9 @@ def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration 
 def part_size(
     model: Any, given: int | None = None, root: Path | None = None
 ) -> tuple[int | None, str]:
-    """Return the size of a text part, in tokens, that suits a model, and a note on where the size
-    comes from. The size is ``given`` if it is set, and otherwise that of the model's stored
-    calibration. Returns None and an empty note if there is neither."""
+    """Return the size of text parts, in tokens, that suits a model, with a note on its origin.
+    ``given`` is used if it is set, and otherwise the model's stored calibration. Returns None and
+    an empty note if there is neither."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if given is not None or not isinstance(name, str):
         return given, ""
@@ -147,8 +146,8 @@ def part_size(
 
 
 def store_calibration(calibration: PartSizeCalibration, root: Path | None = None) -> Path:
-    """Write a calibration to the store, replacing an earlier one of the same model, and return the
-    path of its file. Raises StoreError if the file cannot be written."""
+    """Write a calibration to the store and return the path of its file. An earlier calibration of
+    the same model is replaced. Raises StoreError if the file cannot be written."""
     path = calibration_path(calibration.model, root)
     make_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -166,7 +165,7 @@ def store_calibration(calibration: PartSizeCalibration, root: Path | None = None
 
 
 def calibration_path(model: str, root: Path | None = None) -> Path:
-    """Return the path of the file that holds a model's calibration."""
+    """Return the path of a model's calibration file."""
     return (root or default_root()) / FOLDER / f"{quote(model, safe='')}.json"
 
 
@@ -175,7 +174,7 @@ def _ignored(path: Path, why: str) -> None:
 
 
 def _falling(points: Sequence[CalibrationPoint]) -> list[float]:
-    """Smooth measured accuracies into the closest sequence that never rises, by pooling adjacent
+    """Smooth measured accuracies into the closest non-increasing sequence, by pooling adjacent
     violators. Each point is weighted by its number of questions."""
     pools: list[tuple[float, int, int]] = []
     for point in points:

@@ -1,5 +1,5 @@
-"""A leaf: one question to a model whose input and answer have bounded sizes and whose answer has a
-type.
+"""Defines leaves. A leaf is one small question to a model, whose input and answer have limited
+sizes and whose answer has a type.
 
     Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True)
         part with 3 records ──> prompt, records "1: …", "2: …", "3: …" ──> ["spam", "ham", "ham"]
@@ -23,33 +23,35 @@ from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shorte
 from ramify.plans.value_types import ValueType, check_field_types, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
-"""Upper bound on the bytes of an answer per token of its reply. English has four to five."""
+"""Maximum bytes of an answer per reply token. English has four to five."""
 QUESTION = "{question}"
-"""Place of the user's question in a prompt."""
+"""Placeholder for the user's question in a prompt."""
 _BETWEEN = "\n\n---\n\n"
 _MORE_TOKENS = 32
-"""Tokens of a reply with a value for each record, in addition to those of the values."""
+"""Extra reply tokens for a list with a value for each record, in addition to the tokens of the
+values."""
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="leaf"):
-    """A question to a model whose input and answer are bounded in size.
+    """A question to a model whose input and answer have limited sizes.
 
     >>> plans.Leaf("Is the passage about money?", {"type": "boolean"}).type.kind
     'boolean'
     """
 
     prompt: str
-    """What is asked; ``{question}`` stands for the user's question."""
+    """Text of the question, in which ``{question}`` is replaced by the user's question."""
     schema: Any = None
     """JSON schema of the answer, or a type such as ``bool``; None for text."""
     tokens: int = 4000
-    """Maximum size of the value that it reads, in tokens of three bytes, without the prompt."""
+    """Maximum size of the value that the model reads, in tokens of three bytes, without the
+    prompt."""
     reply_tokens: int = 512
-    """Maximum number of tokens in the reply; with ``each``, in one value."""
+    """Maximum number of reply tokens. With ``each``, the limit is per value."""
     each: bool = False
-    """Whether it gives one value for each record of a part."""
+    """Ask for one value for each record of a part."""
     label: str = "leaf"
-    """Short name, for pictures and records."""
+    """Short name for diagrams and records."""
 
     def __post_init__(self) -> None:
         check_field_types(self, f"leaf {self.label!r:.60}")
@@ -68,25 +70,24 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def type(self) -> ValueType:
-        """Return the type of the answer. If the leaf gives one value for each record, this is the
-        type of one value."""
+        """Return the type of the answer. With ``each``, this is the type of one value."""
         return ValueType("text") if self.schema is None else type_of_schema(self.schema)
 
     @property
     def max_bytes(self) -> int:
-        """Return the maximum size of the answer in bytes. If the leaf gives one value for each
-        record, this is the maximum size of one value."""
+        """Return the maximum size of the answer in bytes. With ``each``, this is the maximum size
+        of one value."""
         return REPLY_BYTES_PER_TOKEN * self.reply_tokens
 
     @property
     def read_bytes(self) -> int:
-        """Return the maximum size, in bytes, of the value that the question is asked about."""
+        """Return the maximum size, in bytes, of the value that the question is about."""
         return BYTES_PER_TOKEN * self.tokens
 
     def read_by(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the answer to this question about a value of the type ``given``.
-        Raises ConfigError if the leaf cannot read such a value; ``step`` is the name of the plan's
-        step in the error."""
+        """Return the type of the answer if the question is asked about a value of the type
+        ``given``. Raises ConfigError if the question cannot be asked about such a value. The error
+        names the plan step ``step``."""
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
                 f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
@@ -102,7 +103,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return list_of(self.type)
 
     def request_prompt(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the prompt that asks this question about a part of a text or another value."""
+        """Return the prompt that asks this question about a value, such as a part of a text."""
         asked = self.prompt.replace(QUESTION, question)
         return f"{asked}\n\n{self._shown(given, is_preview)}"
 
@@ -116,8 +117,8 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return f"[{given.place}]\n{text}"
 
     def answer_kind(self, given: Any) -> AnswerType | None:
-        """Return the type that the answer about a value must have, with its bounds. Returns None if
-        the answer is plain text."""
+        """Return the type and limits that the answer about a value must have, or None for plain
+        text."""
         if self.schema is None:
             return None
         if self.each and isinstance(given, TextPart):
@@ -125,21 +126,21 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return _kind(self)
 
     def max_reply_tokens(self, given: Any) -> int:
-        """Return the maximum number of tokens in the reply about a value."""
+        """Return the maximum number of reply tokens for a question about this value."""
         if self.each and isinstance(given, TextPart):
             return _MORE_TOKENS + self.reply_tokens * max(1, len(given.records))
         return self.reply_tokens
 
     def request_text(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the full text of the request about a value, including the instructions on the
-        answer's format."""
+        """Return the full text of the request about a value, including instructions for the format
+        of the answer."""
         prompt = self.request_prompt(question, given, is_preview=is_preview)
         return with_answer_format(prompt, self.answer_kind(given))
 
 
 def rendered(value: Any) -> str:
-    """Write a value as text for a prompt: texts as they are, lists of texts with separators between
-    them, and other values as JSON."""
+    """Convert a value to text for a prompt. Texts stay as they are, lists of texts are joined with
+    separators, and other values become JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, TextPart):
@@ -180,8 +181,8 @@ def _kind(leaf: Leaf) -> AnswerType:
 
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerType:
-    """Return the answer type of a leaf that gives one value for each of ``num`` records: a list of
-    exactly that many values."""
+    """Return the answer type of a question about ``num`` records: a list of exactly that many
+    values."""
     base, most = _base(leaf.schema), leaf.max_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
@@ -205,14 +206,14 @@ def _check_size(value: Any, most: int) -> None:
 
 
 def json_bytes(value: Any) -> int:
-    """Return the size of a value in bytes when written as JSON. Texts are counted with their
-    escapes but without their quotes, because they may later become keys in a JSON object."""
+    """Return the size of a value in bytes when written as JSON. Texts count with escapes but
+    without quotes, because they may become keys of a JSON object."""
     size = len(msgspec.json.encode(value))
     return size - 2 if isinstance(value, str) else size
 
 
 def bounded_text(text: str, most: int) -> str:
-    """Shorten a text to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
+    """Truncate a text to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
     string."""
     text = shortened(text, most)
     while (size := json_bytes(text)) > most:

@@ -1,5 +1,5 @@
-"""The modes ``plan`` and ``auto``: rules that decide whether a question is answered by a plan, by a
-Python session or by one plain call, and which ready-made plan is used.
+"""Rules for the modes ``plan`` and ``auto``. They decide whether a plan, a Python session or one
+plain call answers a question, and which ready-made plan is used.
 
     what only a session has ─> free     a small context ─> direct     words of the question ─> plan
     words of what code counts ─> free   a plan that cannot run ─> free
@@ -33,11 +33,12 @@ _COUNTED_BY_CODE = re.compile(
     r"(?:characters?|letters?|words?|bytes|lines|rows|pages|files|times|dates|columns)\b",
     re.IGNORECASE,
 )
-"""Words of a question that code answers exactly, without a model that reads."""
+"""Words in a question that suggest that code can answer it exactly, without a model reading the
+text."""
 
 _BETTER_THAN_FREE = ("aggregate", "pairwise", "summarise")
-"""Ready plans that read everything, for which the words of a question suffice. A question about
-one or a few places is often answered by code that searches."""
+"""Ready-made plans that read the whole text, and that the words of a question suffice to choose.
+For a question about a few places, code that searches is often enough."""
 
 
 _SESSION = "session"
@@ -56,10 +57,10 @@ _WAYS = {
     "multi-hop": "the parts that may matter are read for facts, and the facts are combined; for an "
     "answer that follows from facts in several places",
 }
-"""Way to answer -> what it does, and for which questions."""
+"""Way to answer -> what it does, and for which questions it is suited."""
 _MAX_QUESTION, _MAX_SHAPE, _MAX_REASON = 3_000, 6_000, 200
-"""Most bytes of the question and of the look at the context that the call reads, and characters of
-its reason that are recorded."""
+"""Maximum bytes of the question and of the preview of the context in the choosing call, and maximum
+characters of the recorded reason."""
 _REPLY_TOKENS = 300
 _MAX_LABELS = 30
 _ANSWER = {
@@ -84,14 +85,14 @@ question names, if it names them. Do not answer the question."""
 
 
 def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
-    """Choose a ready-made plan according to the words of the question."""
+    """Choose a ready-made plan from the words of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return ModeChoice("plan", strategy.reason, strategy)
 
 
 def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
-    """Decide by rules whether a question is answered by one plain call, in a Python session, or by
-    a plan, and by which one. If the rules do not decide, return a call that lets a model choose."""
+    """Decide by rules whether one plain call, a Python session or a plan answers a question, and
+    which plan. If the rules do not decide, return a call in which a model chooses."""
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -138,7 +139,7 @@ def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
 
 
 def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> ModeChoice:
-    """Choose the plan with this name if it can run, and otherwise a session."""
+    """Choose the plan with this name if it can run. Otherwise choose a Python session."""
     try:
         strategy = strategy_for(
             facts.question.text,
@@ -156,8 +157,8 @@ def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> M
 
 
 def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
-    """Return the maximum number of characters of a context that one plain call may read, and a note
-    on where this number comes from."""
+    """Return the maximum number of characters of a context for one plain call, and a note on the
+    origin of this number."""
     found = calibration_of(facts.root.name)
     if found is None:
         return facts.direct_chars, ""
@@ -165,8 +166,8 @@ def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
 
 
 def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
-    """Return the reason why a plan cannot read the context within the budget; an empty text if it
-    can."""
+    """Return the reason why a plan cannot read the context within the budget, or an empty text if
+    it can."""
     question = facts.question
     try:
         cost, _ = strategy.plan.cost_and_bounds(question.context, question.text, _model(facts))

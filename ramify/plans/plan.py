@@ -1,5 +1,5 @@
-"""A plan: a sequence of steps from the context to the answer, whose types are checked when the plan
-is composed.
+"""Defines plans. A plan is a sequence of steps from the context to the answer. The types of the
+steps are checked when the plan is composed.
 
     >>> from ramify import plans
     >>> leaf = plans.Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True, label="label")
@@ -50,8 +50,8 @@ from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fixed sequence of steps from a context to an answer. Its steps may ask a model questions of
-    bounded size, so the cost of the plan is known before it runs.
+    """A fixed sequence of steps that leads from a context to an answer. Its model calls have
+    limited sizes, so its cost is known before it runs.
 
     >>> print(plans.split("lines", 2000) | plans.map(plans.Leaf("Summarise.", label="sum up")))
     context
@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def with_table_header(self) -> Plan:
         """Return this plan adapted to tables, in which the first line of each text names the
-        columns. A plan that does not divide its context into lines is returned unchanged."""
+        columns. A plan that does not split its context by lines is returned unchanged."""
         first = self.steps[0]
         if not isinstance(first, SplitText) or first.by != "lines" or first.overlap:
             return self
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def types(self, given: ValueType | None = None) -> list[ValueType]:
         """Return the type of the value before the first step and after each step. Raises
-        ConfigError if a step cannot use the value that it gets."""
+        ConfigError if a step does not accept its input."""
         begins = isinstance(self.steps[0], SplitText)
         types = [given or (TEXT if begins else ANY)]
         for step in self.steps:
@@ -96,7 +96,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.types()[-1]
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield the questions to a model (leaves) that the steps of this plan ask."""
+        """Yield the questions that the steps of this plan ask a model. They are called leaves."""
         for step in self.steps:
             if isinstance(step, RunTwoPlans):
                 yield from step.left.leaves()
@@ -110,24 +110,23 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, first: ValueBounds, sheet: CostSheet, given: ValueType | None = None
     ) -> list[ValueBounds]:
         """Compute the bounds of the value before the first step and after each step, without
-        running the plan, and add the model calls to ``sheet``. Raises ConfigError if the plan
-        cannot read the context."""
+        running the plan. Adds the model calls to ``sheet``. Raises ConfigError if the plan cannot
+        read the context."""
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
     async def run(self, value: Any, shapes: list[ValueBounds], flow: PlanLeafRunner) -> Any:
-        """Apply the steps to a value one after another, and return the answer. ``shapes`` has the
-        bounds that were computed before; a step whose result is already known from them is not run
-        again."""
+        """Apply the steps to a value one after another, and return the answer. ``shapes`` gives the
+        bounds computed in advance. A step whose result they already contain is not run again."""
         for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value
 
     def cost(self, context: Any, model: Any, question: str = "", *, limits: Any = None) -> PlanCost:
-        """Return the number of calls, tokens and dollars that the plan needs at most for a context,
-        before anything is paid.
+        """Return the maximum number of calls, tokens and dollars that the plan needs for a context,
+        before anything is spent.
 
         ``model`` is a name such as ``openai:gpt-5-mini``, a ``Model`` or a client, and ``limits``
         are those of the run. Raises ConfigError if the plan cannot read the context. BM25 rankings
@@ -136,16 +135,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.cost_and_bounds(context, question, look_up_model(model, limits))[0]
 
     def check_first_step(self) -> None:
-        """Raise ConfigError if the first step of the plan does not divide the context into
-        parts."""
+        """Raise ConfigError unless the first step of the plan divides the context into parts."""
         if not isinstance(self.steps[0], SplitText):
             raise ConfigError("a plan must cut the context first: begin with split(…)")
 
     def cost_and_bounds(
         self, context: Any, question: str, model: PlanModel
     ) -> tuple[PlanCost, list[ValueBounds]]:
-        """Compute what the plan would cost for a context. Returns the cost, and the bounds of the
-        value before the first step and after each step."""
+        """Compute the cost of the plan for a context. Returns the cost, and the bounds of the value
+        before the first step and after each step."""
         self.check_first_step()
         sheet = CostSheet(question)
         first = ValueBounds(context, True)
@@ -153,7 +151,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cost_of(sheet.steps, model), shapes
 
     def to_json(self) -> str:
-        """Return the plan as JSON text, which ``Plan.from_json`` can read."""
+        """Return the plan as JSON text. ``Plan.from_json`` is the inverse."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     @staticmethod
@@ -167,7 +165,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"the plan cannot be read: {why}") from None
 
     def picture(self) -> str:
-        """Draw the steps of the plan and the types between them as lines of text."""
+        """Return a text diagram of the plan's steps and the types between them."""
         return "\n".join(["context", *_lines(self, "  ")])
 
     def __str__(self) -> str:
@@ -175,7 +173,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunTwoPlans(AskingStep, frozen=True, tag="both"):
-    """A step that runs two plans on the same value and returns the pair of their results."""
+    """A step that runs two plans on the same value and returns both results as a pair."""
 
     left: Plan
     right: Plan
@@ -222,8 +220,8 @@ AnyStep = (
 )
 
 _DECODER = msgspec.json.Decoder(Plan)
-"""Reads plans. It is made here, under the import lock: msgspec crashes the process if two threads
-at once are the first to use structs that contain each other, as ``Plan`` and ``RunTwoPlans`` do."""
+"""Decodes plans from JSON. It is created here, under the import lock, because msgspec crashes if
+two threads are the first to use mutually nested structs such as ``Plan`` and ``RunTwoPlans``."""
 
 
 def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Computes what a plan costs before its first call.
+"""Computes the cost of a plan before its first model call. A plan is a fixed sequence of steps,
+some of which call a model.
 
     calls of each step, price of the model ──> calls, tokens, dollars, time; retries are separate
 
@@ -25,29 +26,29 @@ from ramify.errors import ConfigError
 from ramify.plans.value_bounds import PlanStepCalls
 
 _REPAIR_TOKENS = 2_048
-"""Bound on the message that shows a leaf the error of its reply, with its markers."""
+"""Maximum tokens of the message that shows the model an error in its reply, with the markers."""
 _REASONING_TOKENS = 16_384
-"""Hidden reasoning of one reply, for a model that reasons and no other limit."""
+"""Assumed hidden reasoning tokens per reply, for a reasoning model without another limit."""
 _BYTES_PER_WORD_TOKEN = 4
-"""Bytes of English text per token, for the likely cost."""
+"""Bytes of English text per token, for estimating the likely cost."""
 
 
 class PlanModel(msgspec.Struct, frozen=True):
-    """The properties of a model on which the cost of a plan depends, such as its price and context
+    """The properties of a model that determine the cost of a plan, such as its price and context
     window."""
 
     name: str
     window: int
-    """Maximum number of tokens in a prompt and its reply together."""
+    """Context window in tokens, for a prompt and its reply together."""
     price: Price | None
-    """Dollars per million tokens; None if it is unknown."""
+    """Price in dollars per million tokens, or None if it is unknown."""
     reasoning_tokens: int = 0
-    """Hidden reasoning that each reply may have in addition."""
+    """Maximum number of hidden reasoning tokens per reply."""
 
 
 def look_up_model(model: Any, limits: Limits | None = None) -> PlanModel:
-    """Look up the properties of a model without connecting to it. Raises ConfigError if ``model``
-    is not a model name, a ``Model`` or a client."""
+    """Look up the properties of a model without connecting to it. Raises ConfigError unless
+    ``model`` is a model name, a ``Model`` or a client."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if not isinstance(name, str) or not isinstance(model, str | Model | Client):
         raise ConfigError(
@@ -62,13 +63,13 @@ def look_up_model(model: Any, limits: Limits | None = None) -> PlanModel:
 
 
 class CallBound(msgspec.Struct, frozen=True):
-    """An upper bound on the number, tokens and dollars of some model calls."""
+    """An upper bound on some model calls: their number, tokens and dollars."""
 
     calls: int
     input_tokens: int
     output_tokens: int
     dollars: float | None
-    """None if the model has no price."""
+    """Maximum dollars, or None if the model has no price."""
 
     @property
     def tokens(self) -> int:
@@ -76,47 +77,48 @@ class CallBound(msgspec.Struct, frozen=True):
 
 
 class PlanCost(msgspec.Struct, frozen=True):
-    """The maximum cost of a plan: its calls, tokens and dollars."""
+    """The maximum cost of a plan in calls, tokens and dollars."""
 
     calls: int
     is_exact: bool
-    """Whether it takes exactly that many calls, if no leaf fails; otherwise at most."""
+    """True if the plan takes exactly this many calls, provided that none fails. Otherwise the
+    number is a maximum."""
     input_tokens: int
-    """Upper bound."""
+    """Maximum number of input tokens."""
     output_tokens: int
-    """Upper bound, with hidden reasoning."""
+    """Maximum number of output tokens, including hidden reasoning."""
     dollars: float | None
-    """Upper bound; None if the model has no price."""
+    """Maximum cost in dollars, or None if the model has no price."""
     retries: CallBound
-    """Bound on what is added if every reply is rejected as often as possible. Attempts that were
-    lost on the way are not in it: the run's limits bound them."""
+    """Maximum additional cost if every reply is rejected as often as possible. Attempts lost in
+    transit are not included, because the run's limits bound them."""
     steps: tuple[PlanStepCalls, ...]
-    """The steps that ask, in order."""
+    """The steps that call a model, in order."""
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.output_tokens
 
     def likely_dollars(self, model: PlanModel) -> float | None:
-        """Return the likely cost in dollars if the text is English and all replies have full
-        length."""
+        """Return the likely cost in dollars, assuming English text and replies of full length."""
         return _dollars(self.input_tokens // _BYTES_PER_WORD_TOKEN, self.output_tokens, model)
 
     def rounds(self, concurrency: int = 64) -> int:
-        """Return how many rounds of calls the plan needs if ``concurrency`` calls run at a time."""
+        """Return the number of rounds of calls that the plan needs if ``concurrency`` calls run at
+        a time."""
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}: give 1 or more")
         return sum(math.ceil(wave / concurrency) for step in self.steps for wave in step.waves)
 
     def seconds(self, call_s: float, concurrency: int = 64) -> float:
-        """Return the seconds until the answer if each call takes ``call_s`` seconds and none is
+        """Return the seconds until the answer, if each call takes ``call_s`` seconds and none is
         repeated."""
         return self.rounds(concurrency) * call_s
 
     def check(self, budget: BudgetAmount, *, is_rest: bool = False) -> None:
         """Raise ConfigError if the plan may need more calls, tokens or dollars than a budget
-        allows. The error states both numbers. ``is_rest`` says that the budget is the unused part
-        of a run's limits, which changes the advice in the error."""
+        allows. The error states both numbers. Set ``is_rest`` if the budget is the unused part of a
+        run's limits, because the advice then differs."""
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),
@@ -134,8 +136,8 @@ class PlanCost(msgspec.Struct, frozen=True):
 
 
 def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
-    """Return the cost of the steps of a plan with a model. Raises ConfigError if a prompt and its
-    reply may not fit the model's context window."""
+    """Return the cost of running a plan's steps with a model. Raises ConfigError if a prompt and
+    its reply may exceed the model's context window."""
     for step in steps:
         # A prompt's bytes bound its tokens; a third of them is what the parts are measured in.
         likely = math.ceil(step.largest_input / 3) + step.largest_output

@@ -1,4 +1,4 @@
-"""Asks the questions of a plan while it runs, and notes which of them failed.
+"""Sends the model calls of a running plan, and records which of them failed.
 
     MapLeaf ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers, in order; LEAF_FAILED for some
 
@@ -22,38 +22,38 @@ from ramify.types.trajectory import Stop
 
 T = TypeVar("T")
 LEAF_FAILED = object()
-"""Stands for the answer of a leaf that failed."""
+"""Placeholder for the answer of a model call that failed."""
 
 
 class PlanStopped(Exception):
-    """Raised if a step needs further model calls after a limit of the run has been reached."""
+    """Raised if a step needs model calls after a limit of the run has been reached."""
 
 
 class PlanLeafRunner:
-    """Asks a model the questions (leaves) of a plan that is running, and collects their
+    """Asks a model the questions of a running plan, which are called leaves, and collects their
     failures."""
 
     def __init__(self, calls: LeafCalls) -> None:
         self.question = calls.question.text
         self.num_leaves = 0
-        """Leaves that were asked, or that a limit did not allow."""
+        """Number of questions that were asked, or that a limit did not allow."""
         self.failures: list[str] = []
-        """One line for each leaf that failed: what it was about, and why."""
+        """One line for each failed question, with its subject and the reason."""
         self.stop: Stop | None = None
-        """Limit that has been reached."""
+        """The limit that has been reached, if any."""
         self._calls = calls
 
     async def run_in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread, so that it does not block the event loop, and return its
-        result."""
+        """Run a function in a thread and return its result, so that the event loop is not
+        blocked."""
         return await asyncio.to_thread(call, *args)
 
     async def ask(
         self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
     ) -> list[Any]:
-        """Ask a model a bounded question, called a leaf, about each item, and return the answers in
-        order. The answer to a question that failed is ``LEAF_FAILED``. Raises PlanStopped if the
-        run has reached a limit before, and RamifyError if every question failed."""
+        """Ask a model a question, called a leaf, about each item, and return the answers in order.
+        Failed questions have the answer ``LEAF_FAILED``. Raises PlanStopped if the run has already
+        reached a limit, and RamifyError if every question failed."""
         if self.stop is not None and items:
             raise PlanStopped
         requests = self._requests(leaf, items, is_preview)
@@ -87,7 +87,7 @@ class PlanLeafRunner:
 
 
 def _about(leaf: Leaf, item: Any) -> str:
-    """Describe in a few words what a model call is about, for readers of the run's record."""
+    """Describe the subject of a model call in a few words, for readers of the run's record."""
     if isinstance(item, TextPart):
         return f"{leaf.label}: {item.place}"
     if isinstance(item, list):

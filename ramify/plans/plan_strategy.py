@@ -1,5 +1,5 @@
-"""Answers a run by a plan: compares the plan's maximum cost with the budget, and then runs its
-steps.
+"""Answers the question of a run with a plan. The plan's maximum cost is first compared with the
+budget, and then its steps are run.
 
     RLM.completion(text, query, strategy=PlanStrategy(plan)) ──> engine ──> PlanStrategy(calls)
         cost ──> more than the run may use? refused ──> leaves ──> answer, and how many failed
@@ -32,7 +32,7 @@ _SHOWN_CHARS = 200
 class PlanStrategy(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag="plan"
 ):
-    """Answers the question of a run by a plan instead of a Python session.
+    """A strategy that answers a run's question with a plan instead of a Python session.
 
     >>> leaf = plans.Leaf("Answer: {question}")
     >>> plan = plans.split("lines") | plans.map(leaf) | plans.concat()
@@ -43,11 +43,11 @@ class PlanStrategy(
 
     plan: Plan
     reason: str = ""
-    """Why this plan was chosen."""
+    """Reason why this plan was chosen."""
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
         """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
-        read the context or may exceed the budget of the run."""
+        read the context or may exceed the run's budget."""
         self.plan.check_first_step()
         return await answer_by(self.plan, ValueBounds(calls.question.context, True), None, calls)
 
@@ -55,9 +55,9 @@ class PlanStrategy(
 async def answer_by(
     plan: Plan, first: ValueBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
-    """Run a plan and return its outcome. ``first`` has the bounds of the plan's input, and
-    ``given`` is the input's type, or None if the plan divides the context itself. Raises
-    ConfigError before any model call if the plan cannot read the input or may exceed the budget."""
+    """Run a plan and return its outcome. ``first`` gives the bounds of the plan's input. ``given``
+    is the input's type, or None if the plan divides the context itself. Raises ConfigError before
+    any model call if the input is unreadable or the budget too small."""
     client, sheet = calls.client, CostSheet(calls.question.text)
     model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
@@ -72,8 +72,8 @@ async def answer_by(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Return the outcome of a run with the plan's answer, and an error that says what the answer
-    does not cover, if anything."""
+    """Return the outcome of a run with the plan's answer. If some model calls failed, an error says
+    what the answer does not cover."""
     errors = []
     if flow.failures:
         shown = "; ".join(cut(each, _SHOWN_CHARS) for each in flow.failures[:_SHOWN_FAILURES])

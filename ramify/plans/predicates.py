@@ -1,5 +1,5 @@
-"""The predicates by which the step ``filter`` of a plan keeps items without asking a model: a
-pattern, a BM25 ranking, or a comparison of fields.
+"""Predicates with which the ``filter`` step of a plan keeps items without asking a model: a regular
+expression, a BM25 ranking, or a comparison of fields.
 
     Pattern("error|failed")                  parts with a match
     Relevance(top=20)                        the 20 parts that fit the question best, by BM25
@@ -35,17 +35,19 @@ _KIND_OF = {str: ("text", "date", "part"), bool: ("boolean",), int: ("number",),
 
 
 class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="regex"):
-    """A predicate that keeps the parts, texts or fields in which a regular expression matches.
+    """A predicate that keeps the items in which a regular expression matches. The items are parts,
+    texts or records.
 
     >>> plans.Pattern("error|failed").keep_mask(["1 error", "fine"])
     [True, False]
     """
 
     regex: str
-    """Searched in linear time, so it has no look-around and no back-references."""
+    """Regular expression. It is searched in linear time, so look-around and back-references are not
+    supported."""
     ignore_case: bool = True
     field: str = ""
-    """Field of a record in which it is searched."""
+    """Field of a record in which to search."""
 
     def __post_init__(self) -> None:
         check_field_types(self, "pattern")
@@ -56,8 +58,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
-        items of the type ``given`` cannot be searched; ``step`` is the name of the plan's step in
-        the error."""
+        items of the type ``given`` cannot be searched. The error names the plan step ``step``."""
         kind = given.field(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
             raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
@@ -76,17 +77,16 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class Relevance(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
 ):
-    """A predicate that keeps the parts whose passages match some words best according to BM25, in
-    their original order.
+    """A predicate that keeps the parts that match some words best by BM25, in their original order.
 
     >>> plans.Relevance(top=3).top
     3
     """
 
     top: int
-    """Maximum number of parts that are kept, up to 100."""
+    """Maximum number of parts to keep, up to 100."""
     query: str = ""
-    """Words to search; empty for those of the question."""
+    """Words to search for. Empty means the words of the question."""
 
     def __post_init__(self) -> None:
         from ramify.sources.search_units import MAX_HITS
@@ -97,16 +97,14 @@ class Relevance(
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
-        items of the type ``given`` cannot be ranked; ``step`` is the name of the plan's step in the
-        error."""
+        items of the type ``given`` cannot be ranked. The error names the plan step ``step``."""
         if given.kind not in ("part", "text", "any"):
             raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return one boolean for each item, which is True for the items that match the words best
-        according to BM25. Blocks while the search index is built. Raises ConfigError if the package
-        ``tantivy`` is missing."""
+        """Return one boolean per item, which is True for the best matches by BM25. Blocks while the
+        search index is built. Raises ConfigError if the package ``tantivy`` is missing."""
         from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearchTool, has_tantivy
 
         if not has_tantivy():
@@ -135,16 +133,16 @@ class Relevance(
 class Comparison(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="field"
 ):
-    """A predicate that keeps the items whose field compares with a given value as required.
+    """A predicate that keeps the items whose field compares as required with a given value.
 
     >>> plans.Comparison("n", ">", 2).keep_mask([{"n": 1}, {"n": 3}])
     [False, True]
     """
 
     field: str = ""
-    """Empty for the item itself."""
+    """Field to compare. Empty means the item itself."""
     op: Operator = ""
-    """Empty if the field is a boolean, and true for the items that are kept."""
+    """Comparison operator. Empty keeps the items whose field is true."""
     value: Any = None
 
     def __post_init__(self) -> None:
@@ -154,8 +152,7 @@ class Comparison(
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result. Raises ConfigError if items of the type
-        ``given`` cannot be compared with the value; ``step`` is the name of the plan's step in the
-        error."""
+        ``given`` cannot be compared with the value. The error names the plan step ``step``."""
         kind = given.field(self.field, step)
         if not self.op:
             return kind
@@ -195,7 +192,7 @@ class Comparison(
 
 
 def value_at(item: Any, field: str) -> Any:
-    """Return the value of a field of a record. If no field is named, return the item itself."""
+    """Return the value of a record's field. If no field is named, return the item itself."""
     if not field:
         return item
     return item.get(field) if isinstance(item, dict) else None

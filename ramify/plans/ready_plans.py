@@ -1,4 +1,4 @@
-"""Six ready-made plans for common kinds of questions, and the rules by which one is chosen.
+"""Six ready-made plans for common kinds of questions, and the rules that choose between them.
 
     search      split ─ filter (BM25) ─ map ─ filter ─ best       the place that answers it
     classify    split ─ map ─ concat                              a label for each record
@@ -29,20 +29,20 @@ from ramify.plans.text_parts import By
 _PART_TOKENS = 4000
 _LABEL_TOKENS = 24
 _FACT_TOKENS = 32
-"""Tokens of a key and a value."""
+"""Tokens for one key and its value."""
 _SIDES_TOKENS = 2_048
 _COUNT_BYTES = 100
-"""Most bytes of a count beside its key and value."""
+"""Maximum bytes of a count, without its key and value."""
 _MAX_RECORDS = 100
-"""Records of a part whose leaf gives a value for each."""
+"""Maximum number of records in a part if the model gives a value for each record."""
 _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
 
 
 def search(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, top: int = 20, cut: bool = False
 ) -> Plan:
-    """Return a plan that finds the passage which answers the question. Only the ``top`` parts that
-    match the question best by BM25 are read; 0 reads all parts.
+    """Return a plan that finds the passage with the answer to the question. A model reads only the
+    ``top`` parts that match the question best by BM25. 0 reads all parts.
 
     >>> str(plans.search(top=5).type)
     'text'
@@ -70,7 +70,7 @@ def search(
 def classify(
     labels: Sequence[str], part_tokens: int = _PART_TOKENS, by: By = "lines", *, cut: bool = False
 ) -> Plan:
-    """Return a plan that gives each record one of several labels. The answer is the list of labels
+    """Return a plan that gives each record one of several labels. The answer is the list of labels,
     in the order of the records.
 
     >>> str(plans.classify(["spam", "ham"]).type)
@@ -87,9 +87,9 @@ def aggregate(
     answers: bool = True,
     cut: bool = False,
 ) -> Plan:
-    """Return a plan that counts what the question asks about. If no labels are given, the model
-    finds its own words for what it counts. If ``answers`` is false, the counts are the answer;
-    otherwise one more call answers the question from the counts.
+    """Return a plan that counts what the question asks about. Without labels, the model chooses its
+    own words for what it counts. If ``answers`` is false, the result is the counts. Otherwise, one
+    more call answers the question from the counts.
 
     >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
     'counts'
@@ -116,10 +116,9 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """Return a plan for questions that ask for pairs. For each record, a model names whom it is
-    about and the value on which the condition depends, and these values are counted. A second call
-    decides from the counts who fits which side of a pair, so a condition may depend on several
-    records. Code then forms the pairs.
+    """Return a plan for questions that ask for pairs. For each record, a model names the subject
+    and the value that decides the condition, and code counts these. A second call decides from the
+    counts which subjects fit each side. Code then forms the pairs.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'
@@ -153,7 +152,7 @@ def pairwise(
 
 
 def summarise(part_tokens: int = _PART_TOKENS, by: By = "sentences", *, cut: bool = True) -> Plan:
-    """Return a plan that summarises the whole context with regard to the question.
+    """Return a plan that summarises the whole context with respect to the question.
 
     >>> print([step.title for step in plans.summarise().steps])
     ['split', 'map summarise', 'reduce merge']
@@ -181,7 +180,7 @@ def multi_hop(
     cut: bool = False,
 ) -> Plan:
     """Return a plan for questions whose facts are in several places. A model looks at the beginning
-    of each part and picks the relevant ones; these are read for facts, and the facts are combined
+    of each part and picks the relevant parts. It extracts facts from these, and combines the facts
     into an answer.
 
     >>> str(plans.multi_hop(overlap=200).type)
@@ -238,15 +237,15 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
     "summarise": summarise,
     "multi-hop": multi_hop,
 }
-"""Name -> the function that makes the plan."""
+"""Name of a ready-made plan -> function that returns the plan."""
 
 
 class ChosenPlan(NamedTuple):
-    """The name of a ready-made plan that was chosen for a question, and the reason."""
+    """A ready-made plan that was chosen for a question, by name, with the reason."""
 
     name: str
     reason: str
-    """The rule that chose it."""
+    """Rule that chose the plan."""
 
 
 _RULES = (
@@ -260,12 +259,12 @@ _RULES = (
     ),
     ("multi-hop", r"\bwh\w+\b.*\b(?:that|which|who|whose)\b.*\b(?:that|which|who|whose)\b"),
 )
-"""Ready plan -> words of a question that ask for it; the first that matches is chosen."""
+"""Name of a ready-made plan -> words of a question that ask for it. The first match is chosen."""
 
 
 def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
-    """Choose a ready-made plan according to the words of a question. If they ask for none, the
-    choice is ``classify`` if labels are given, and ``search`` otherwise.
+    """Choose a ready-made plan from the words of a question. If the words do not decide, the choice
+    is ``classify`` if labels are given, and ``search`` otherwise.
 
     >>> plans.plan_for("How many errors are there?").name
     'aggregate'
@@ -280,7 +279,7 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
 
 def plan_by_keywords(question: str) -> ChosenPlan | None:
     """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
-    "how many". Returns None if they ask for none."""
+    "how many". Returns None if no rule matches."""
     for name, pattern in _RULES:
         if found := re.search(pattern, question, re.IGNORECASE):
             return ChosenPlan(name, f"the question says {found[0]!r:.60}")
@@ -288,9 +287,9 @@ def plan_by_keywords(question: str) -> ChosenPlan | None:
 
 
 def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
-    """Return a ready-made plan by its name. Unless ``part_tokens`` is given, its parts have the
-    size that ``ramify calibrate`` found for the model that answers the plan's questions. Raises
-    ConfigError for an unknown name, or an option that the plan does not have.
+    """Return a ready-made plan by name. Its parts have the size ``part_tokens`` if given, and
+    otherwise the size that ``ramify calibrate`` found for the model. Raises ConfigError for an
+    unknown name or option.
 
     >>> plans.ready_plan("search", top=5) == plans.search(top=5)
     True
@@ -316,9 +315,9 @@ def strategy_for(
     is_table: bool = False,
     **options: Any,
 ) -> PlanStrategy:
-    """Return the strategy that answers a question by the ready-made plan with this name. Without a
-    name, the plan is chosen by the words of the question. ``is_table`` says that the context is
-    CSV, whose first line names the columns.
+    """Return a strategy that answers a question with the ready-made plan of this name. Without a
+    name, the words of the question choose the plan. Set ``is_table`` if the context is CSV, whose
+    first line names the columns.
 
     The strategy records as its reason ``why`` the plan was named, or which rule chose it. If the
     model has a calibration, the reason also says how large the parts are.
@@ -343,14 +342,14 @@ def _split(by: By, part_tokens: int, cut: bool) -> Plan:
 
 
 def _merged_tokens(part_tokens: int) -> int:
-    """Return the maximum length of a reply in tokens, chosen so that one later call, which reads
-    ``part_tokens`` tokens, can merge several such replies."""
+    """Return the maximum length of a reply in tokens. It is short enough that one later call, which
+    reads ``part_tokens`` tokens, can merge several replies."""
     return max(_MIN_MERGED_TOKENS, min(_MAX_MERGED_TOKENS, part_tokens // 8))
 
 
 def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """Return the question by which a model labels each record, with one of the given labels or,
-    without labels, in its own words."""
+    """Return the question with which a model labels each record. The model uses the given labels,
+    or its own words if there are none."""
     if labels is None:
         return Leaf(
             "Question: {question}\n\nFor each numbered record, give in one to three words the "

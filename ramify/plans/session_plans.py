@@ -1,5 +1,5 @@
-"""Lets code in a Python session run plans: the host's side of the module ``ramify_plans``, which
-such code can import.
+"""Lets code in a Python session run plans. This is the host's side of the module ``ramify_plans``,
+which such code can import.
 
     session: classify(…) ──> SessionPlans.strategy ──> PlanFunctionCall(calls) ──> labels
                                                        └ leaves: calls 0.3.0, 0.3.1, …
@@ -67,9 +67,10 @@ _STEPS: dict[str, Callable[..., Plan]] = {
     "join": c.join,
 }
 _READY = {name.replace("-", "_"): name for name in READY_PLANS}
-"""Name in the session -> name of the ready plan."""
+"""Name of a function in the session -> name of the ready-made plan."""
 _EACH_RECORD = ("classify", "aggregate", "pairwise")
-"""Ready plans that read a list as its items, since they give a value for each record."""
+"""Ready-made plans that treat the elements of a list as separate items, because they give a value
+for each record."""
 _LEAST_TOKENS = 4000
 _Predicate = Leaf | Pattern | Relevance | Comparison
 _DESCRIPTION = """\
@@ -86,8 +87,8 @@ without a model; `help(ramify_plans.map)` says more"""
 
 
 class SessionPlans:
-    """The tool that gives sessions the module ``ramify_plans``. Each call of a function of that
-    module is answered by a plan, whose questions to a model are recorded."""
+    """A tool that provides the module ``ramify_plans`` to Python sessions. Each call of one of its
+    functions runs a plan, and the plan's model calls are recorded."""
 
     __name__ = "ramify_plans"
     __doc__ = "Plans in a session."
@@ -103,8 +104,8 @@ class SessionPlans:
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> PlanFunctionCall:
-        """Return the strategy that answers one call of a function of ``ramify_plans``. Raises
-        ConfigError if there is no such function or its options are not valid."""
+        """Return the strategy that answers one call of a ``ramify_plans`` function. Raises
+        ConfigError if the function does not exist or its options are invalid."""
         if name not in _STEPS and name not in _READY:
             raise ConfigError(f"unknown function: {did_you_mean(str(name), [*_STEPS, *_READY])}")
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
@@ -120,20 +121,21 @@ def _module_source() -> str:
 
 
 class PlanFunctionCall:
-    """Answers one call of a function of ``ramify_plans`` that code in a session made."""
+    """A call of a ``ramify_plans`` function by code in a session. Calling this object runs the plan
+    that answers it."""
 
     def __init__(
         self, name: str, value: Any, options: dict[str, Any], question: str | None
     ) -> None:
         self.title = name
-        """Name of the function, for readers of the record."""
+        """Name of the function, for readers of the run's record."""
         self.question = question
-        """Question in place of that of the session; None for that."""
+        """Question to answer, or None for the session's own question."""
         self._value = value
         self._options = options
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Run the plan for this call and return its outcome, with the answer in the form that the
+        """Run the plan for this call and return its outcome. The answer has the form that the
         session decodes. Raises ConfigError before any model call if the plan cannot read the value
         or may exceed the budget."""
         plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
@@ -149,7 +151,7 @@ class PlanFunctionCall:
 
     @property
     def gives_parts(self) -> bool:
-        """Return True if the answer to this call is a list of text parts."""
+        """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
     def _prepared(self, context: Any) -> tuple[Plan, ValueBounds, ValueType | None]:
@@ -186,9 +188,9 @@ class PlanFunctionCall:
 
 
 def _received(sent: Any, context: Any) -> Any:
-    """Decode a value that a session sent to a plan function. A session only names its own context
-    instead of sending it, and ``context`` is put in its place. Raises ConfigError if the value
-    cannot be read."""
+    """Decode a value that a session sent to a plan function. A session refers to its own context by
+    name, and ``context`` replaces that reference. Raises ConfigError if the value cannot be
+    read."""
     if not isinstance(sent, dict):
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
@@ -212,7 +214,7 @@ def _received(sent: Any, context: Any) -> Any:
 
 
 def _part(fields: Any) -> TextPart:
-    """Decode a text part that a session sent back, and check it, since the session may have forged
+    """Decode and check a text part that a session sent back, because the session may have forged
     it."""
     is_valid = isinstance(fields, list) and len(fields) == 4
     if not is_valid or not all(isinstance(each, str) for each in fields):
@@ -235,8 +237,8 @@ def _fields(part: TextPart) -> list[str]:
 
 
 def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the indices of the kept items in the original list. Items are compared by identity and
-    must be in their original order."""
+    """Return the original list indices of the items that were kept. Items are compared by identity,
+    and must be in their original order."""
     places, found = iter(enumerate(value)), list[int]()
     for each in kept:
         found.append(next(index for index, item in places if item is each))
@@ -244,12 +246,12 @@ def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
 
 
 _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Comparison}
-"""Options that are sent as dicts."""
+"""Options that sessions send as dicts."""
 
 
 def _built(name: str, value: Any) -> Any:
-    """Convert an option that a session sent to the value that a plan needs, such as a ``Leaf``.
-    Raises ConfigError if the option is not valid."""
+    """Convert an option that a session sent to the object that a plan needs, such as a ``Leaf``.
+    Raises ConfigError if the option is invalid."""
     if name not in _KINDS:
         return value
     try:
@@ -264,8 +266,8 @@ def _are_parts(value: Any) -> bool:
 
 
 def _type_of(value: Any) -> ValueType:
-    """Return the type that a plan uses for a value from a session; ``ANY`` if the value has no more
-    specific type. Raises ConfigError if the value is None."""
+    """Return the plan type of a value from a session, or ``ANY`` if there is no more specific type.
+    Raises ConfigError if the value is None."""
     match value:
         case bool():
             return BOOLEAN
@@ -295,8 +297,8 @@ def _part_type(parts: Sequence[TextPart]) -> ValueType:
 
 
 def _item_type(items: Sequence[Any]) -> ValueType:
-    """Return the type that all items of a list have in common, ignoring None, which stands for an
-    item that failed. Returns ``ANY`` if the types differ."""
+    """Return the common type of all items in a list, or ``ANY`` if their types differ. None is
+    ignored, because it marks an item that failed."""
     given = [item for item in items if item is not None]
     if given and all(isinstance(item, Mapping) for item in given):
         names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))

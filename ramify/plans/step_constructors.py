@@ -1,5 +1,5 @@
-"""The functions from which plans are composed. Each returns a plan of one step, and ``|`` joins
-plans to longer ones.
+"""Functions that create plans of a single step. The operator ``|`` joins such plans into longer
+ones.
 
     plans.split("lines") | plans.map(leaf) | plans.concat() | plans.count()
 
@@ -39,7 +39,7 @@ from ramify.plans.text_parts import By
 
 
 def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
-    """Cut the context into parts of bounded size. The options are the fields of ``SplitText``.
+    """Cut the context into parts of limited size. The options are the fields of ``SplitText``.
 
     >>> plans.split("lines", 2000, max_records=50).steps[0].shown()
     'split by lines, at most 2,000 tokens, 50 at most in one'
@@ -48,7 +48,7 @@ def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
 
 
 def peek(tokens: int = 500) -> Plan:
-    """Let the filters that follow read only the beginning of each part of the text.
+    """Let the filters that follow read only the first ``tokens`` tokens of each part of the text.
 
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
@@ -57,7 +57,7 @@ def peek(tokens: int = 500) -> Plan:
 
 
 def map(leaf: Leaf) -> Plan:
-    """Ask a model a bounded question, called a leaf, about each item of a list.
+    """Ask a model a small question, called a leaf, about each item of a list.
 
     >>> plans.map(plans.Leaf("Summarise.", label="sum up")).steps[0].shown()
     'map sum up'
@@ -76,7 +76,7 @@ def filter(predicate: Pattern | Relevance | Comparison | Leaf) -> Plan:
 
 
 def ask(leaf: Leaf) -> Plan:
-    """Ask a model a bounded question, called a leaf, about the whole value.
+    """Ask a model a small question, called a leaf, about the whole value.
 
     >>> plans.ask(plans.Leaf("Answer: {question}", label="answer")).steps[0].shown()
     'ask answer'
@@ -85,8 +85,8 @@ def ask(leaf: Leaf) -> Plan:
 
 
 def reduce(leaf: Leaf) -> Plan:
-    """Let a model merge all items into one, in a tree of calls that each read a limited number of
-    items.
+    """Let a model merge all items into one. The calls form a tree, and each call reads a limited
+    number of items.
 
     >>> plans.reduce(plans.Leaf("Merge.", label="merge")).steps[0].shown()
     'reduce merge'
@@ -95,7 +95,7 @@ def reduce(leaf: Leaf) -> Plan:
 
 
 def both(left: Plan, right: Plan) -> Plan:
-    """Run two plans on the same value. The pair of their results can be passed to ``join`` or
+    """Run two plans on the same value. The pair of results can be passed to ``join`` or
     ``combine``.
 
     >>> str(plans.both(plans.count("user"), plans.total("price")).type)
@@ -120,8 +120,8 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Pair the values of a field: each value of an item that meets the condition ``left`` with each
-    value of an item that meets the condition ``right``.
+    """Form pairs of field values. The first value is from an item that meets the condition
+    ``left``, and the second from an item that meets the condition ``right``.
 
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
@@ -157,7 +157,7 @@ def count(*by: str) -> Plan:
 
 
 def spread() -> Plan:
-    """Count how many values share each count, which turns counts into a histogram of counts.
+    """Count how many values share each count, which gives a histogram of counts.
 
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -211,7 +211,7 @@ def join(on: str) -> Plan:
 
 
 def periods(field: str = "", per: Literal["day", "week", "month", "year"] = "day") -> Plan:
-    """Replace dates by the day, week, month or year in which they are.
+    """Replace each date with the day, week, month or year that contains it.
 
     >>> plans.periods("", "month").steps[0].apply(["May 3, 2024"])
     ['2024-05']

@@ -40,7 +40,7 @@ from ramify.plans.value_types import (
 )
 
 MAX_PAIRS = 5_000_000
-"""A cross of more pairs is refused."""
+"""Maximum number of pairs that a cross may produce. More are an error."""
 _NUMBER_BYTES = 32
 _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m-%dT%H:%M:%S")
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
@@ -55,18 +55,17 @@ class SymbolicStep(PlanStep, frozen=True):
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
         """Return the bounds of the step's result if its input depends on model replies. ``shape``
-        has the bounds of the input, and ``given`` is the type of the input."""
+        gives the bounds of the input, and ``given`` its type."""
         raise NotImplementedError
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
-        """Return the bounds of the step's result before the plan runs; if the input is known
-        already, the result is computed. ``shape`` has the bounds of the input, and ``given`` is its
-        type. Nothing is added to ``sheet``, since the step makes no model calls."""
+        """Return the bounds of the step's result before the plan runs. If the input is already
+        known, the result is computed. ``shape`` gives the bounds of the input, and ``given`` its
+        type. The step makes no model calls, so ``sheet`` is not changed."""
         return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
-        """Compute the result of this step for a value in a thread, so that the event loop is not
-        blocked."""
+        """Compute the result of this step in a thread, so that the event loop is not blocked."""
         return await flow.run_in_thread(self.apply, value)
 
 
@@ -99,20 +98,20 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """A step that pairs values of a field: each value from items that meet one condition with each
-    different value from items that meet another. Without conditions, all items are used.
+    """A step that forms pairs of values of a field. Both values of a pair differ. They are from
+    items that meet one condition each, or from all items if there are no conditions.
 
     >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 
     key: str = ""
-    """Field whose values are paired; empty for the items themselves."""
+    """Field whose values are paired. Empty means the items themselves."""
     left: Comparison | None = None
-    """Condition on an item of the first value; None for all."""
+    """Condition on the item of the first value. None accepts all items."""
     right: Comparison | None = None
     ordered: bool = False
-    """Whether (a, b) and (b, a) are two pairs. If not, either order of the conditions counts."""
+    """Treat (a, b) and (b, a) as two pairs. If False, the conditions may be met in either order."""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
@@ -153,8 +152,8 @@ class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
 
 
 class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
-    """A step that takes the item with the highest value of a field. If several have it, the first
-    one is taken.
+    """A step that takes the item with the highest value of a field. Of several such items, it takes
+    the first.
 
     >>> plans.TakeMaxItem("score").apply([{"score": 1}, {"score": 3}])
     {'score': 3}
@@ -206,14 +205,15 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
 
 
 class CountValues(SymbolicStep, frozen=True, tag="count"):
-    """A step that counts how often each value of one or several fields occurs, most frequent first.
+    """A step that counts how often each value of one or more fields occurs. The most frequent value
+    is first.
 
     >>> plans.CountValues().apply(["ham", "spam", "spam"])
     {'spam': 2, 'ham': 1}
     """
 
     by: tuple[str, ...] = ()
-    """Fields that are counted together; empty for the items themselves."""
+    """Fields that are counted together. Empty means the items themselves."""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
@@ -241,7 +241,8 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
 
 
 class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
-    """A step that counts the counts: how many values occur once, how many twice, and so on.
+    """A step that makes a histogram of counts: how many values occur once, how many twice, and so
+    on.
 
     >>> plans.HistogramOfCounts().apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -332,7 +333,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
 
 
 class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
-    """A step that returns the distinct values of a field, sorted.
+    """A step that returns the distinct values of a field in sorted order.
 
     >>> plans.DistinctValues().apply(["b", "a", "b"])
     ['a', 'b']
@@ -389,7 +390,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
 
 
 class JoinRecords(SymbolicStep, frozen=True, tag="join"):
-    """A step that joins the records of two lists which have the same value in a field.
+    """A step that joins records from two lists if they have the same value in a field.
 
     >>> plans.JoinRecords("id").apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]
@@ -430,8 +431,8 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
 
 
 class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
-    """A step that replaces the dates in a field by their day, week, month or year, so that they can
-    be counted and compared. A date in an unknown format becomes None.
+    """A step that replaces each date in a field with its day, week, month or year, so that dates
+    can be counted and compared. A date in an unknown format becomes None.
 
     >>> plans.TruncateDates("day", "month").apply([{"day": "May 3, 2024"}])
     [{'day': '2024-05'}]
@@ -473,7 +474,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
 
 
 def finite_number_at(item: Any, field: str) -> float | int | None:
-    """Return the number in a field of an item; None if the field holds no finite number."""
+    """Return the number in a field of an item, or None if the field holds no finite number."""
     value = value_at(item, field)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None

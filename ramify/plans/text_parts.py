@@ -1,5 +1,5 @@
-"""Cuts a context into parts that never exceed a given size, at the boundaries of lines, records,
-sentences, words or list items.
+"""Cuts a context into parts that never exceed a given size. The cuts are at the boundaries of
+lines, records, sentences, words or list items.
 
     texts ──> units (lines, …) ──> as many as fit the bound ──> Part, Part, …
 
@@ -26,49 +26,50 @@ from ramify.sources.convert_to_context import as_context
 from ramify.types.picture import has_pictures
 
 BYTES_PER_TOKEN = 3
-"""Bytes of UTF-8 that count as a token."""
+"""Number of UTF-8 bytes that count as one token."""
 By = Literal["lines", "records", "sentences", "tokens", "items"]
-"""``items``: each text of a list or dict, or each row of a table, is one record."""
+"""Unit at whose boundaries a text is cut. With ``items``, each text of a list or dict, or each row
+of a table, is one record."""
 _UNITS = {
     "lines": r"\n",
     "records": r"\n(?:[ \t\r]*\n)+",
     "sentences": r"[.!?…。！？]+[\"'”’)\]]*\s+|\n+",
     "tokens": r"\s+",
 }
-"""What ends a unit."""
+"""Kind of unit -> pattern of the end of a unit."""
 
 
 class TextSpan(msgspec.Struct, frozen=True):
-    """A range of characters in one of the texts of a context."""
+    """A range of characters in one text of a context."""
 
     name: str
-    """Name of the text; empty if the context is a single text."""
+    """Name of the text. Empty if the context is a single text."""
     start: int
     end: int
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A part of a context, with its text, its place in the context, and the records in it."""
+    """A part of a context, with its text, its location in the context, and its records."""
 
     text: str
-    """What a leaf reads: the characters of ``spans``, after those that an overlap repeats, and
-    headers if the context has several texts."""
+    """Text that a model reads: headers if the context has several texts, the overlap with the
+    previous part, and the characters of ``spans``."""
     place: str
-    """``lines 1-120``, or ``a.txt:1-120``."""
+    """Location in the context, such as ``lines 1-120`` or ``a.txt:1-120``."""
     spans: tuple[TextSpan, ...]
-    """Characters of the context that are in this part and in no other."""
+    """Characters of the context that belong to this part and no other."""
     lead: int = 0
-    """Characters at the beginning of ``text`` that the part before it has, too."""
+    """Number of characters at the beginning of ``text`` that overlap with the previous part."""
     records: tuple[tuple[int, int], ...] = ()
     """Start and end, in ``text``, of each record that is not blank."""
     preview: str = ""
-    """What a filter reads in place of ``text``; empty if it reads all of it."""
+    """Text that a filter reads instead of ``text``. Empty means that it reads all of ``text``."""
     columns: str = ""
-    """First line of a table, which names its columns; empty if the part is not of a table."""
+    """First line of a table, which names its columns. Empty if the part is not from a table."""
 
     def numbered(self) -> str:
-        """Return the records of this part as numbered lines. If the part belongs to a table, the
-        line that names the columns comes first."""
+        """Return the records of this part as numbered lines. For a part of a table, the line with
+        the column names comes first."""
         return f"{self.columns}\n" * bool(self.columns) + "\n".join(
             f"{number}: {self.text[start:end]}"
             for number, (start, end) in enumerate(self.records, 1)
@@ -76,23 +77,24 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """The rule by which a context is cut into parts: at which boundaries, and how large a part may
-    be."""
+    """A rule for cutting a context into parts. It gives the boundaries at which to cut, and the
+    maximum size of a part."""
 
     by: By
     tokens: int
-    """Bound on a part."""
+    """Maximum size of a part in tokens."""
     overlap: int = 0
-    """Most tokens at the end of a part that the next one repeats."""
+    """Maximum number of tokens that a part repeats from the end of the previous one."""
     separator: str = ""
-    """Regular expression of the beginning of a record, in place of blank lines."""
+    """Regular expression that matches the beginning of a record. By default, blank lines separate
+    records."""
     max_records: int = 0
-    """Most records of a part; 0 for any number."""
+    """Maximum number of records in a part. 0 means no limit."""
     cut: bool = False
-    """Whether a unit that is larger than the bound may be cut."""
+    """Cut a unit that exceeds the maximum size. If False, such a unit is an error."""
     header: bool = False
-    """Whether the first line of each text names the columns of a table. It is not a record, and
-    each part begins with it."""
+    """The first line of each text names the columns of a table. It is not a record, and is repeated
+    at the start of each part."""
 
 
 def num_bytes(text: str) -> int:
@@ -100,8 +102,8 @@ def num_bytes(text: str) -> int:
 
 
 def items_of(context: Any) -> list[tuple[str, str]]:
-    """Return the items of a context as pairs of a name and a text: the texts of a list or dict, or
-    the rows of a table as JSON. Raises ConfigError if the context has no text."""
+    """Return the items of a context as pairs of a name and a text. Items are the texts of a list or
+    dict, or the rows of a table as JSON. Raises ConfigError if the context has no text."""
     texts = named_texts(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
@@ -110,9 +112,9 @@ def items_of(context: Any) -> list[tuple[str, str]]:
 
 
 def named_texts(context: Any) -> list[tuple[str, str]]:
-    """Return the texts of a context as pairs of a name and a text. A single text has an empty name.
-    Values that are not texts become lines of JSON. Raises ConfigError if the context cannot be read
-    as text."""
+    """Return the texts of a context as pairs of a name and a text. A single text has an empty name,
+    and values other than texts become lines of JSON. Raises ConfigError if the context cannot be
+    read as text."""
     if isinstance(context, TextPart):
         return [("", context.text)]
     if context is None:
@@ -142,7 +144,7 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
 
 def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
     """Cut named texts into parts according to a rule. Raises ConfigError if a unit, such as a line,
-    is larger than a part may be and must not be cut."""
+    exceeds the maximum size and must not be cut."""
     if rule.by == "items":
         return _split_items(texts, rule)
     parts = _OpenPart(rule)
@@ -154,7 +156,7 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> lis
 
 
 def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Collect whole texts into parts. Each text counts as one record, even if it is blank."""
+    """Group whole texts into parts. Each text counts as one record, even if it is blank."""
     parts = _OpenPart(rule)
     for number, (name, text) in enumerate(texts, 1):
         line = text if text.endswith("\n") else f"{text}\n"
@@ -177,7 +179,7 @@ def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart
 
 
 def truncate_to_bytes(text: str, most: int) -> str:
-    """Return the longest beginning of a text that has at most ``most`` bytes in UTF-8."""
+    """Return the longest prefix of a text that has at most ``most`` bytes in UTF-8."""
     head = text[:most]
     if head.isascii():
         return head
@@ -189,7 +191,7 @@ def truncate_to_bytes(text: str, most: int) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shorten a text to at most ``most`` bytes in UTF-8, if possible at a line end or a space. An
+    """Truncate a text to at most ``most`` bytes in UTF-8, if possible at a line end or a space. An
     ellipsis marks the cut."""
     if num_bytes(text) <= most:
         return text
@@ -222,7 +224,7 @@ class _Units:
         self.filled = [0, *itertools.accumulate(filled)]
 
     def bytes_before(self, at: int) -> int:
-        """Return the number of UTF-8 bytes before the character at the index ``at``."""
+        """Return the number of UTF-8 bytes before the character at index ``at``."""
         if self._is_ascii:
             return at
         unit = bisect.bisect_right(self.ends, at)
@@ -230,9 +232,9 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return where a part that begins at the index ``at`` must end: at the last unit boundary
-        for which it has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if not
-        even one unit fits."""
+        """Return the end of the largest part that starts at index ``at`` and fits. It ends at a
+        unit boundary, and has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if
+        not even one unit fits."""
         if room < 1:
             return at
         most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1
@@ -243,14 +245,14 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return where the overlap before the index ``at`` begins: at the first unit boundary for
+        """Return the start of the overlap before index ``at``. It is the first unit boundary for
         which the overlap has at most ``most`` bytes."""
         first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
         start = self.ends[first - 1] if first else 0
         return min(at, start)
 
     def records(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the start and end of each record between two indices that is not blank."""
+        """Yield the start and end of each non-blank record between two indices."""
         if not self.has_records:
             return
         unit = bisect.bisect_right(self.ends, start)
@@ -276,7 +278,7 @@ def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
 
 def compiled(pattern: str) -> Any:
     """Compile a regular expression with RE2, which searches in linear time. Raises ConfigError if
-    the expression is not valid."""
+    the expression is invalid."""
     import re2
 
     options = re2.Options()
@@ -290,13 +292,13 @@ def compiled(pattern: str) -> Any:
 
 
 class _OpenPart:
-    """Collects pieces of text into the part that is currently being filled, and keeps the parts
-    that are complete."""
+    """The part that is currently being filled with pieces of text, together with the completed
+    parts."""
 
     def __init__(self, rule: SplitRule) -> None:
         self.closed: list[TextPart] = []
         self.room = 0
-        """Bytes that still fit."""
+        """Number of bytes that still fit."""
         self.num_records = 0
         self._most = BYTES_PER_TOKEN * rule.tokens
         self._reset()
@@ -319,8 +321,8 @@ class _OpenPart:
     def add(
         self, header: str, text: str, lead: int, span: TextSpan, place: str, records: Any
     ) -> None:
-        """Add a piece of a text to the current part. The first ``lead`` characters of the piece are
-        an overlap with the part before. ``records`` are the start and end of each record in the
+        """Add a piece of text to the current part. The first ``lead`` characters of the piece
+        overlap with the previous part. ``records`` gives the start and end of each record in the
         piece."""
         before = "\n" if self._texts and not self._texts[-1].endswith("\n") and header else ""
         start = self._chars + len(before) + len(header)
@@ -335,7 +337,8 @@ class _OpenPart:
         self.room -= num_bytes(added)
 
     def close(self) -> None:
-        """Complete the current part, unless it is empty, and begin a new one."""
+        """Complete the current part and begin a new one. Does nothing if the current part is
+        empty."""
         if self._spans:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
@@ -396,8 +399,8 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
 
 
 def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int) -> int:
-    """Return how many characters of a unit that is larger than ``room`` bytes go into one part,
-    which ends at a space if possible. Raises ConfigError if the unit must not be cut."""
+    """Return how many characters of an oversized unit go into one part of ``room`` bytes. The part
+    ends at a space if possible. Raises ConfigError if the unit must not be cut."""
     unit = bisect.bisect_right(units.ends, at)
     size = units.bytes_before(units.ends[unit]) - units.bytes_before(at)
     if not rule.cut and rule.by != "tokens":

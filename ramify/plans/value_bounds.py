@@ -1,5 +1,5 @@
-"""Bounds on the values of a plan that are known before any model is asked, and on the model calls
-that follow from these bounds.
+"""Bounds on the values of a plan before any model is asked, and on the model calls that follow from
+them. The cost of a plan is computed from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
     CostSheet:               4 calls, exactly                                 1 call
@@ -23,30 +23,30 @@ from ramify.plans.text_parts import TextPart, num_bytes
 from ramify.types.message import Message
 
 MAX_ITEMS = 10**15
-"""A larger number of items is not told apart."""
+"""Cap on numbers of items. Larger numbers are treated as equal to it."""
 
 
 class ValueBounds(msgspec.Struct, frozen=True):
-    """Bounds on the size of one value of a plan, known before any model is asked. If the value does
-    not depend on a model's replies, the value itself is known too."""
+    """Size limits of one value of a plan, known before any model is asked. If the value does not
+    depend on model replies, the value itself is known too."""
 
     value: Any = None
-    """The value, if ``is_known``; otherwise, for a list, the items of which some remain, or
+    """The value if ``is_known``. Otherwise, for a list, the items from which some will be kept, or
     None."""
     is_known: bool = False
-    """True if no reply decides it."""
+    """True if the value does not depend on a model's replies."""
     num: int = 1
-    """Maximum number of items, if the value is a list."""
+    """Maximum number of items if the value is a list."""
     is_exact: bool = True
-    """Whether there are exactly ``num`` items, if no leaf fails."""
+    """True if there are exactly ``num`` items, provided that no model call fails."""
     item_bytes: int = 0
     """Maximum size in bytes of one item, or of a value that is not a list."""
     total_bytes: int = 0
     """Maximum size in bytes of all items together."""
     inner: int = 0
-    """For a list of lists: maximum number of items in all of them together."""
+    """For a list of lists: maximum total number of inner items."""
     both: tuple[ValueBounds, ValueBounds] | None = None
-    """For a pair: the shapes of its values."""
+    """For a pair: the bounds of both values."""
 
     @property
     def size(self) -> int:
@@ -54,8 +54,8 @@ class ValueBounds(msgspec.Struct, frozen=True):
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> ValueBounds:
-        """Return the bounds of a list that keeps at most ``num`` of these items, when it is not
-        known which ones are kept."""
+        """Return the bounds of a list that keeps at most ``num`` of these items, if it is unknown
+        which ones."""
         num, total = min(num, self.num), self.total_bytes
         if self.value is None:  # the sizes of parts also have their places
             total = min(total, num * self.item_bytes)
@@ -65,8 +65,8 @@ class ValueBounds(msgspec.Struct, frozen=True):
 
 
 def known(value: Any) -> ValueBounds:
-    """Return the bounds of a value that does not depend on a model's replies, together with the
-    value itself."""
+    """Return the bounds of a value that does not depend on model replies. They include the value
+    itself."""
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
         sides = known(value[0]), known(value[1])
@@ -83,8 +83,8 @@ def known(value: Any) -> ValueBounds:
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> ValueBounds:
-    """Return the bounds of a value that depends on a model's replies: at most ``num`` items of at
-    most ``item_bytes`` bytes each."""
+    """Return the bounds of a value that depends on model replies. It has at most ``num`` items of
+    at most ``item_bytes`` bytes each."""
     total = num * item_bytes if total_bytes is None else total_bytes
     return ValueBounds(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
 
@@ -104,26 +104,27 @@ class PlanStepCalls(msgspec.Struct, frozen=True):
     """The model calls that one step of a plan will make, with upper bounds on their tokens."""
 
     step: str
-    """Name of the step with that of its leaf."""
+    """Name of the step and of the question that it asks."""
     calls: int
     is_exact: bool
-    """Whether there are exactly that many, if no leaf fails; otherwise at most."""
+    """True if there are exactly this many calls, provided that none fails. Otherwise the number is
+    a maximum."""
     input_tokens: int
-    """Upper bound for all calls: the bytes of their prompts."""
+    """Maximum input tokens of all calls together: the bytes of their prompts."""
     output_tokens: int
-    """Upper bound for all calls, without hidden reasoning."""
+    """Maximum output tokens of all calls together, without hidden reasoning."""
     waves: tuple[int, ...]
-    """Calls that can run at the same time, one number for each group that waits for the one
-    before."""
+    """Numbers of calls that can run at the same time, one for each wave. A wave starts when the
+    previous one has ended."""
     largest_input: int
-    """Upper bound on the tokens of the longest prompt."""
+    """Maximum tokens of the longest prompt."""
     largest_output: int
-    """Upper bound on the tokens of the longest reply, without hidden reasoning."""
+    """Maximum tokens of the longest reply, without hidden reasoning."""
 
 
 class CostSheet:
-    """Collects the model calls that the steps of a plan will make, from which the cost of the plan
-    is computed."""
+    """Collects the model calls that a plan's steps will make. The cost of the plan is computed from
+    them."""
 
     def __init__(self, question: str) -> None:
         self.question = question
@@ -138,7 +139,7 @@ class CostSheet:
         outputs: Iterable[int],
     ) -> None:
         """Add the model calls of a step whose prompts are known. ``inputs`` and ``outputs`` are
-        upper bounds on the tokens of each call's prompt and reply."""
+        maximum token counts of each call's prompt and reply."""
         given, replied = list(inputs), list(outputs)
         self.steps.append(
             PlanStepCalls(
@@ -156,8 +157,8 @@ class CostSheet:
     def add_bounded(
         self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
     ) -> None:
-        """Add the model calls of a step whose prompts are not known yet. ``total`` bounds the bytes
-        that all calls read together, and ``largest`` the bytes that one call reads."""
+        """Add the model calls of a step whose prompts are not known yet. ``total`` is the maximum
+        number of bytes that all calls read together, and ``largest`` that of a single call."""
         num = sum(waves)
         prompt = self.prompt_tokens(leaf)
         self.steps.append(
@@ -174,12 +175,12 @@ class CostSheet:
         )
 
     def prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the tokens of a question's prompt, not counting the value that
-        it is asked about."""
+        """Return an upper bound on the tokens of a question's prompt, without the value that it is
+        about."""
         return self.request_tokens(leaf, "")
 
     def request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Return an upper bound on the tokens of the request that asks a question about a value."""
+        """Return an upper bound on the tokens of a request that asks a question about a value."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforceable_schema if kind else None
@@ -188,7 +189,7 @@ class CostSheet:
     def add_map(
         self, name: str, leaf: Leaf, shape: ValueBounds, *, is_preview: bool = False
     ) -> None:
-        """Add one model call for each item of a list whose bounds are given."""
+        """Add one model call for each item of a list. ``shape`` gives the bounds of the list."""
         if shape.value is None and not shape.is_known:
             largest = shape.item_bytes + BETWEEN_BYTES
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)

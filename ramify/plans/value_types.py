@@ -1,4 +1,4 @@
-"""Types of the values that pass through a plan, by which a plan is checked before it runs.
+"""Types of the values that flow through a plan. They are used to check a plan before it runs.
 
     split ──> list of part ──> map (leaf with an enum) ──> list of text ──> count ──> counts
 
@@ -18,23 +18,23 @@ from ramify.plugins import explain_conversion_error
 
 
 class ValueType(msgspec.Struct, frozen=True):
-    """The type of a value in a plan, such as a text, a number or a list of records."""
+    """The type of a value in a plan, such as text, a number or a list of records."""
 
     kind: str
     """``text``, ``part``, ``number``, ``boolean``, ``date``, ``record``, ``list``, ``counts``,
     ``pair`` or ``any``."""
     item: ValueType | None = None
-    """Type of the items of a list; of a pair, the type of its first value."""
+    """Type of the items of a list, or of the first value of a pair."""
     second: ValueType | None = None
     """Type of the second value of a pair."""
     fields: dict[str, ValueType] = {}
     """Fields of a record."""
     labels: tuple[str, ...] = ()
-    """All values that a text can have; empty if it can be any text."""
+    """All possible values of a text. Empty if any text is possible."""
     has_records: bool = False
-    """For a part: whether it consists of records."""
+    """For a part: True if it consists of records."""
     tokens: int = 0
-    """For a part: its bound in tokens."""
+    """For a part: its maximum size in tokens."""
 
     def __str__(self) -> str:
         match self.kind:
@@ -63,7 +63,7 @@ class ValueType(msgspec.Struct, frozen=True):
         )
 
     def items(self, step: str) -> ValueType:
-        """Return the type of the items of a list. Raises ConfigError if this is not a list type."""
+        """Return the type of a list's items. Raises ConfigError if this is not a list type."""
         if self.kind == "any":
             return ANY
         if self.kind != "list" or self.item is None:
@@ -73,7 +73,7 @@ class ValueType(msgspec.Struct, frozen=True):
         return self.item
 
     def field(self, name: str, step: str) -> ValueType:
-        """Return the type of a record's field; an empty name stands for the value itself. Raises
+        """Return the type of a record's field. An empty name means the value itself. Raises
         ConfigError if there is no such field."""
         if self.kind == "any" or not name:
             return self
@@ -104,8 +104,8 @@ def pair_of(first: ValueType, second: ValueType) -> ValueType:
 
 
 def check_field_types(part: msgspec.Struct, what: str) -> None:
-    """Raise ConfigError if a field of a struct has a value of another type than the struct
-    declares. ``what`` is the name of the struct in the error."""
+    """Raise ConfigError if a field of a struct holds a value of the wrong type. ``what`` names the
+    struct in the error."""
     for field in msgspec.structs.fields(part):
         value = getattr(part, field.name)
         if field.type is Any:
@@ -123,8 +123,8 @@ _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
 
 
 def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
-    """Return the type of the values that match a JSON schema. Null is ignored, so a number that may
-    be null has the type of a number."""
+    """Return the type of the values that match a JSON schema. Null is ignored, so a nullable number
+    has the type of a number."""
     whole = schema if whole is None else whole
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     if name and name in whole.get("$defs", {}):

@@ -1,5 +1,5 @@
 """Sandboxes for code that models write. Each session runs in a separate process, which this package
-starts, communicates with and ends.
+starts, talks to and ends.
 
 The files of each folder run in a particular process, under a particular module name:
 

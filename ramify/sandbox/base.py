@@ -1,4 +1,4 @@
-"""The sandbox API: a live Python session, wherever it runs. The engine uses this interface, and
+"""The sandbox API, whose main object is a live Python session. The engine uses this interface, and
 every sandbox provider implements it.
 
     engine ── Session.run(code, answer=…) ──> Transport (a byte stream) ──> guest/: one namespace
@@ -52,18 +52,20 @@ from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
 _ALL_SEALS = 0x1 | 0x2 | 0x4 | 0x8
-"""Seals of a memory file: no more seals, no shrinking, growing or writing."""
+"""Seals of a memory file: no further seals, no shrinking, no growing and no writing."""
 LARGE_BYTES = 1 << 20
-"""From this size on, sessions over a context are forked from a process that has decoded it once."""
+"""Minimum size of a large context in bytes. Sessions over it are forked from a process that has
+decoded it once."""
 _WRITTEN_BYTES = 1 << 20
-"""Bytes of a context that are written at once."""
+"""Number of bytes of a context that are written at once."""
 MAX_UNMAPPED_BYTES = 1 << 30
-"""Largest files whose texts become part of a context if a sandbox cannot map them."""
+"""Maximum total size of files whose texts are copied into a context if a sandbox cannot map
+files."""
 
 
 class SharedContext:
-    """A value, such as the input of a run, that is encoded once and then shared by any number of
-    sessions. Raises SandboxError if the value has a type that no session can hold."""
+    """A value, such as the input of a run, that is encoded once and shared by any number of
+    sessions. Raises SandboxError if no session can hold a value of this type."""
 
     __slots__ = (
         "__weakref__",
@@ -90,12 +92,12 @@ class SharedContext:
         self, value: Any, parts: list[Any], chars: int, files: Mapping[str, FileReferenceReader]
     ) -> None:
         self.files = tuple(files.values())
-        """The files that its texts refer to."""
+        """Files that the value's texts refer to."""
         self.serial = next(_serials)
-        """Distinguishes this object from every other one in this process, even from a later one at
-        the same address."""
+        """Unique number of this object within the process. Unlike an address, it is never
+        reused."""
         self.kind: str = type(value).__name__
-        """Name of the value's Python type in a session without packages."""
+        """Name of the value's Python type, as seen in a session without packages."""
         self.chars = chars
         """Total number of characters in all its strings."""
         self.nbytes = sum(map(len, parts))
@@ -103,8 +105,8 @@ class SharedContext:
         self._digest: str | None = None
         self._fd = -1
         self.parts = parts
-        """The encoded form, as buffers and ASCII texts that follow one another. The texts are those
-        of the value, not copies of them."""
+        """The encoded form as consecutive buffers and ASCII texts. The texts are the value's own,
+        not copies."""
         if self.nbytes >= LARGE_BYTES or files:
             self._fd = anonymous_file("ramify-context")
             _write_parts(self._fd, parts)
@@ -125,13 +127,14 @@ class SharedContext:
 
     @property
     def fd(self) -> int | None:
-        """Return the file descriptor of the encoded form if the context is large; otherwise None.
-        The descriptor is valid as long as this object exists."""
+        """Return the file descriptor of the encoded form if the context is large, and None
+        otherwise. The descriptor is valid as long as this object exists."""
         return self._fd if self._fd >= 0 else None
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the encoded form in hexadecimal. It is computed on first use."""
+        """Return the SHA-256 of the encoded form in hexadecimal. It is computed at the first
+        use."""
         import hashlib
 
         if self._digest is None:
@@ -142,12 +145,12 @@ class SharedContext:
         return self._digest
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the encoded form as buffers that follow one another."""
+        """Yield the encoded form as consecutive buffers."""
         return encoded_in_pieces(self.parts)
 
     def buffer(self) -> memoryview:
-        """Return a read-only view of the encoded form. That of a small value is a copy, which is
-        not kept; ``pieces`` needs none."""
+        """Return a read-only view of the encoded form. For a small value, each call makes a copy,
+        which ``pieces`` avoids."""
         if len(self.parts) == 1:
             return memoryview(self.parts[0]).toreadonly()
         data, at = bytearray(self.nbytes), 0
@@ -160,9 +163,9 @@ class SharedContext:
     def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
-        """Create a context from its encoded form, so that its digest is the same as before.
-        ``references`` are the files in which some of its texts are. Raises SourceError, which names
-        the file, if one of them has changed."""
+        """Create a context from its encoded form, with the same digest as before. ``references``
+        lists the files that contain some of its texts. Raises SourceError with the file's name if
+        one of them has changed."""
         files = {
             each.digest: FileReferenceReader(check_content_unchanged(each)) for each in references
         }
@@ -175,8 +178,8 @@ class SharedContext:
         return context
 
     def resolve_text_references(self, value: Any) -> Any:
-        """Return a value that a session has sent, with its references to texts in files replaced by
-        these texts. Raises LookupError if a referenced text is not in this context."""
+        """Replace references to texts in files with the texts themselves, in a value that a session
+        has sent. Raises LookupError if a referenced text is not in this context."""
         if isinstance(value, FileDigest):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
@@ -186,8 +189,8 @@ class SharedContext:
         return value
 
     def unmapped(self) -> SharedContext:
-        """Return this context with the texts of its files copied into it, for sandboxes that cannot
-        map files. Raises SandboxError if the files are too large for that."""
+        """Return a copy of this context that contains the texts of its files, for sandboxes that
+        cannot map files. Raises SandboxError if the files are too large."""
         if not self.files:
             return self
         size = sum(map(len, self.files))
@@ -199,8 +202,8 @@ class SharedContext:
         return SharedContext(_unmapped(self.value))
 
     def to_jsonable(self) -> dict[str, Any]:
-        """Return the value in a form that any JSON writer can store, such as the journal of a run.
-        ``from_jsonable`` reverses this."""
+        """Return the value in a form that can be stored as JSON, for example in a run's journal.
+        ``from_jsonable`` is the inverse."""
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -220,7 +223,7 @@ class SharedContext:
 
 
 def _write_parts(fd: int, parts: list[Any]) -> None:
-    """Write the parts of an encoded value to a file."""
+    """Write the parts of an encoded value to a file descriptor."""
     pieces, num_bytes = [], 0
     for piece in encoded_in_pieces(parts):
         pieces.append(piece)
@@ -234,8 +237,8 @@ def _write_parts(fd: int, parts: list[Any]) -> None:
 def mapped_text(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> MappedText:
-    """Return the text of an open file without loading it into memory. ``path`` is the path of the
-    file. The file is read once, and ``on_bytes`` is called with the number of bytes read so far."""
+    """Return the text of an open file without loading it into memory. ``path`` is the file's path.
+    The file is read once, and ``on_bytes`` is called with the number of bytes read so far."""
     reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = FileReferenceReader(reference, counts.start)
     return MappedText(
@@ -244,14 +247,14 @@ def mapped_text(
 
 
 def stays_in_files(value: Any) -> bool:
-    """Return True if a context is a text that stays in its file, or a dict that has such a text."""
+    """Return True if a context is a text that stays in its file, or a dict that contains one."""
     if isinstance(value, Mapping):
         return any(isinstance(item, MappedText) for item in value.values())
     return isinstance(value, MappedText)
 
 
 def _mapped_texts(value: Any) -> dict[str, MappedText]:
-    """Return the texts of a context that stay in their files, by the digests of the files."""
+    """Return the texts of a context that stay in their files, keyed by the digests of the files."""
     if isinstance(value, MappedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -268,7 +271,7 @@ def _unmapped(value: Any) -> Any:
 
 def anonymous_file(name: str) -> int:
     """Create an anonymous memory file and return its file descriptor. On platforms without memory
-    files, it is a file on disk that has already been unlinked."""
+    files, it is an unlinked file on disk."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     import tempfile
@@ -278,8 +281,8 @@ def anonymous_file(name: str) -> int:
 
 
 def _seal(fd: int) -> None:
-    """Make a memory file immutable, if the platform supports that. No process may have the file
-    mapped at that moment."""
+    """Make a memory file immutable if the platform supports it. No process may have the file mapped
+    at that moment."""
     if hasattr(os, "memfd_create"):
         import fcntl
 
@@ -288,14 +291,13 @@ def _seal(fd: int) -> None:
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
 """The host's handler for calls from a session: (name, args, kwargs) -> value. A ``HostCallError``
-that it raises is raised in the session."""
+that it raises is raised again in the session."""
 
 
 class SandboxCapabilities(msgspec.Struct, frozen=True):
-    """What a sandbox provider can do on this machine, such as isolating files or forking sessions.
-    The default provider, the jail, has tested its claims by attacking itself. Other providers
-    report what Docker, the cloud service or Monty promises; ``testing/conformance`` tests these
-    claims.
+    """The capabilities of a sandbox provider on this machine, such as isolating files or forking
+    sessions. The default provider, the jail, has tested its claims by attacking itself. Other
+    providers report what their vendor promises, and ``testing/conformance`` tests these claims.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session
@@ -306,7 +308,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
     isolates_processes: bool = False
     limits_memory: bool = False
     interrupt: bool = False
-    """An endless loop can be stopped without losing the session's variables."""
+    """An endless loop can be interrupted without losing the session's variables."""
     kill: bool = False
     """A session can be ended from outside without harming the host."""
     fork: bool = False
@@ -316,7 +318,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
     shares_context: bool = False
     """Sessions over the same context share its memory."""
     full_python: bool = True
-    """The whole language and standard library, as in CPython."""
+    """The whole language and standard library of CPython are available."""
 
 
 MIN_MEMORY_BYTES = 64 << 20
@@ -332,13 +334,13 @@ _FORMER_FIELDS: dict[str, Any] = {
     "pool": 2,
     "all_memory_bytes": 0,
 }
-"""Fields that every provider had in an earlier version, with their defaults, which are in stored
-configurations."""
+"""Fields that all providers had in an earlier version, with their defaults. Stored configurations
+still contain them."""
 
 
 class _SpecFields(StrictKeywordsMeta):
-    """Metaclass of the sandbox configurations. If a field is given that only another configuration
-    has, the error says what to write instead."""
+    """Metaclass of the sandbox configurations. If a given field belongs to another provider's
+    configuration, the error says what to write instead."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         for name, value in fields.items():
@@ -360,33 +362,33 @@ class _SpecFields(StrictKeywordsMeta):
 
 
 class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unknown_fields=True):
-    """The configuration of a sandbox: its provider, and the limits of a session that all providers
-    support. A provider with more options has a subclass, such as ``JailSpec``.
+    """The configuration of a sandbox: its provider, and the session limits that all providers
+    support. Providers with more options have a subclass, such as ``JailSpec``.
 
     Example:
         SandboxSpec(provider="process", memory_bytes=1 << 30)
     """
 
     provider: str = "jail"
-    """A name in ``SANDBOXES``, or the place of a function ``open_provider(spec)``
-    (``module:name``, ``file.py:name``, or its module). The jail needs Linux. On other systems, name
-    another provider that isolates, or set ``allow_weaker``."""
+    """A name in ``SANDBOXES``, or the location of a function ``open_provider(spec)``, such as
+    ``module:name`` or ``file.py:name``. The jail needs Linux. On other systems, name another
+    provider that isolates, or set ``allow_weaker``."""
     memory_bytes: int = 2 << 30
-    """Address space that one session may allocate on top of what it was forked with."""
+    """Maximum address space in bytes that a session may allocate beyond what it was forked with."""
     cell_s: float = 120.0
-    """Maximum working time of one cell, in seconds. Time spent waiting for models does not count;
-    what other threads of the cell compute meanwhile does (jail and process)."""
+    """Maximum working time of one cell in seconds. Waiting for models does not count, but
+    computation in other threads of the cell meanwhile does (jail and process)."""
     grace_s: float = 0.5
     """Seconds between an interrupt and a kill."""
     max_output_bytes: int = 1 << 20
-    """Maximum output of one cell that the host keeps, as a head and a tail. The session itself
-    keeps up to sixteen times as much."""
+    """Maximum output of one cell in bytes that the host keeps, as a head and a tail. The session
+    itself keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
-    """Third-party packages, installed on the host or in the image, that sessions may import. The
-    provider imports them ahead of time if it can."""
+    """Third-party packages that sessions may import. They must be installed on the host or in the
+    image. The provider imports them in advance if it can."""
     allow_weaker: bool = False
-    """Accept a weaker tier, or the ``process`` provider if no jail is available, with a warning. If
-    ``provider`` names a weak provider, accepting it silences its warning."""
+    """Accept weaker isolation with a warning: a weaker tier, or the ``process`` provider if no jail
+    is available. If ``provider`` names a weak provider, this silences its warning."""
 
     def __post_init__(self) -> None:
         coerce_to_tuple(self, "packages")
@@ -403,7 +405,7 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
 
 def coerce_to_tuple(spec: SandboxSpec, name: str) -> None:
     """Convert a field that was given as a list to a tuple. Raises ConfigError if the value is not a
-    collection of items."""
+    collection."""
     given = getattr(spec, name)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
@@ -413,32 +415,32 @@ def coerce_to_tuple(spec: SandboxSpec, name: str) -> None:
 
 
 class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
-    """The configuration of the default sandbox provider, the jail, which isolates sessions by means
-    of the Linux kernel.
+    """The configuration of the jail, the default sandbox provider, which isolates sessions with
+    features of the Linux kernel.
 
     Example:
         JailSpec(tier="A", mounts=(("/srv/data", "/data"),))
     """
 
     tier: str = "B"
-    """Weakest tier that is accepted; the strongest one that this machine supports is used. A:
-    namespaces, the host's files do not exist in the session. B: Landlock, files cannot be opened.
-    C: no system call that names a file is allowed."""
+    """Weakest accepted tier of isolation. The strongest tier that the machine supports is used. A:
+    namespaces, so the host's files do not exist in the session. B: Landlock, so files cannot be
+    opened. C: no system call that names a file is allowed."""
     files_bytes: int = 16 << 20
-    """Maximum size of the files in a session's folder; 0: no folder. At tier A only."""
+    """Maximum size in bytes of the files in a session's folder. 0 means no folder. Tier A only."""
     mounts: tuple[tuple[str, str], ...] = ()
-    """Read-only mounts: (file or folder on this machine, path inside the session). At tier B both
-    paths must be the same; tier C has no mounts."""
+    """Read-only mounts as pairs of a path on this machine and a path inside the session. At tier B
+    both paths must be equal. Tier C has no mounts."""
     cpu_s: int = 3600
-    """CPU time of a session over its whole life, summed over its threads."""
+    """Maximum CPU time of a session over its lifetime in seconds, summed over its threads."""
     rollback: bool = False
-    """Keep a fork from before each cell, and continue from it if the cell had to be killed.
-    Sessions cannot write files then."""
+    """Keep a fork from before each cell, and continue from it if the cell must be killed. Sessions
+    then cannot write files."""
     pool: int = 2
-    """Number of sessions kept ready."""
+    """Number of sessions that are kept ready."""
     all_memory_bytes: int = 0
-    """Maximum memory of all sessions of a sandbox together; 0: three quarters of the machine's
-    memory. If they exceed it, the session that uses the most is ended."""
+    """Maximum memory in bytes of all sessions of a sandbox together. 0 means three quarters of the
+    machine's memory. If the limit is exceeded, the largest session is ended."""
 
     def __post_init__(self) -> None:
         SandboxSpec.__post_init__(self)
@@ -471,16 +473,16 @@ class CellResult(msgspec.Struct, frozen=True):
     cell: Cell
     """``stdout`` is cut to ``max_output_bytes``; ``stdout_chars`` is its true length."""
     note: Any = None
-    """Return values of the ``after_cell`` hooks of installed modules: module name -> value."""
+    """Return values of the ``after_cell`` hooks of installed modules, as module name -> value."""
     interrupted: str | None = None
-    """Reason the host interrupted the cell: ``"time"``, or the argument of ``interrupt``. None if
-    the cell ran to its end."""
+    """Reason why the host interrupted the cell: ``"time"``, or the argument of ``interrupt``. None
+    if the cell ran to its end."""
 
 
 class Session(Protocol):
-    """A live Python session that runs one piece of code (a cell) after another in the same
-    namespace. Only one ``run`` is allowed at a time; ``interrupt`` and ``close`` may be called at
-    any time.
+    """A live Python session that runs pieces of code, called cells, one after another in the same
+    namespace. Only one ``run`` may be active at a time. ``interrupt`` and ``close`` may be called
+    at any time.
 
     Example:
         await session.set("x", 2)
@@ -490,8 +492,8 @@ class Session(Protocol):
     caps: SandboxCapabilities
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Run a piece of code in the session and return its output. ``answer`` handles the calls
-        that the code makes to the host, several at a time if the code uses threads.
+        """Run a piece of code in the session and return its output. ``answer`` handles the code's
+        calls to the host. It may be called several times at once if the code uses threads.
 
         ``timeout_s`` limits the time that the session works, without the time that it waits for
         answers. Raises SessionDied if the session crashed or had to be killed.
@@ -499,8 +501,8 @@ class Session(Protocol):
         ...
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        """Bind a name in the session to a value. A reserved name is restored after every cell that
-        rebinds it. Raises SandboxError, which names the type, if the value cannot be sent to a
+        """Bind a name in the session to a value. A reserved name is restored after any cell that
+        rebinds it. Raises SandboxError with the type's name if the value cannot be sent to a
         session."""
         ...
 
@@ -511,7 +513,7 @@ class Session(Protocol):
 
     async def install(self, module: str, source: str) -> None:
         """Run source code as a module in the session, and bind the names in its ``__all__`` as
-        reserved names, which cells cannot rebind for good.
+        reserved names. If a cell rebinds such a name, it is restored afterwards.
 
         The module finds these names: ``call_host(name, *args, **kwargs)`` calls the host and raises
         ``HostError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
@@ -523,8 +525,8 @@ class Session(Protocol):
         ...
 
     async def fork(self) -> Session:
-        """Fork the session: return a second one that continues from the same state and shares no
-        mutable state with this one.
+        """Fork the session. Return a second session that continues from the same state and shares
+        no mutable state with this one.
 
         A session can be forked while it is idle, or while its cell waits for the host (in another
         task's ``run``); in that case, call ``resume`` on the branch first. Raises SandboxError if
@@ -535,28 +537,27 @@ class Session(Protocol):
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Continue a cell to its end in a branch that was forked in the middle of that cell. Calls
-        to the host that were pending are passed to ``answer`` again, so each branch can get
-        different answers."""
+        """Run a cell to its end in a branch that was forked in the middle of that cell. Pending
+        calls to the host are passed to ``answer`` again, so each branch can get different
+        answers."""
         ...
 
     async def close_tree(self) -> None:
-        """Close this session, the sessions from which it was forked, and all their other
-        branches."""
+        """Close this session, the sessions from which it was forked, and all of their branches."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """Stop the running cell by raising KeyboardInterrupt in its main thread. The session is
-        killed if the cell has not stopped after the grace time."""
+        """Interrupt the running cell by raising KeyboardInterrupt in its main thread. The session
+        is killed if the cell does not stop within the grace time."""
         ...
 
     async def close(self) -> None:
-        """End the session and every process that it started. Closing it again has no effect."""
+        """End the session and every process that it started. Repeated calls have no effect."""
         ...
 
 
 class PreparedContext(Protocol):
-    """A context that is prepared once and then used by any number of sessions, such as a
+    """A context that is prepared once and used by any number of sessions, such as a
     ``SharedContext``."""
 
     @property
@@ -564,8 +565,8 @@ class PreparedContext(Protocol):
 
 
 class Sandbox(Protocol):
-    """A sandbox provider that is ready to open sessions on this machine. Each RLM has its own, for
-    one event loop.
+    """A sandbox provider that is ready to open sessions on this machine. Each RLM has its own
+    sandbox, which belongs to one event loop.
 
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec())
@@ -574,11 +575,11 @@ class Sandbox(Protocol):
 
     caps: SandboxCapabilities
     warning: str | None
-    """What the user must know before running hostile code here; None if the provider isolates."""
+    """Warning for users before they run hostile code here. None if the provider isolates."""
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
-        """Open a new session. If a context is given, it is bound in the session as the reserved
-        name ``context``.
+        """Open a new session. If a context is given, the session has it under the reserved name
+        ``context``.
 
         ``seed`` seeds the module ``random`` in the session, so that a replay draws the same
         numbers.
@@ -604,7 +605,7 @@ SANDBOXES = Registry(
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
-    """Open the sandbox that a configuration describes. No process is started before its first
+    """Open the sandbox that a configuration describes. No process is started before the first
     session is opened.
 
     Raises ConfigError if the provider or a package is unknown, or if the provider does not support
@@ -641,32 +642,32 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
 
 def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
-    """Tell a sandbox that its next sessions will probably install a module. A provider that forks
-    sessions may then run the module's code once for all of them, and ``Session.install`` has
-    nothing left to do. So the code must not start threads, call the host or draw random numbers."""
+    """Announce to a sandbox that its next sessions will probably install a module. A provider that
+    forks sessions can then run the module's code once for all of them. The code must therefore not
+    start threads, call the host or draw random numbers."""
     expect = getattr(sandbox, "expect_module", None)
     if expect is not None:
         expect(module, source)
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return the warning of a sandbox, or None if the user named this weak provider and accepted
-    it. With the jail, ``allow_weaker`` does not say how much weaker it may be, so that warning is
-    always returned."""
+    """Return a sandbox's warning, or None if the user named this weak provider and accepted it. The
+    jail's warning is always returned, because ``allow_weaker`` does not say how much weaker it may
+    be."""
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
 def check_provider(spec: SandboxSpec) -> None:
-    """Raise ConfigError if the sandbox provider of a configuration does not exist. To find out,
-    plug-ins are imported; built-in providers are not."""
+    """Raise ConfigError if a configuration's sandbox provider does not exist. Plug-ins are imported
+    for this check, and built-in providers are not."""
     if spec.provider not in SANDBOXES.ours:
         _provider(spec.provider)
 
 
 def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
-    """Return the full configuration of a sandbox in the class of its provider. ``given`` is a
-    configuration, its fields as they are stored, or the name of a provider. Fields that are missing
-    get their defaults. Raises ConfigError for a field that the provider does not have.
+    """Return a sandbox's full configuration in the class of its provider. ``given`` is a
+    configuration, its stored fields, or the name of a provider. Missing fields get their defaults.
+    Raises ConfigError for a field that the provider does not have.
 
     Example:
         provider_spec({"provider": "jail", "tier": "A"})    # JailSpec(tier="A")
@@ -701,9 +702,9 @@ def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
 
 
 def spec_class(provider: str) -> type[SandboxSpec]:
-    """Return the configuration class of a sandbox provider, which is the annotated type of the
-    parameter of its ``open_provider``. Returns ``SandboxSpec`` if there is no such annotation, or
-    if the provider is unknown."""
+    """Return the configuration class of a sandbox provider. It is the annotated parameter type of
+    the provider's ``open_provider``. Returns ``SandboxSpec`` if the annotation is missing or the
+    provider is unknown."""
     if provider == "jail":
         return JailSpec  # without importing the jail
     try:
@@ -733,6 +734,6 @@ def _provider(name: str) -> Callable[[Any], Sandbox]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest by which journals and trajectories identify a value as a context. Raises
-    SandboxError if the value has a type that no session can hold."""
+    """Return the digest by which journals and trajectories identify a context value. Raises
+    SandboxError if no session can hold a value of this type."""
     return SharedContext(value).digest
