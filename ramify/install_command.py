@@ -1,4 +1,4 @@
-"""The command that installs an optional extra for the installation of Ramify that is running.
+"""Builds the ``pip install`` command that adds optional extras to this installation of Ramify.
 
     install_command("ray")    pip install -e '/home/me/ramify[ray]'    from a clone, editable
                               pip install '/home/me/ramify[ray]'       from a folder or a wheel

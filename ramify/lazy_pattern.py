@@ -1,4 +1,4 @@
-"""Regular expressions that are compiled when they are first used, so that programs start faster.
+"""Regular expressions that are compiled at their first use, so that programs start faster.
 
     _DATE = lazy_pattern(r"\\d{4}-\\d\\d-\\d\\d")
     _DATE.search(text)
@@ -15,8 +15,8 @@ from typing import Any, cast
 
 
 class LazyPattern:
-    """An object in place of a compiled regular expression, which it compiles at the first use of an
-    attribute."""
+    """A stand-in for a compiled regular expression. It compiles the expression when one of its
+    attributes is first used."""
 
     def __init__(self, text: str, flags: int) -> None:
         self._text = text
@@ -29,6 +29,6 @@ class LazyPattern:
 
 
 def lazy_pattern(text: str, flags: int = 0) -> re.Pattern[str]:
-    """Return a regular expression that is compiled when it is first used. An error in the pattern
-    is only raised then."""
+    """Return a regular expression that is compiled at its first use. An error in the pattern is
+    raised only then."""
     return cast("re.Pattern[str]", LazyPattern(text, flags))

@@ -1,5 +1,4 @@
-"""Handlers and formatters for log records, which can go to a terminal, to a file, or to another
-process.
+"""Handlers and formatters that send log records to a terminal, to a file, or to another process.
 
     ConsoleLogHandler     ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
     FileLogHandler        ``OUT/run.log``, of a run's process and its child processes
@@ -36,7 +35,7 @@ from ramify.secrets import redact_likely_secrets
 VARIABLE = "RAMIFY_LOG"
 FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"
 RUN_LOG = "run.log"
-"""Name of a training run's log in its folder."""
+"""Name of the log file in a training run's folder."""
 OFF = logging.CRITICAL + 1
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 ROOMS = [
@@ -44,16 +43,15 @@ ROOMS = [
     *("models", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing", "train"),
     "viewer",
 ]
-"""Rooms that have a logger; ``ramify`` stands for all of them."""
+"""Names of the subpackages that have a logger. ``ramify`` means all of them."""
 
 
 # --- levels
 
 
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
-    """Parse a setting of log levels such as ``engine=debug,info``. Returns the level for each part
-    of the package that has its own logger (``""`` for all others), and an error message for each
-    item that is wrong."""
+    """Parse a setting of log levels such as ``engine=debug,info``. Returns the level of each logger
+    by name, with ``""`` for all others, and an error message for each invalid item."""
     levels: dict[str, int] = {}
     problems = []
     for part in filter(None, (part.strip() for part in setting.split(","))):
@@ -75,8 +73,8 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def component_levels(level: int) -> dict[str, int]:
-    """Return the log level for each part of the package that has its own logger, with ``""`` for
-    all others. It is ``level``, or a lower one if the variable ``RAMIFY_LOG`` asks for more."""
+    """Return the log level of each logger by name, with ``""`` for all others. The level is
+    ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail."""
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
@@ -85,8 +83,8 @@ def component_levels(level: int) -> dict[str, int]:
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter that writes a log record as one line. With ``short=True``, the line is shorter,
-    for a terminal."""
+    """A formatter that writes a log record as one line of text. ``short=True`` gives the shorter
+    form for terminals."""
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
@@ -107,7 +105,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that writes a log record as one JSON object, on one line."""
+    """A formatter that writes a log record as one line of JSON."""
 
     def format(self, record: LogRecord) -> str:
         runs, process = runs_of(record), _process_of(record)
@@ -130,24 +128,26 @@ class JsonFormatter(logging.Formatter):
 
 
 def component_of(record: LogRecord) -> str:
-    """Return the part of the package to which a log record belongs: ``engine`` for the logger
+    """Return the subpackage that a log record belongs to, such as ``engine`` for the logger
     ``ramify.engine.x``."""
     return record.name.removeprefix("ramify.").partition(".")[0]
 
 
 def runs_of(record: LogRecord) -> tuple[str, ...]:
-    """Return the ids of the runs during which a log record was made, the outermost first."""
+    """Return the ids of the runs that were active when a log record was made, from the outermost to
+    the innermost."""
     given = vars(record)
     return (*given["outer_runs"], given["run"]) if given["run"] else ()
 
 
 def one_line_message(record: LogRecord) -> str:
-    """Return the message of a log record on one line."""
+    """Return the message of a log record with line breaks removed."""
     return _one_line(record.getMessage())
 
 
 def _process_of(record: LogRecord) -> str:
-    """Return the name of the process that wrote a log record; empty for the run's main process."""
+    """Return the name of the process that wrote a log record, or an empty text for the run's main
+    process."""
     name = record.processName or ""
     return "" if name == "MainProcess" else name
 
@@ -175,11 +175,11 @@ def _printable(char: str) -> str:
 
 
 class _ComponentLogHandler(logging.Handler):
-    """A log handler with a separate level for each part of the package that has its own logger."""
+    """A log handler with a separate log level for each logger of the package."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """Create a handler. ``levels`` maps the name of a logger, such as ``engine``, to its log
-        level; ``""`` is for all others."""
+        """Create a handler. ``levels`` maps a logger name, such as ``engine``, to its log level,
+        with ``""`` for all others."""
         super().__init__(min(levels.values(), default=INFO))
         self.levels = dict(levels)
         self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
@@ -193,20 +193,20 @@ class _ComponentLogHandler(logging.Handler):
 
 
 class FileLogHandler(_ComponentLogHandler):
-    """A handler that writes log records of level INFO and above to a file, one line of bounded
-    length each. Several processes may append to the same file."""
+    """A handler that appends log records of level INFO and above to a file, as lines of limited
+    length. Several processes may append to the same file."""
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """Create a handler for the file at ``path``. The file is created at the first record, and
-        only its owner can read it. With ``waits``, records are kept in memory until
-        ``release_held_records`` is called."""
+        """Create a handler for the file at ``path``. The first record creates the file, which only
+        its owner can read. With ``waits``, records stay in memory until ``release_held_records`` is
+        called."""
         super().__init__(component_levels(INFO))
         self.path = path
         self._fd: int | None = None
         self._held: list[LogRecord] | None = [] if waits else None
 
     def release_held_records(self) -> None:
-        """Write the records that were kept in memory, and from now on every new one."""
+        """Write the records that were held in memory, and write later records immediately."""
         held, self._held = self._held, None
         for record in held or ():
             self.handle(record)
@@ -233,8 +233,8 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """A handler that shows log records on a terminal: those that a command marks to be shown, and
-    also those that the log levels ask for, in a short form."""
+    """A handler that shows log records on a terminal, in a short form. It shows the records that a
+    command marks as shown, and those that the log levels ask for."""
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
@@ -243,7 +243,7 @@ class ConsoleLogHandler(_ComponentLogHandler):
         super().__init__(levels or {})
         self.show = show
         self.hidden: set[str] = set()
-        """Events that the command prints itself, unless the format is JSON."""
+        """Events that the command prints itself. They are skipped unless the format is JSON."""
         if self.level > DEBUG:
             self.setLevel(logging.NOTSET)  # a record that is shown may have any level
         if not self.is_json:
@@ -265,8 +265,8 @@ class ConsoleLogHandler(_ComponentLogHandler):
 
 
 class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A log record that is sent from one process to another. The sender may run code written by a
-    model, so the record contains plain data only."""
+    """A log record that one process sends to another. It contains plain data only, because the
+    sender may run code written by a model."""
 
     room: str
     level: int

@@ -1,5 +1,5 @@
-"""Logging for the whole package. Each part of the package has a logger below ``ramify``, and a
-record contains the name of an event, fields and the id of a run.
+"""Logging for the whole package. Each subpackage has its own logger below ``ramify``, and each
+record has an event name, fields and the id of a run.
 
     log = ComponentLogger("clients")                        the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
@@ -53,15 +53,16 @@ from ramify.printable import clean
 from ramify.secrets import MARK, SecretRedactor, names_a_secret, redact_likely_secrets
 
 MAX_CHARS = 4000
-"""Longest message, field or traceback in characters; the middle of a longer one is left out."""
+"""Maximum length of a message, field or traceback in characters. The middle of a longer text is
+left out."""
 _FILE_VARIABLE = "RAMIFY_RUN_LOG"
-"""Set for child processes: their records go to this file too, if they find its folder."""
+"""Environment variable that gives child processes the path of the run's log file."""
 _RUN_VARIABLE = "RAMIFY_RUN_ID"
 
 _process = ""
-"""Name of this process in records; empty for the run's own process."""
+"""Name of this process in log records. It is empty for the run's main process."""
 _process_runs: tuple[str, ...] = ()
-"""Runs of records from threads that were not started inside ``in_run``."""
+"""Ids of the runs for records from threads that were not started inside ``in_run``."""
 _runs: ContextVar[tuple[str, ...]] = ContextVar("ramify_runs", default=())
 _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
     "ramify_on_warning", default=None
@@ -71,14 +72,15 @@ _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", defaul
 
 class LogRedactionFilter(logging.Filter):
     """A filter that removes secrets from each log record, limits its length, and adds the ids of
-    the current runs. It changes the record itself, since the application's handlers receive the
-    same one."""
+    the current runs. It changes the record in place, because the application's own handlers receive
+    the same object."""
 
     def filter(self, record: LogRecord) -> bool:
         secrets = SecretRedactor()
 
         def plain(value: Any) -> Any:
-            """Return a field in a form that JSON can hold: a number, or text without secrets."""
+            """Convert a field to a value that JSON can represent: a number, or text without
+            secrets."""
             if value is None or isinstance(value, bool | int):
                 return value
             if isinstance(value, float):
@@ -125,16 +127,16 @@ _outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python print
 
 
 class ComponentLogger:
-    """The logger of one part of the package, such as ``train``. A record logged with ``shown=True``
-    is printed by commands even without ``-v``."""
+    """The logger of one subpackage, such as ``train``. Commands print a record that is logged with
+    ``shown=True`` even without ``-v``."""
 
     def __init__(self, room: str) -> None:
         self.room = room
         self._logger = logging.getLogger(f"ramify.{room}")
 
     def wants(self, level: int) -> bool:
-        """Return True if any handler takes records of this level. Ask before computing expensive
-        fields."""
+        """Return True if any handler accepts records of this level. Check this before computing
+        expensive fields."""
         return level >= _outputs.level or self._logger.isEnabledFor(level)
 
     def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
@@ -160,20 +162,20 @@ class ComponentLogger:
         error: BaseException | None = None,
         **fields: Any,
     ) -> None:
-        """Log an error. If ``error`` is given, its traceback is added to the record."""
+        """Log an error. The traceback of ``error`` is added to the record if one is given."""
         self._emit(ERROR, event, message, fields, shown, error)
 
     def warn(
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
-        """Issue a Python warning, and log it as the event ``warning``, which is also recorded in
-        the journal of the current run."""
+        """Issue a Python warning, and log the event ``warning``. The journal of the current run
+        records the warning too."""
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: ForwardedLogRecord, process: str) -> None:
-        """Log a record that was received from another process, under its own run."""
+        """Log a record that another process sent, under the run ids of that record."""
         fields = {**sent.fields, "process": process}
         current = _runs.get() or _process_runs
         with _given(_runs, (*current, *(run for run in sent.runs if run not in current))):
@@ -190,7 +192,7 @@ class ComponentLogger:
         depth: int = 1,
     ) -> str:
         """Pass a record to all handlers, and return its message with secrets removed. ``depth`` is
-        the number of calls between this class and the code that logs."""
+        the number of stack frames between this class and the code that logs."""
         logger = self._logger
         path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
         trace = (type(error), error, error.__traceback__) if error is not None else None
@@ -205,8 +207,8 @@ class ComponentLogger:
 
 
 class _PlainRecords(logging.NullHandler):
-    """A handler that passes records of plain ``logging.getLogger("ramify.…")`` calls, such as those
-    of a plug-in, to the attached handlers."""
+    """A handler that passes records of Python's own loggers below ``ramify`` to the attached
+    handlers. Plug-ins, for example, use such loggers."""
 
     def handle(self, record: LogRecord) -> bool:
         if not hasattr(record, "is_filtered"):
@@ -236,10 +238,10 @@ def in_run(
     *,
     all_threads: bool = False,
 ) -> Iterator[None]:
-    """Add the id of a run to all log records of a ``with`` block, and of the tasks and threads that
+    """Add a run's id to all log records of a ``with`` block, including tasks and threads that
     inherit its context. ``on_warning`` is called with the text of each warning. With
-    ``all_threads``, records of threads that inherit no context get the id too; use it if this
-    process has only one run."""
+    ``all_threads``, threads that inherit no context are included, so use it only if this process
+    has a single run."""
     global _process_runs
     runs, before = (*_runs.get(), id), _process_runs
     if all_threads:
@@ -253,20 +255,19 @@ def in_run(
 
 
 def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
-    """Log the records of a ``with`` block under the outermost run alone. Use this for an event that
-    concerns the outermost run, but was noticed by a run inside it, such as a rollout of a training
-    run."""
+    """Log the records of a ``with`` block under the outermost run alone. Use this if an inner run,
+    such as a rollout, notices something that concerns the whole training run."""
     return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def hold_warnings_for_run() -> None:
-    """Begin to keep the texts of warnings that are logged outside of a run, for the next run that
-    starts in this context."""
+    """Start to collect warnings that are logged outside any run. The next run that starts in this
+    context receives them."""
     _collected.set([])
 
 
 def take_collected() -> list[str]:
-    """Return the warnings that were kept for the next run, and forget them."""
+    """Return the warnings that were collected for the next run, and clear the list."""
     collected = _collected.get() or []
     texts = collected.copy()
     collected.clear()
@@ -274,7 +275,7 @@ def take_collected() -> list[str]:
 
 
 def _tell_run(text: str) -> None:
-    """Pass a warning to the current run, or keep it for the next one."""
+    """Pass a warning to the current run, or collect it for the next one."""
     if (listener := _on_warning.get()) is not None:
         listener(text)
     elif (collected := _collected.get()) is not None:
@@ -286,8 +287,8 @@ def _tell_run(text: str) -> None:
 
 @contextlib.contextmanager
 def attached(handler: Handler) -> Iterator[None]:
-    """Send all log records of Ramify to a handler while a ``with`` block runs, in addition to other
-    handlers."""
+    """Send all of Ramify's log records to a handler while a ``with`` block runs, in addition to the
+    existing handlers."""
     attach(handler)
     try:
         yield
@@ -296,8 +297,8 @@ def attached(handler: Handler) -> Iterator[None]:
 
 
 def attach(handler: Handler) -> None:
-    """Send all log records of Ramify to a handler until ``detach`` is called, whatever levels the
-    application sets. A handler without a level gets records of INFO and above."""
+    """Send all of Ramify's log records to a handler until ``detach`` is called, regardless of the
+    levels that the application sets. A handler without a level gets records of INFO and above."""
     _set_handlers([*_outputs.handlers, handler])
 
 
@@ -312,9 +313,9 @@ def _set_handlers(handlers: list[Handler]) -> None:
 
 
 def configure_console(show: Callable[[str], None], verbosity: int = 0) -> None:
-    """Show log records on the console of this process, replacing an earlier setting. ``verbosity``
-    is the number of ``-v`` options: 1 for INFO, 2 for DEBUG. ``show`` prints a line; it also
-    reports a wrong ``RAMIFY_LOG``."""
+    """Show log records on the console of this process, and replace any earlier setting.
+    ``verbosity`` is the number of ``-v`` options: 1 means INFO and 2 means DEBUG. ``show`` prints
+    one line, and also reports an invalid ``RAMIFY_LOG``."""
     levels, problems = levels_of(os.environ.get(VARIABLE, ""))
     if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
         show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
@@ -339,7 +340,7 @@ def current_console() -> ConsoleLogHandler | None:
 
 
 def _to_stderr(text: str) -> None:
-    """Print ``text`` on stderr, if it is open."""
+    """Print ``text`` on stderr, unless stderr is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(clean(text), file=sys.stderr, flush=True)
 
@@ -349,10 +350,10 @@ def _to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
-    """Write the log records of a run to a file, for all threads and child processes of this
-    process, while a ``with`` block runs. The file gets records of INFO and above, and more if
-    ``RAMIFY_LOG`` asks for more. Nothing is written before its ``begin`` is called, so that a run
-    with a wrong configuration leaves no file."""
+    """Write a run's log records to a file while a ``with`` block runs, including those of all
+    threads and child processes. The file gets records of INFO and above, or more if ``RAMIFY_LOG``
+    asks for more. Writing starts when ``begin`` is called, so a run with an invalid configuration
+    leaves no file."""
     file = FileLogHandler(path, waits=True)
     variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
     before = {name: os.environ.get(name) for name in variables}
@@ -370,9 +371,9 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
 
 
 def join_parent_run_log(process: str) -> None:
-    """Write the log records of this child process to the log of the run that started it, marked
-    with the name ``process``. Nothing is written if no run started this process, or if the run's
-    folder is not on this machine."""
+    """Append this child process's log records to the log of the run that started it, marked with
+    the name ``process``. Does nothing if no run started this process, or if the run's folder is not
+    on this machine."""
     global _process, _process_runs
     file = Path(os.environ.get(_FILE_VARIABLE, ""))
     if file.name:

@@ -1,5 +1,5 @@
-"""The functions ``ramify.map`` and ``ramify.amap``, which ask the same question about every row of
-a table.
+"""The functions ``ramify.map`` and ``ramify.amap``, which ask one question about every row of a
+table.
 
     result = ramify.map("Is this a complaint?", "tickets.jsonl", "openai:gpt-5-mini", out="a.jsonl")
     table = ramify.map("Is {subject} urgent?", frame, "openai:gpt-5-mini", answer_type=bool).table
@@ -25,12 +25,12 @@ from ramify.store.base import RunStore
 from ramify.store.store import Store
 
 UNLIMITED = 10**15
-"""Calls or tokens of a map without such a limit."""
+"""Number of calls or tokens that means no limit."""
 
 
 def map_limits(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
-    """Return the limits for all rows of a map together. If ``max_cost`` is None, the limit is 5
-    dollars for a model that has a price."""
+    """Return the combined limits for all rows of a map. If ``max_cost`` is None and the model has a
+    price, the cost limit is 5 dollars."""
     return Limits(
         max_calls=UNLIMITED if max_calls is None else max_calls,
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
@@ -43,8 +43,8 @@ def _path_of(out: str | Path | None) -> Path | None:
 
 
 def make_worker_rlm_factory(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
-    """Return a function with which a worker on another machine creates its RLM. Raises ConfigError
-    if the model is not given by name, because a model object may hold a key and cannot be sent to
+    """Return a function that creates the RLM of a worker on another machine. Raises ConfigError
+    unless the model is given by name: a model object may hold a key, so it cannot be sent to
     another process."""
     names = [model] if isinstance(model, str) else model
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
@@ -82,8 +82,8 @@ async def amap(
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
-    """Ask a question about each row of a table, and return the answers. This is the version of
-    ``map`` for asynchronous code.
+    """Ask a question about each row of a table, and return the answers. This is the asynchronous
+    version of ``map``.
 
     question      a question, for which each row is the context, or a template over columns:
                   ``"Is {subject} a complaint?"``
@@ -158,7 +158,7 @@ async def _map_on_ray(
     store: RunStore | None,
     options: dict[str, Any],
 ) -> MapResult:
-    """Ask a question about each row of a table, with workers on a Ray cluster."""
+    """Ask a question about each row of a table, using workers on a Ray cluster."""
     from ramify.maps.ray_map import RayMapRun
 
     paths = [rows] if isinstance(rows, str | Path) else rows
@@ -176,7 +176,7 @@ async def _map_on_ray(
 
 def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
     """Ask a question about each row of a table, wait for all answers, and return them. The options
-    are those of ``amap``, the version for asynchronous code.
+    are those of ``amap``, the asynchronous version.
 
     >>> model = testing.ScriptedClient(lambda messages: "yes")
     >>> ramify.map("Is this a question?", ["Why?"], model).table

@@ -1,5 +1,4 @@
-"""This module answers the rows of a map through a provider's batch API, at half the price and
-within a day.
+"""Answers the rows of a table through a provider's batch API, at half the price and within a day.
 
     rows that one request answers ── reserve all ── split ──┐
                                                             ▼
@@ -66,40 +65,40 @@ from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
 _MAX_TRIES = 3
-"""Batches in which a row may be without a result."""
+"""Number of batches in which a row may get no result before it fails."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
-"""Seconds between two looks at a batch."""
+"""Maximum number of seconds between two requests for a batch's state."""
 _MAX_ATTEMPTS = 5
-"""Attempts at an upload or a download."""
+"""Maximum number of attempts at an upload or a download."""
 _BREATH = 200
-"""Results after which other work of the event loop gets its turn."""
+"""Number of results after which the event loop may run other tasks."""
 _log = ComponentLogger("maps")
 _Value = TypeVar("_Value")
 OnStop = Callable[[str, Any], None]
-"""Called with (reason, how the map stops)."""
+"""Callback with two arguments: the reason, and how the map stops."""
 
 
 class BatchQuestion(msgspec.Struct, frozen=True):
-    """A question of a map that will be uploaded as one request of a batch."""
+    """A question about a row that will be uploaded as one request of a batch."""
 
     row: int
-    """The first row that asks it."""
+    """Index of the first row that asks this question."""
     number: int
     """Number of the question in the journal; -1 if it has none."""
     digest: bytes
     question: str | None
-    """What is asked of the row; None if every row is asked the same."""
+    """The question about the row, or None if every row is asked the same."""
     context: Any
-    """What the model reads of the row."""
+    """The part of the row that the model reads."""
     most: BudgetAmount
-    """Upper bound on what the request can use."""
+    """Upper bound on the calls, tokens and dollars of the request."""
     max_output_tokens: int
 
 
 class MapBatchJobs:
-    """The batches of one map: those that earlier starts of it uploaded, and those that are uploaded
-    now."""
+    """The batch jobs of one map at the provider's batch API. It uploads new batches, and collects
+    those that an earlier start of the map uploaded."""
 
     def __init__(
         self,
@@ -135,14 +134,15 @@ class MapBatchJobs:
         self._halted = asyncio.Event()
         self._on_stop: OnStop = lambda reason, stop: None
         self.ended: set[int] = set()
-        """Numbers of the questions that have got their reply or their error now."""
+        """Numbers of the questions that got a reply or an error in this start of the map."""
         self.failed: dict[int, int] = {}
-        """Digest of each question that has failed now -> offset of the line with its error."""
+        """Digest of each question that failed in this start -> offset of the journal line with its
+        error."""
 
     @property
     def pending_batches(self) -> list[tuple[str, int]]:
-        """The batches whose results have not been downloaded yet: the id of each, and the number of
-        its requests without a result."""
+        """Return the batches whose results have not been downloaded yet, as the id of each and the
+        number of its requests without a result."""
         return [(each.id, len(each.waiting)) for each in self._batches.values()]
 
     @property
@@ -150,7 +150,7 @@ class MapBatchJobs:
         return self._api.provider
 
     def stop_waiting(self) -> None:
-        """Stop waiting for batches. They continue at the provider."""
+        """Stop waiting for batches. The provider continues to process them."""
         self._halted.set()
 
     async def run(
@@ -158,7 +158,7 @@ class MapBatchJobs:
     ) -> None:
         """Upload the rows that are not in a batch yet, and wait for the results of all batches,
         while ``meanwhile`` runs. ``on_stop`` is called with the reason if the map must stop early.
-        Raises ConfigError before anything is uploaded if the budget does not cover all rows."""
+        Raises ConfigError before any upload if the budget does not cover all rows."""
         self._on_stop = on_stop
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
@@ -174,7 +174,7 @@ class MapBatchJobs:
                 await self._prepare()
 
     async def _prepare(self) -> None:
-        """Upload the rows that are not in a batch yet, if the budget covers them now."""
+        """Upload the rows that are not in a batch yet, if the budget covers them."""
         if not self._uploads:
             return
         num, most = await self._needed()
@@ -198,8 +198,8 @@ class MapBatchJobs:
         return num, most
 
     def _rows(self) -> Iterator[BatchQuestion]:
-        """Yield each question that a single request can answer, and that is neither answered nor in
-        a batch."""
+        """Yield each open question that a single request can answer. Questions that are answered or
+        already in a batch are skipped."""
         taken = {
             digest_to_int(self._first(offset).digest)
             for batch in self._batches.values()
@@ -279,7 +279,7 @@ class MapBatchJobs:
             await self._create(batch, lines)
 
     def _prepared(self, rows: list[BatchQuestion]) -> OpenBatch:
-        """Record in the journal that a batch will be uploaded, and return the batch."""
+        """Record in the journal that a batch is about to be uploaded, and return the batch."""
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
@@ -305,8 +305,8 @@ class MapBatchJobs:
         )
 
     async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
-        """Upload a batch, and record its id. If the provider's reply is lost, the batch may exist
-        there nevertheless, so it is searched for."""
+        """Upload a batch, and record its id. If the provider's reply is lost, search for the batch,
+        because the upload may have succeeded."""
         sent, failed = batch.sent, 0
         while not batch.id and not self._halted.is_set():
             try:
@@ -325,8 +325,8 @@ class MapBatchJobs:
         self._accepted(batch)
 
     async def _find(self, batch: OpenBatch) -> None:
-        """Search the provider's list for a batch whose upload was interrupted, and set its id if it
-        is found."""
+        """Search the provider's list for a batch whose upload was interrupted, and set the batch's
+        id if it is found."""
         sent = batch.sent
         found = await self._steadily(
             lambda: self._api.candidates(sent.key, sent.num, sent.at), "the list of batches"
@@ -339,8 +339,8 @@ class MapBatchJobs:
                 return
 
     async def _is_ours(self, id: str, key: str) -> bool:
-        """Return True if a batch on the provider's list is the upload with this key. Waits until
-        the provider can tell; returns False if the map is stopped first."""
+        """Return True if a batch on the provider's list was uploaded with this key. Waits until the
+        provider can tell, and returns False if the map is stopped first."""
         waited = 0
         while not self._halted.is_set():
             is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")
@@ -356,8 +356,8 @@ class MapBatchJobs:
             self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
 
     def _give_up(self, batch: OpenBatch, why: str) -> None:
-        """Record that the provider has refused a whole batch, whose rows were therefore not asked,
-        and stop the map."""
+        """Record that the provider refused a whole batch, and stop the map. The rows of the batch
+        count as not asked."""
         self._end(batch, why, why)
         self._on_stop(why, "failed")
         self.stop_waiting()
@@ -383,7 +383,7 @@ class MapBatchJobs:
             waited += 1
 
     async def _find_or_create(self, batch: OpenBatch) -> None:
-        """Find a batch at the provider if an earlier process uploaded it; otherwise upload it
+        """Find a batch at the provider if an earlier process uploaded it. Otherwise upload it
         now."""
         await self._find(batch)
         if batch.id:
@@ -433,6 +433,7 @@ class MapBatchJobs:
     async def _take(self, batch: OpenBatch, result: BatchResult, found: _Collected) -> None:
         """Record the result of one row. A result that is already recorded is ignored, because a
         repeated download contains it again."""
+        # The custom id is KEY-NUMBER. An unknown one must not stop the other results.
         key, _, digits = result.custom_id.rpartition("-")
         number = int(digits) if digits.isascii() and digits.isdigit() else -1
         if key != batch.sent.key or number not in batch.waiting:
@@ -474,7 +475,7 @@ class MapBatchJobs:
         found: _Collected,
     ) -> None:
         """Record that a row got an error instead of a reply. The row is asked again in a later
-        batch, or has failed for good."""
+        batch, unless it has failed for good."""
         if isinstance(error, Refused):
             self._client.adapt_to_refusal(error)
             if error.needs_key:
@@ -508,8 +509,8 @@ class MapBatchJobs:
         self.ended.add(number)
 
     def _end(self, batch: OpenBatch, status: str, why: str) -> None:
-        """Record that a batch has ended. Each row without a result is recorded as a failed attempt,
-        which may be repeated."""
+        """Record that a batch has ended. Each row without a result counts as a failed attempt and
+        may be asked again."""
         error = ServerFailed(why)
         for offset, _ in list(batch.waiting.values()):
             self._missed(batch, self._first(offset), error, may_return=True)
@@ -521,8 +522,8 @@ class MapBatchJobs:
     async def _steadily(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
-        """Await the result of ``ask()``, and repeat it after transient failures. Returns None if
-        the map is stopped first. If ``is_patient``, a network failure never ends the attempts."""
+        """Await the result of ``ask()``, and retry it after transient failures. Returns None if the
+        map is stopped first. If ``is_patient``, network failures are retried without limit."""
         failed = 0
         while not self._halted.is_set():
             try:
@@ -565,15 +566,16 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """The problems found while the results of one batch were downloaded."""
+    """The problems that occurred while the results of one batch were downloaded."""
 
     num_cancelled: int = 0
     cause: Refused | None = None
-    """Why rows were refused that a person can remove, such as a quota."""
+    """Reason for refused rows that a person can fix, such as a used-up quota."""
 
 
 def batch_client(calls: DirectCalls) -> BatchCapableClient:
-    """Return the client of a map's model. Raises ConfigError if the client has no batch API."""
+    """Return the client of a map's model. Raises ConfigError if the client does not support a batch
+    API."""
     client = calls.client
     if not isinstance(client, BatchCapableClient):
         raise ConfigError(
@@ -584,7 +586,7 @@ def batch_client(calls: DirectCalls) -> BatchCapableClient:
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines at the same time. If one of them fails, the others are cancelled."""
+    """Run coroutines concurrently. If one of them fails, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -595,6 +597,6 @@ async def _together(*works: Coroutine[Any, Any, None]) -> None:
 
 
 def _wait_s(waited: int) -> float:
-    """Return how many seconds to wait before the state of a batch is requested again. ``waited`` is
-    the number of earlier waits."""
+    """Return the number of seconds to wait before the next request for a batch's state. ``waited``
+    is the number of earlier waits."""
     return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 1.5 ** min(waited, 20))

@@ -1,4 +1,5 @@
-"""Estimates of what a whole map will cost and how long it will take, from a sample of its rows.
+"""Estimates the cost and duration of a whole map from a sample of its rows. A map asks one question
+about every row of a table.
 
     sample of n rows ──> cost, seconds and characters of each ──> line through them
     characters of all questions ──> dollars = the line, summed over all, with its interval
@@ -21,9 +22,9 @@ import msgspec
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 _MIN_FOR_LINE = 8
-"""A smaller sample has only a mean."""
+"""Minimum sample size for fitting a line. A smaller sample gives only a mean."""
 _MIN_ROUNDS = 4
-"""Sample over concurrency from which the rate is measured directly."""
+"""Minimum ratio of sample size to concurrency for measuring the rate directly."""
 _NUM_BLOCKS = 8
 
 
@@ -36,13 +37,13 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):
-    """The measured cost and time of one question of a sample. Lists of them are in the order in
-    which the questions ended."""
+    """The measured cost and time of one question of a sample. Lists of measured rows are in the
+    order in which the questions ended."""
 
     chars: int
-    """Characters of the question and of what the model reads of the row."""
+    """Number of characters in the question and in the part of the row that the model reads."""
     cost: float
-    """Dollars."""
+    """Cost in dollars."""
     seconds: float
     ended_s: float
     """Time at which it ended, in seconds from the start of the sample; negative if it does not
@@ -50,24 +51,25 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     cpu_s: float = 0.0
     """CPU time (seconds) of this process from the start of the sample until then."""
     is_first: bool = False
-    """True if it was asked alone, before the others."""
+    """True if the question was asked alone, before the others."""
 
 
 class MapEstimate(msgspec.Struct, frozen=True):
     """The cost and duration of a whole map, extrapolated from a sample of its rows."""
 
     num_rows: int
-    """Rows of the table."""
+    """Number of rows in the table."""
     num_questions: int
-    """Distinct questions among them, each of which is asked once."""
+    """Number of distinct questions, each of which is asked once."""
     num_sampled: int
-    """Questions that were measured."""
+    """Number of questions that were measured."""
     cost: EstimatedAmount | None
-    """Dollars; None if no model has a price."""
+    """Cost in dollars, or None if no model has a price."""
     hours: EstimatedAmount
-    """Hours with one worker: this machine and this concurrency."""
+    """Hours with one worker, on this machine and at this concurrency."""
     workers_for_an_hour: int
-    """Workers like this one that end within an hour, if the provider lets them all through."""
+    """Number of workers like this one that finish within an hour, unless the provider's rate limits
+    slow them down."""
     is_batch: bool = False
     """True if the cost is at the price of a batch. The time is then the provider's: at most a day
     for each batch."""
@@ -83,9 +85,9 @@ def estimate(
     *,
     is_priced: bool,
 ) -> MapEstimate:
-    """Estimate the cost and the duration of a whole map from a sample of its rows. ``num_chars`` is
-    the number of characters of all questions together. ``read_s`` is the time (seconds) that it
-    takes to read the whole table."""
+    """Estimate the cost and duration of a whole map from a sample of its rows. ``num_chars`` is the
+    number of characters in all questions together. ``read_s`` is how long it takes to read the
+    whole table, in seconds."""
     chars = [row.chars for row in rows]
     cost = extrapolate_total([row.cost for row in rows], chars, num_questions, num_chars)
     seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
@@ -103,9 +105,9 @@ def estimate(
 def extrapolate_total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Estimate the sum of a value, such as the cost, over all questions, from its values in a
-    sample. A line fitted to the sample predicts the value of a question from its size.
-    ``size_of_all`` is the sum of the sizes of all ``num_all`` questions."""
+    """Estimate the sum of a value, such as the cost, over all questions from a sample. A line
+    fitted to the sample predicts a question's value from its size. ``size_of_all`` is the total
+    size of all ``num_all`` questions."""
     num = len(values)
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)
@@ -148,7 +150,7 @@ def _seconds(
 
 def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> EstimatedAmount:
     """Estimate the time of all questions from the rate at which the sample was answered. ``rows``
-    are the questions of the sample that were answered at full concurrency."""
+    holds the sampled questions that were answered at full concurrency."""
     size = len(rows) // _NUM_BLOCKS
     marks = [rows[index * size].ended_s for index in range(_NUM_BLOCKS)] + [rows[-1].ended_s]
     last = len(rows) - 1 - (_NUM_BLOCKS - 1) * size
@@ -167,8 +169,8 @@ def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> 
 
 
 def _quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, by a series around the normal
-    quantile."""
+    """Return the 97.5 % quantile of Student's t distribution, from a series expansion around the
+    normal quantile."""
     z, n = _Z, max(1, degrees)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     return z + (z**3 + z) / (4 * n) + second

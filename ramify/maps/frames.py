@@ -1,5 +1,5 @@
-"""Support for tables of other libraries (Arrow, pandas, polars, ``datasets``): maps read their
-rows, and add the answers to them as new columns.
+"""Reads tables of other libraries (Arrow, pandas, polars, ``datasets``) row by row, and adds
+columns with the answers to them.
 
     frame ──> RowSource(columns=("id", "text"), …)
     table.extend([0, 2], {"answer": ["yes", "no"], "error": [None, None]}, {"answer": "string"})
@@ -20,17 +20,17 @@ from ramify.errors import SourceError
 from ramify.maps.row_source import BATCH, RowSource, UnreadRow
 
 ARROW_TYPES = {"string": "string", "integer": "int64", "number": "float64", "boolean": "bool"}
-"""Type of a JSON schema -> type of Arrow."""
+"""Type in a JSON schema -> type in Arrow."""
 _PANDAS_TYPES = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
 _POLARS_TYPES = {"string": "String", "integer": "Int64", "number": "Float64", "boolean": "Boolean"}
 Columns = Mapping[str, Sequence[Any]]
 Types = Mapping[str, str | None]
-"""Column -> type in a JSON schema; None if it has no single one."""
+"""Column -> type in a JSON schema, or None if the column has several types."""
 
 
 def dataframe_row_source(rows: Any) -> RowSource | None:
-    """Return the rows of a table of Arrow, pandas, polars or ``datasets``, or None if ``rows`` is
-    something else. Raises SourceError if the table cannot be read row by row."""
+    """Return an Arrow, pandas, polars or ``datasets`` table as a row source. Returns None if
+    ``rows`` is something else. Raises SourceError if the table cannot be read row by row."""
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
         raise SourceError("rows cannot be read from a LazyFrame: give rows.collect()")
     if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
@@ -80,7 +80,7 @@ def _arrow(table: Any) -> RowSource:
 
 def columns_to_arrow(columns: Columns, types: Types) -> Any:
     """Convert columns to an Arrow table. A column without a single JSON type gets the Arrow type of
-    its values. If the values have several types, they are converted to text."""
+    its values, or becomes text if its values have several types."""
     import pyarrow
 
     def array(name: str, values: Sequence[Any]) -> Any:

@@ -1,5 +1,5 @@
-"""The journal of a map, in which each request and reply is recorded: one file,
-``ROOT/maps/ID.jsonl``, with a few short lines for each row.
+"""The journal of a map, which asks one question about every row of a table. The journal records
+each request and reply in one file, ``ROOT/maps/ID.jsonl``, with a few short lines for each row.
 
     {"map":{…},"crc":"…"}                                       once: what is asked of every row
     {"q":[5,7,0.31,"DIGEST",null,"text of the row",66,8192,0.012],"crc":"…"}    a first request
@@ -58,101 +58,105 @@ _VERSION = 1
 
 
 RAY_MAPS = "ray_maps"
-"""Folder of a store that has what the maps on a Ray cluster have spent."""
+"""Subfolder of a run store with the spending records of maps on a Ray cluster."""
 
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
-    """The part of a map's journal that is only used on a Ray cluster, where the rows are in output
-    files: the columns, and the file that records what was spent."""
+    """The part of a map's header that is only used on a Ray cluster, where the rows are in output
+    files. It contains the columns, and the name of the file that records spending."""
 
     record: str
-    """Name of the file in ``ROOT/ray_maps`` that says what is spent (see shared_budget.py)."""
+    """Name of the spending record in ``ROOT/ray_maps`` (see shared_budget.py)."""
     shown: tuple[str, ...]
     """Columns that the model reads."""
     answers: tuple[str, ...]
-    """Columns of the answers."""
+    """Columns that contain the answers."""
     error: str
-    """Column of the errors."""
+    """Column that contains the errors."""
 
 
 class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first line of a map's journal, which says what is asked about every row."""
+    """The first line of a map's journal, which contains the question and the settings of the
+    map."""
 
     id: str
     key: str
-    """Digest of the question, its settings and the output; the same command has the same."""
+    """Digest of the question, its settings and the output. Repeating a command gives the same
+    key."""
     question: str
-    """Question or template."""
+    """Question, or template of the question."""
     started_at: float
-    """Unix time."""
+    """Start time as a Unix timestamp."""
     model: str
     out: str = ""
     """Absolute path of the output, or its URL; empty for a table in memory."""
     rows: str = ""
-    """Name of the table."""
+    """Name of the input table."""
     answer_schema: dict[str, Any] | None = None
     config: dict[str, Any] = {}
     """Settings of the RLM that answers the rows."""
     before: tuple[str, ...] = ()
-    """System message of a direct call, if it has one."""
+    """System message of a direct call, or empty."""
     asked: str = ""
-    """What a direct prompt says after the row and the question: the form of the answer."""
+    """Text of a direct prompt after the row and the question, which describes the form of the
+    answer."""
     parts: RayMapMetadata | None = None
-    """Where the rows are, if they are not in this journal."""
+    """Location of the rows if they are not in this journal."""
     version: int = _VERSION
 
 
 class MapContinued(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a map was begun or continued, and with which limits."""
+    """A journal line recording that a map was begun or continued, with the limits that apply."""
 
     at: float
-    """Unix time."""
+    """Time as a Unix timestamp."""
     total: int | None
-    """Number of rows, if it is known."""
+    """Number of rows, or None if it is unknown."""
     max_calls: int
     max_tokens: int
     max_cost: float | None
-    """Dollars; None if no model has a price."""
+    """Cost limit in dollars, or None if no model has a price."""
     is_sample: bool = False
     """True if only a sample of the rows is asked."""
 
 
 class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with the first request for a question, or the first one of a new attempt after
-    the row had failed."""
+    """A journal line with the first request for a question. If the question failed and is tried
+    again, the new attempt has such a line too."""
 
     number: int
     """Number of the question, from 0."""
     row: int
-    """The first row that asks it."""
+    """Index of the first row that asks the question."""
     at_s: float
     """Seconds since the map was begun or continued."""
     digest: str
     question: str | None
-    """None if every row has the same."""
+    """The question, or None if every row has the same one."""
     context: Any
-    """What the model reads of the row: a text, or texts by column; None for a template."""
+    """The part of the row that the model reads, as one text or as texts by column. None for a
+    template."""
     max_input_tokens: int
     max_output_tokens: int
     cost: float | None
-    """Dollars that are reserved."""
+    """Reserved cost in dollars."""
 
 
 class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with a further request for the same question: a repair of a reply that does
-    not fit the answer type, or a repetition of a failed attempt."""
+    """A journal line with a further request for the same question. The request either asks the
+    model to repair a reply that does not fit the answer type, or repeats a failed attempt."""
 
     number: int
     turn: int
     text: str | None
-    """Message of the repair; None if an attempt is repeated."""
+    """The message that asks for the repair, or None if an attempt is repeated."""
     max_input_tokens: int
     max_output_tokens: int
     cost: float | None
 
 
 class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with the model's reply to a direct call, which is a request without a
+    """A journal line with the model's reply to a direct call, which is a request without a Python
     session."""
 
     number: int
@@ -160,26 +164,26 @@ class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
     text: str
     finish: Finish
     counts: tuple[int, ...]
-    """Tokens of input and output, then of cache, reasoning and cache writes, and unknown calls;
-    without zeros at the end."""
+    """Token counts of input, output, cache, reasoning and cache writes, then calls of unknown
+    usage; without trailing zeros."""
     cost: float | None
     seconds: float
     reasoning: str | None
 
 
 class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a direct request failed, and what it may have cost."""
+    """A journal line recording that a direct request failed, with an upper bound on its cost."""
 
     number: int
     turn: int
     error: str
     counts: tuple[int, ...]
-    """What may have been billed; empty if nothing was."""
+    """Usage that the provider may have billed, or empty if there was none."""
     cost: float | None
 
 
 class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a run, with a session, has begun to answer a row."""
+    """A journal line recording that a run with a Python session has begun to answer a row."""
 
     number: int
     row: int
@@ -190,17 +194,17 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a question has ended although no line has a reply to it: a run
-    answered it, or it failed."""
+    """A journal line recording the end of a question for which no line has a reply. Either a run
+    answered the question, or the question failed."""
 
     number: int
     stop: str
     answer: Any
     error: str | None
     counts: tuple[int, ...]
-    """Usage of the run; empty for a direct call, whose lines have it."""
+    """Usage of the run. Empty for a direct call, whose other lines contain it."""
     calls: int
-    """Requests of the run."""
+    """Number of requests of the run."""
     cost: float | None
     seconds: float
 
@@ -216,35 +220,37 @@ class BatchSent(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a batch is about to be uploaded."""
 
     part: int
-    """Number of the batch in this map, from 0."""
+    """Number of the batch within this map, from 0."""
     key: str
-    """By which the provider's list shows whose batch it is."""
+    """Key that identifies the batch on the provider's list."""
     num: int
-    """Requests."""
+    """Number of requests in the batch."""
     at: float
-    """Unix time."""
+    """Time as a Unix timestamp."""
     provider: str
 
 
 class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that the provider has received a batch, and the batch's id there."""
+    """A journal line recording that the provider has received a batch, with the provider's id for
+    the batch."""
 
     part: int
     id: str
-    """Id at the provider."""
+    """Id of the batch at the provider."""
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a batch is finished: the journal has a reply, an error or an
-    end for each of its requests."""
+    """A journal line recording that a batch is finished. Each of its requests has a reply, an error
+    or an end in the journal."""
 
     part: int
     status: str
-    """The provider's word, or why the batch was not uploaded."""
+    """The provider's status of the batch, or the reason why the batch was not uploaded."""
 
 
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of a map's journal. One field has the content, and ``crc`` its checksum."""
+    """One line of a map's journal. A single field holds the content, and ``crc`` is the line's
+    checksum."""
 
     map: MapHeader | None = None
     c: MapContinued | None = None
@@ -263,14 +269,14 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def first_request(self) -> FirstRequestLine | None:
-        """The first request for a question, if this line has one, whether it is sent at once or in
-        a batch."""
+        """Return the first request for a question if this line contains one, whether it is sent
+        alone or in a batch. Otherwise return None."""
         return self.q or self.b
 
 
 def usage_counts(usage: Usage) -> tuple[int, ...]:
-    """Return the usage of one request in the short form of the journal: the token counts, then the
-    number of calls with unknown usage, without zeros at the end."""
+    """Return the usage of one request in the compact form of the journal. It lists the token counts
+    and then the number of calls of unknown usage, without trailing zeros."""
     counts = [
         usage.input_tokens,
         usage.output_tokens,
@@ -285,7 +291,8 @@ def usage_counts(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Convert the counts in a journal line, as ``usage_counts`` wrote them, back to a usage."""
+    """Convert the counts in a journal line back to a usage. This is the inverse of
+    ``usage_counts``."""
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))
@@ -297,7 +304,7 @@ def digest_to_base64(digest: bytes) -> str:
 
 
 def digest_to_int(text: str) -> int:
-    """Convert a digest from text to a number, which takes less memory."""
+    """Convert a digest from hexadecimal text to an integer, which takes less memory."""
     return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
 
 
@@ -305,7 +312,7 @@ _decode = msgspec.json.Decoder(MapLine).decode
 
 
 class MapJournal:
-    """A map's journal that is open for writing. Only one process can open it at a time."""
+    """A map's journal that is open for writing. Only one process at a time can open it."""
 
     def __init__(
         self,
@@ -322,10 +329,10 @@ class MapJournal:
         self._secrets = SecretRedactor()
         self._temporary = temporary
         self.num_questions = 0
-        """Numbers that questions have."""
+        """Number of question numbers that have been assigned."""
 
     def assign_question_number(self, number: int) -> int:
-        """Return the number of a question: the given number, or the next free one if it is -1."""
+        """Assign a number to a question and return it. A number other than -1 is kept as it is."""
         if number >= 0:
             return number
         self.num_questions += 1
@@ -333,13 +340,13 @@ class MapJournal:
 
     @property
     def trouble(self) -> StoreError | None:
-        """The error that made the journal use its reserved disk space, such as a full disk, or
-        None. After such an error, the map should stop."""
+        """Return the error, such as a full disk, that forced the journal to use its reserved disk
+        space. Returns None if there was none. After such an error, the map should stop."""
         return self._file.trouble
 
     def append(self, line: MapLine) -> int:
-        """Write a line, and return the offset at which it begins. Raises StoreError if it cannot be
-        written."""
+        """Append a line to the journal, and return its byte offset. Raises StoreError if the line
+        cannot be written."""
         # A loop over the four would take as long as encoding the line.
         is_paid = (
             line.r is not None or line.e is not None or line.w is not None or line.u is not None
@@ -356,8 +363,8 @@ class MapJournal:
         return _decode(data[: data.index(b"\n")])
 
     def discard(self) -> None:
-        """Remove the file of a map that was refused before it asked anything. The journal must
-        still be closed."""
+        """Delete the journal file of a map that was rejected before it asked anything. The journal
+        must still be closed afterwards."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -369,10 +376,11 @@ class MapJournal:
 
 
 class MapStore:
-    """The folder of a run store in which the journals of maps are."""
+    """The folder of a run store that contains the journals of maps."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
-        """Use the store in the folder ``root``. ``fsync`` flushes an open file to its disk."""
+        """Use the store in the folder ``root``. ``fsync`` is the function that flushes an open file
+        to disk."""
         self.root = root
         self.folder = root / "maps"
         self._fsync = fsync
@@ -397,8 +405,8 @@ class MapStore:
         return journal
 
     def reopen(self, path: Path) -> MapJournal:
-        """Open the journal of an earlier map to continue the map. An incomplete last line is cut
-        off. Raises RunInUse while another process writes the journal."""
+        """Open the journal of an earlier map in order to continue it. An incomplete last line is
+        cut off. Raises RunInUse while another process writes the journal."""
         keep_reserve(self.root)
         try:
             fd = open_locked(path, 0)
@@ -417,15 +425,15 @@ class MapStore:
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapHeader]]:
-        """Yield the path of each journal and the header in it, the newest first. Journals that
-        cannot be read are omitted."""
+        """Yield the path and the header of each journal in the store, newest first. Unreadable
+        journals are skipped."""
         for path in self.paths():
             if (header := read_header(path)) is not None:
                 yield path, header
 
     def path(self, name: str) -> Path | None:
-        """Return the path of the journal of one map. ``name`` is the map's id or the beginning of
-        the id. Returns None if no map matches, and raises UnknownRun if several do."""
+        """Return the path of a map's journal. ``name`` is the map's id or its first characters.
+        Returns None if no map matches, and raises UnknownRun if several do."""
         found = [path for path in self.paths() if path.stem.startswith(name)]
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
@@ -435,7 +443,7 @@ class MapStore:
 
 
 def temporary_journal(header: MapHeader) -> MapJournal:
-    """Return a journal that is deleted when it is closed, for a map that is not stored."""
+    """Create a journal for a map that is not stored. The journal is deleted when it is closed."""
     folder = tempfile.TemporaryDirectory(prefix="ramify-map-")
     path = Path(folder.name) / f"{header.id}.jsonl"
     journal = MapJournal(path, open_locked(path, os.O_CREAT | os.O_EXCL), ChecksumChain(), folder)
@@ -444,8 +452,7 @@ def temporary_journal(header: MapHeader) -> MapJournal:
 
 
 def read_header(path: Path) -> MapHeader | None:
-    """Return the header of a map's journal, or None if it has no header yet, or none that can be
-    read."""
+    """Return the header of a map's journal, or None if the header is missing or unreadable."""
     for line in lines(path):
         try:
             return _decode(line).map
@@ -455,8 +462,8 @@ def read_header(path: Path) -> MapHeader | None:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
-    """Yield the lines of a map's journal with their offsets, from the line that begins at
-    ``offset``. Each line is checked. Raises StoreError at the first damaged line."""
+    """Yield the lines of a map's journal with their byte offsets, from the line at ``offset`` on.
+    Verifies the checksum of each line, and raises StoreError at the first damaged one."""
     chain = ChecksumChain()
     for number, line in enumerate(lines(path, offset), start=1):
         # The first line after an offset continues a line that is not read here.
@@ -483,6 +490,6 @@ def read_map_line_at(path: Path, offset: int) -> MapLine:
 
 
 def new_map_id(key: str) -> str:
-    """Return a new id for a map, such as ``20261126-211500-map-1a2b3c4d5e``. Its last part is
+    """Return a new id for a map, such as ``20261126-211500-map-1a2b3c4d5e``. The last part is
     derived from ``key``."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

@@ -1,5 +1,5 @@
-"""The state of a map according to its journal: which questions are answered, where the answers are,
-and what was spent.
+"""Reconstructs the state of a map from its journal: which questions are answered, where the answers
+are stored, and what has been spent.
 
     MapJournalState(path)   answered: digest ──> offset of the reply      a million rows: 200 MB
                             open:     questions with a request or run that has no end
@@ -30,72 +30,73 @@ from ramify.types.message import Message, Reply, Usage
 
 
 class OpenQuestion(msgspec.Struct):
-    """A question that was asked and whose end is not in the journal."""
+    """A question that has been asked but whose end is not in the journal."""
 
     number: int
     replies: list[int] = []
-    """Offsets of its replies so far."""
+    """Byte offsets of the replies so far."""
     run: str = ""
     """Id of the run that answers it; empty for a direct call."""
 
 
 class OpenBatch(msgspec.Struct):
-    """A batch that was uploaded, or may have been, and whose results are not complete."""
+    """A batch that was, or may have been, uploaded, and whose results are still incomplete."""
 
     sent: BatchSent
     waiting: dict[int, tuple[int, BudgetAmount]]
-    """Number of a question without a result -> (offset of its request, the most that it can
-    use)."""
+    """Number of a question without a result -> (offset of its request, upper bound on its
+    usage)."""
     id: str = ""
-    """Id at the provider; empty if it is not on record whether the upload succeeded."""
+    """Id of the batch at the provider. Empty if the journal does not say that the upload
+    succeeded."""
 
 
 def reserved_amount(first: FirstRequestLine) -> BudgetAmount:
-    """Return how many calls, tokens and dollars are reserved for a request."""
+    """Return the calls, tokens and dollars that are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
 
 
 class MapJournalState:
-    """The state of a map: its answers, open questions, batches and costs. It is built from the
-    lines of the journal in order."""
+    """The state of a map: its answers, open questions, batches and costs. It is built by reading
+    the journal's lines in order."""
 
     def __init__(self) -> None:
         self.header: MapHeader | None = None
         self.last_start: MapContinued | None = None
         self.answered: dict[int, int] = {}
-        """Digest -> offset of the line with the answer: a reply, or the end of a run. A reply of
-        which the last line is damaged or does not fit is found when it is read."""
+        """Digest -> offset of the line with the answer, which is a reply or the end of a run. A
+        reply whose last line is damaged or does not fit is detected when the reply is read."""
         self.failed: dict[int, int] = {}
         """Digest -> offset of the line with the error."""
         self.open: dict[int, OpenQuestion] = {}
-        """Digest -> question that is not finished."""
+        """Digest -> question that has not ended."""
         self.digests: list[int] = []
         """Number of a question -> its digest."""
         self.last_row = -1
-        """The last row that has a line; rows of samples do not count."""
+        """Index of the last row with a journal line. Rows of samples do not count."""
         self.usage = Usage()
         self.cost = 0.0
-        """Dollars."""
+        """Total cost in dollars."""
         self.is_priced = False
         self.batches: dict[int, OpenBatch] = {}
-        """Number of a batch -> batch that is not collected."""
+        """Number of a batch -> batch whose results are incomplete."""
         self.batch_ids: set[str] = set()
         """Ids of all batches that a provider has accepted."""
         self.num_batches = 0
         self.tries: dict[int, int] = {}
-        """Number of a question -> batches in which it was without an answer or an error."""
+        """Number of a question -> number of batches that gave it neither an answer nor an error."""
         self._prepared: dict[int, tuple[int, BudgetAmount]] = {}
-        """Each request for the next batch, as in ``OpenBatch.waiting``."""
+        """Requests for the next batch, in the same form as ``OpenBatch.waiting``."""
         self._batch_of: dict[int, int] = {}
-        """Number -> its batch."""
+        """Number of a question -> number of its batch."""
         self._in_flight: dict[int, tuple[Usage, float | None]] = {}
-        """Number -> (upper bound, dollars) of the request that is on its way."""
+        """Number of a question -> (upper bound, dollars) of its request in flight."""
 
     @classmethod
     def read(cls, path: Path) -> MapJournalState:
-        """Read a whole journal, and return the state of its map. Requests without a reply at its
-        end are charged with the most that they may have cost."""
+        """Read a whole journal, and return the state of its map. Each request without a reply is
+        charged with the most that it may have cost."""
         recorded = cls()
         for offset, line in read_lines(path):
             recorded.add(offset, line)
@@ -123,6 +124,7 @@ class MapJournalState:
             self._sent(line.t.number, line.t)
         elif line.x is not None:
             self._in_flight.pop(line.x.number, None)
+            # A failure outside a batch does not count towards the limit of batches for a row.
             if self._collected(line.x.number):
                 self.tries[line.x.number] = self.tries.get(line.x.number, 0) + 1
             self._spend(usage_of(line.x.counts), line.x.cost)
@@ -155,14 +157,15 @@ class MapJournalState:
             del self.batches[line.v.part]
 
     def _send(self, sent: BatchSent) -> None:
-        """Record that the prepared requests were, or will be, uploaded as one batch."""
+        """Record that the prepared requests are uploaded, or about to be uploaded, as one batch."""
         batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
         self._prepared = {}
 
     def _collected(self, number: int) -> bool:
-        """Record that a question has a result. Returns True if the question was in a batch."""
+        """Record that a question has a result, and return True if the question was part of a
+        batch."""
         part = self._batch_of.pop(number, None)
         if part is not None:
             del self.batches[part].waiting[number]
@@ -180,14 +183,14 @@ class MapJournalState:
         return question
 
     def _saw(self, row: int) -> None:
-        """Record that all rows up to ``row`` were read. This is not recorded for a start that only
-        asked a sample."""
+        """Record that all rows up to ``row`` were read, unless this start of the map asked only a
+        sample."""
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
-        """Mark a question as open again, and return it. The reply that was regarded as its answer
-        becomes one of its earlier replies."""
+        """Mark a question as open again, and return it. The reply that counted as its answer
+        becomes an earlier reply."""
         digest = self.digests[number]
         found = self.open.get(digest)
         if found is None:
@@ -215,7 +218,7 @@ class MapJournalState:
 
 
 def recorded_reply(line: MapLine) -> Reply:
-    """Return the reply that a line of the journal records."""
+    """Return the model reply that is recorded in a journal line."""
     assert line.r is not None
     message = Message("assistant", line.r.text, line.r.reasoning)
     usage = usage_of(line.r.counts)

@@ -1,5 +1,5 @@
-"""The output of a map, which asks one question of every row of a table: the columns of each row,
-followed by the answer and the error.
+"""Writes the output of a map, which asks one question about every row of a table. Each output row
+has the columns of the input row, followed by the answer and the error.
 
     {"id": 7, "text": "…", "answer": "yes", "error": null}
     {"id": 8, "text": "…", "urgent": true, "topic": "printer", "error": null}    object schema
@@ -29,23 +29,22 @@ from ramify.maps.row_question import plain
 from ramify.maps.row_source import Row, RowSource
 
 _BATCH = 5000
-"""Rows of one row group of a Parquet file."""
+"""Number of rows in one row group of a Parquet file."""
 _WRITE_BYTES = 1 << 18
 ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
 class AnswerColumns:
-    """The columns that a map adds to the rows of a table: those of the answer, and one for the
-    error."""
+    """The columns that a map adds to a table: one or more for the answer, and one for the error."""
 
     def __init__(self, kind: AnswerType | None, prefix: str, taken: Sequence[str]) -> None:
-        """Derive the names and types of the new columns from the type of the answer. ``prefix`` is
-        put before each new name, and ``taken`` are the columns that the rows already have. Raises
-        ConfigError if a new name is already taken."""
+        """Derive the names and types of the new columns from the type of the answer. Each new name
+        begins with ``prefix``, and ``taken`` lists the existing columns. Raises ConfigError if a
+        new name is already taken."""
         properties = (kind.schema.get("properties") if kind else None) or {}
         is_object = kind is not None and kind.schema.get("type") == "object" and properties
         self.fields: tuple[str, ...] = tuple(properties) if is_object else ()
-        """Properties of the answer that are columns; empty if the answer is one column."""
+        """Properties of the answer that become columns. Empty if the answer is a single column."""
         schemas = properties if is_object else {"answer": kind.schema if kind else {}}
         self.types = {
             f"{prefix}{name}": schema.get("type") if isinstance(schema, Mapping) else None
@@ -65,7 +64,7 @@ class AnswerColumns:
                 )
 
     def row_values(self, answer: Any, error: str | None) -> dict[str, Any]:
-        """Return the values of the new columns for one row, by column name."""
+        """Return the values of the new columns for one row, keyed by column name."""
         if not self.fields:
             return {self.answers[0]: answer, self.error: error}
         found = answer if isinstance(answer, Mapping) else {}
@@ -75,9 +74,9 @@ class AnswerColumns:
         return {**columns, self.error: error}
 
     def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
-        """Return one new column as an Arrow array. The JSON schema of the answer determines the
-        array's type, even if all values are missing. Values that are not texts, numbers or booleans
-        are stored as JSON text."""
+        """Return one new column as an Arrow array. Its type comes from the JSON schema of the
+        answer, even if all values are missing. Values other than text, numbers and booleans become
+        JSON text."""
         import pyarrow
 
         given = self.types.get(name)
@@ -89,33 +88,33 @@ class AnswerColumns:
 
 
 class MapOutput(abc.ABC):
-    """The destination to which a map writes its rows, one after another in table order: a file, or
-    a table in memory."""
+    """The destination of a map's rows, which are written in table order. It is either a file or a
+    table in memory."""
 
     table: Any = None
-    """The rows as a table in memory, if that is the output."""
+    """The table in memory, or None if the output is a file."""
 
     @abc.abstractmethod
     def write_row(self, row: dict[str, Any], number: int) -> None:
-        """Add one row, whose position in the table is ``number``. Raises StoreError if the row
-        cannot be written."""
+        """Write one row at position ``number`` of the table. Raises StoreError if the row cannot be
+        written."""
 
     @abc.abstractmethod
     def finish(self) -> None:
         """Complete the output after the last row has been written."""
 
     def discard(self) -> None:  # noqa: B027 -- a table in memory leaves nothing
-        """Remove what was written. The output must still be closed."""
+        """Delete what has been written so far. The output must still be closed."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the files that are open. If ``finish`` was not called before, the output file keeps
-        its temporary name."""
+        """Close all open files. The output file keeps its temporary name if ``finish`` has not been
+        called."""
 
 
 class _Table(MapOutput):
-    """An output in memory: a list of rows, or the given table with new columns if the table can be
-    extended."""
+    """An output in memory. It extends the given table with new columns if possible, and otherwise
+    is a list of rows."""
 
     def __init__(self, source: RowSource, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -141,8 +140,8 @@ class _Table(MapOutput):
 
 
 class _File(MapOutput):
-    """An output file that is written under a temporary name beside its destination and renamed when
-    it is complete."""
+    """An output file that is written under a temporary name next to its destination, and renamed
+    when complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -303,9 +302,9 @@ class _Parquet(_File):
 
 
 def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
-    """Open the output of a map, in the format that the ending of the file name ``out`` stands for.
-    Without a file name, the rows are collected as a table in memory. Raises ConfigError if the
-    ending is unknown or the file cannot be written."""
+    """Open the output of a map. The extension of the file name ``out`` determines the format.
+    Without a file name, rows are collected in memory. Raises ConfigError if the extension is
+    unknown or the file cannot be written."""
     if out is None:
         return _Table(source, added)
     names = (*source.kept_columns, *added.names)
@@ -327,8 +326,8 @@ def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> Ma
 def output_row(
     row: Row, source: RowSource, added: AnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
-    """Build one row of the output from the columns of the input row that are kept and the new
-    columns, which hold the answer or the error."""
+    """Build one output row: the input columns that are kept, followed by the columns for the answer
+    and the error."""
     if source.kept is None and row.values:
         kept = row.values
     else:
@@ -347,8 +346,8 @@ def _json(value: Any) -> str | None:
 
 
 def _encodable(value: Any) -> Any:
-    """Return the value with lone surrogates, which UTF-8 cannot represent, replaced by escape
-    sequences."""
+    """Return the value with lone surrogates replaced by escape sequences, because UTF-8 cannot
+    represent them."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()

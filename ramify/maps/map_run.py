@@ -1,5 +1,5 @@
-"""Runs a map, which asks one question of every row of a table: the order in which rows are answered
-and written, and when the map stops.
+"""Runs a map, which asks one question about every row of a table. This module decides in which
+order rows are answered and written, and when the map stops.
 
     rows ── RowQuestionMaker ──┬── answered before: its answer is read from the journal
                           ├── asked by an earlier row: it waits for that one
@@ -74,47 +74,48 @@ from ramify.store.summary import summarise
 from ramify.types.message import Reply, Usage
 
 _MAX_AHEAD = 10_000
-"""Rows that may be read before the oldest of them is answered."""
+"""Maximum number of rows that are read before the oldest of them is answered."""
 _BREATH = 200
-"""Rows without a request after which other work of the event loop gets its turn."""
+"""Number of rows without a request after which the event loop may run other tasks."""
 _HOPELESS = 20
-"""If so many rows have failed alike, and none was answered, the map stops."""
+"""The map stops if this many rows failed with the same error and none was answered."""
 _SETTINGS = (
     *("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples"),
     "mode",
 )
-"""Settings of an RLM that change what is asked, or who answers."""
+"""Settings of an RLM that change the request or the model that answers."""
 MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
 class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a map asks of each row of a table, where its output goes, and within which limits it
-    runs."""
+    """The question that a map asks about each row of a table, together with its output, limits and
+    options."""
 
     question: str
-    """Question, or a template over the columns of the rows."""
+    """Question, or a template that is filled in from the columns of a row."""
     budget: Limits
-    """Calls, tokens and dollars of all rows together."""
+    """Limits on calls, tokens and dollars for all rows together."""
     answer_type: Any = None
     columns: tuple[str, ...] = ()
-    """Columns that the model reads; empty: all."""
+    """Columns that the model reads. Empty means all columns."""
     prefix: str = ""
     """Text before the names of the new columns."""
     out: Path | None = None
-    """File of the output; None for a table in memory."""
+    """Path of the output file, or None for a table in memory."""
     retry_failed: bool = False
-    """Ask the rows again that have an error."""
+    """Ask again the rows that have an error."""
     strict: bool = False
     """Stop at the first row with an error."""
     sample: int | None = None
-    """Ask only so many rows, drawn at random, and estimate the whole; the output is a table in
-    memory. None: all."""
+    """Ask only this many rows, drawn at random, and estimate the whole map. The output is then a
+    table in memory. None asks all rows."""
     is_part: bool = False
-    """Whether it is a part of a larger map, whose rows are all returned whatever stopped it."""
+    """True if this is a part of a larger map. All of its rows are then returned, whatever stopped
+    it."""
     batch: bool = False
-    """Send the rows that one request answers through the provider's batch API."""
+    """Use the provider's batch API for rows that a single request can answer."""
     batch_rows: int | None = None
-    """Most rows of one batch; None means as many as the provider accepts."""
+    """Maximum number of rows in one batch. None means as many as the provider accepts."""
 
 
 class MapResult(msgspec.Struct, frozen=True):
@@ -124,44 +125,47 @@ class MapResult(msgspec.Struct, frozen=True):
     id: str
     """Id of the map, for ``ramify show`` and ``ramify view`` if it is stored."""
     stop: MapStop
-    """``done``, or why it stopped before its last row: ``limit``, ``suspended``, ``stopped``,
+    """``done``, or why the map stopped early: ``limit``, ``suspended``, ``stopped`` or
     ``failed``."""
     reason: str
-    """One sentence on why it stopped; empty if it is done."""
+    """One sentence that explains why the map stopped. Empty if all rows are done."""
     num_rows: int
-    """Rows that were read."""
+    """Number of rows that were read."""
     num_answered: int
-    """Rows with an answer."""
+    """Number of rows with an answer."""
     num_failed: int
-    """Rows with an error."""
+    """Number of rows with an error."""
     num_missing: int
-    """Rows that were read and not asked."""
+    """Number of rows that were read but not asked."""
     num_questions: int
-    """Questions that were asked now: equal rows are asked once."""
+    """Number of questions asked by this call. Equal rows are asked once."""
     num_known: int
-    """Rows whose answer was known, from an earlier start of the map or from an equal row."""
+    """Number of rows whose answer was known from an earlier start of the map, or from an equal
+    row."""
     usage: Usage
-    """Tokens and calls, with those of earlier starts."""
+    """Tokens and calls, including those of earlier starts."""
     cost: float | None
-    """Dollars, with those of earlier starts; None if no model has a price."""
+    """Cost in dollars, including earlier starts. None if no model has a price."""
     seconds: float
-    """Duration of this start."""
+    """Duration of this start in seconds."""
     num_waiting: int = 0
-    """Questions that are in batches at a provider, which the same call collects."""
+    """Number of questions in batches that a provider has not finished. Repeating the call collects
+    them."""
     out: str = ""
-    """File of the output; empty if there is none."""
+    """Path of the output file, or empty if there is none."""
     table: Any = None
-    """The rows with their answers, as a table of the kind that was given; None if there is a
-    file."""
+    """The rows with their answers, as a table of the same kind as the input. None if the output is
+    a file."""
     estimate: MapEstimate | None = None
-    """What the whole map will cost and take, if only a sample was asked."""
+    """Estimated cost and duration of the whole map, if only a sample was asked."""
     num_paid_again: int = 0
-    """Replies that were asked for again because a worker or the whole map was lost before they were
-    written; only on a Ray cluster."""
+    """Number of replies paid for twice, because a worker or the whole map was lost before they were
+    written. Only on a Ray cluster."""
 
 
 class _Pending:
-    """A question and its outcome, kept until every row that asks this question has been written."""
+    """A question and its outcome. They are kept until every row that asks this question has been
+    written."""
 
     def __init__(self, asked: AskedRow | None, outcome: RowOutcome | None = None) -> None:
         self.asked = asked
@@ -169,20 +173,20 @@ class _Pending:
         self.is_taken = outcome is not None
         self.is_new = asked is not None
         self.has_row = False
-        """Whether a row with its answer was written."""
+        """True once a row with the answer has been written."""
 
 
 class MapRun:
-    """Asks one question of every row of a table, records each step in a journal, and writes the
-    rows with their answers. Another ``MapRun`` with the same request continues where an interrupted
-    one stopped."""
+    """A run of one question over every row of a table. It records each step in a journal and writes
+    the rows with their answers. A new ``MapRun`` with the same request continues an interrupted
+    one."""
 
     def __init__(
         self, rlm: RLM, source: RowSource, request: MapRequest, budget: BudgetLedger | None = None
     ) -> None:
-        """Prepare a map of the rows in ``source``. ``rlm`` answers the rows, and its limits apply
-        to each row separately. If this map is part of a larger one, ``budget`` replaces the budget
-        of the request. Raises ConfigError if the request contradicts the table."""
+        """Prepare to ask about the rows in ``source``. ``rlm`` answers the rows, and its limits
+        apply to each row separately. If this map is part of a larger one, ``budget`` replaces the
+        budget of the request. Raises ConfigError if the request contradicts the table."""
         self.rlm = rlm
         self.source = source
         self.request = request
@@ -198,7 +202,7 @@ class MapRun:
         self.asking: RowQuestionMaker
         self.id = ""
         self._is_new = False
-        """Whether this start created the journal."""
+        """True if this start created the journal."""
         self._stop: MapStop = "done"
         self._reason = ""
         self._slots: deque[tuple[Row, _Pending]] = deque()
@@ -206,26 +210,26 @@ class MapRun:
         self._room = asyncio.Event()
         self._batches: MapBatchJobs | None = None
         self._given: set[int] = set()
-        """Numbers of the questions that were answered before the pass over the rows, and whose
-        first row is not written."""
+        """Numbers of questions that were answered before the pass over the rows, and whose first
+        row is not written yet."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._is_warm = False
-        """Whether the first row of the sample was asked, alone."""
+        """True once the first row of the sample has been asked, alone."""
         self._measured: list[MeasuredRow] = []
         """The questions of the sample, in the order in which they ended."""
         self._estimate: MapEstimate | None = None
         self._began = self._began_cpu = 0.0
-        """When the rows were begun: time, and CPU time of this process, in seconds."""
+        """Time and CPU time of this process, in seconds, when the first row was begun."""
         self._open_calls: DirectCalls | None = None
         self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
         self._failed_now: dict[int, int] = {}
         """Digest -> offset of the error of a question that failed in this start."""
         self._has_answer = False
         self._errors: list[str] = []
-        """The first errors, while no row is answered."""
+        """The first errors, kept as long as no row has been answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Stop asking further rows. Requests in progress are finished first."""
+        """Stop asking new rows. Requests in flight are finished first."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
@@ -234,12 +238,13 @@ class MapRun:
 
     @property
     def pause_remaining_s(self) -> float:
-        """Return the seconds until a pause for a rate limit ends; 0 if requests are not paused."""
+        """Return the number of seconds until a rate-limit pause ends, or 0 if requests are not
+        paused."""
         return 0.0 if self._open_calls is None else self._open_calls.pause_remaining_s
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output. Raises ConfigError if the settings are invalid, in
-        which case no row has been asked, and StoreError if the output cannot be written."""
+        """Answer all rows and write the output. Raises ConfigError before any row is asked if the
+        settings are invalid, and StoreError if the output cannot be written."""
         began = time.perf_counter()
         request = self.request
         async with self.rlm, self.rlm.direct_calls(self._budget) as calls:
@@ -294,8 +299,8 @@ class MapRun:
             )
 
     def _is_unasked(self, journal: MapJournal) -> bool:
-        """Return True if the map was begun now and has asked nothing, so that nothing would be lost
-        with its files."""
+        """Return True if this start created the map and has asked nothing yet. Its files can then
+        be deleted without loss."""
         return self._is_new and journal.num_questions == 0
 
     # --- before the first row ---------------------------------------------------------------------
@@ -336,7 +341,7 @@ class MapRun:
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
         """Open the journal of an earlier start of this map, or create a new one. Returns the
-        journal and the state that is recorded in it."""
+        journal and the state recorded in it."""
         store, out = self.rlm.store, self.request.out
         if store is not None and not isinstance(store, Store):
             raise ConfigError(
@@ -382,8 +387,8 @@ class MapRun:
         )
 
     def _continue(self, calls: DirectCalls) -> None:
-        """Charge the budget with what earlier starts of the map have spent, and record in the
-        journal that the map continues."""
+        """Charge the budget with the spending of earlier starts, and record in the journal that the
+        map continues."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -412,9 +417,9 @@ class MapRun:
     # --- rows in batches --------------------------------------------------------------------------
 
     async def _run_batches(self, calls: DirectCalls) -> None:
-        """Send the rows that need only one request to the provider's batch API, and answer the rows
-        that need a Python session in the meantime. Batches that an earlier start submitted are
-        collected even if this start does not use the batch API."""
+        """Send the rows that need only one request to the provider's batch API, and meanwhile
+        answer the rows that need a Python session. Batches of an earlier start are collected even
+        if this start does not use the batch API."""
         request, recorded = self.request, self._recorded
         if request.sample is not None:
             if recorded.batches:
@@ -454,8 +459,7 @@ class MapRun:
             )
 
     async def _answer_sessions(self) -> None:
-        """Answer the rows for which one request is not enough, each in a Python session of its
-        own."""
+        """Answer the rows that need more than one request, each in its own Python session."""
         rows = self.source.iter_rows()
         await asyncio.gather(*(self._session_worker(rows) for _ in range(MAX_SESSIONS)))
 
@@ -517,8 +521,7 @@ class MapRun:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     async def _worker(self, num: int | None = None) -> None:
-        """Take rows and answer them one after another until none is left, or until ``num`` rows are
-        answered."""
+        """Answer rows one after another until none is left, or until ``num`` rows are answered."""
         try:
             while num != 0 and (pending := await self._next()) is not None:
                 num = None if num is None else num - 1
@@ -560,8 +563,8 @@ class MapRun:
         self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
-        """Stop the map because a question could not be finished, for example because a limit was
-        reached, a request was refused, or the disk is full."""
+        """Stop the map because a question could not be finished. Possible causes are a reached
+        limit, a refused request or a full disk."""
         cause = outcome.cause
         if isinstance(cause, LimitReached):
             self.stop(str(cause), "limit")
@@ -571,8 +574,8 @@ class MapRun:
             self.stop(outcome.error or str(cause), "failed")
 
     def _judge(self, outcome: RowOutcome, row: int) -> None:
-        """Stop the map after this row if the disk is full, if the row failed and the request is
-        strict, or if the first 20 rows all failed with the same error."""
+        """Stop the map after this row if the disk is full, if the row failed in strict mode, or if
+        the first 20 rows all failed with the same error."""
         trouble = self._journal.trouble
         if trouble is not None:
             self.stop(str(trouble), "suspended")
@@ -587,10 +590,11 @@ class MapRun:
                 self.stop(f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed")
 
     async def _next(self) -> _Pending | None:
-        """Read rows until one must be asked, and return its question. Returns None if no row is
-        left or the map is stopping."""
+        """Read rows until one of them must be asked, and return its question. Returns None if no
+        row is left or the map is stopping."""
         num_passed = 0
         while self._stop == "done":
+            # Rows are written in order, so one slow row must not let the finished ones fill the memory.
             if len(self._slots) >= _MAX_AHEAD:
                 self._room.clear()
                 await self._room.wait()
@@ -606,14 +610,15 @@ class MapRun:
                 return pending
             self._flush()
             num_passed += 1
+            # Known rows need no await, so this loop would otherwise block the event loop.
             if num_passed % _BREATH == 0:
                 await asyncio.sleep(0)
         return None
 
     def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
-        """Return the question of a row, with its outcome if it has been answered before. Equal rows
-        share one question, so that it is asked only once. If ``asks`` is false, a new question is
-        not registered as in progress."""
+        """Return a row's question, with its outcome if it was answered before. Equal rows share one
+        question, so that it is asked only once. If ``asks`` is false, a new question is not
+        registered as in progress."""
         if row.error:
             return self._unreadable(row, row.error)
         try:
@@ -656,9 +661,9 @@ class MapRun:
         return _Pending(None, outcome)
 
     def _recorded_outcome(self, offset: int, asked: AskedRow) -> RowOutcome | None:
-        """Return the outcome of a question from the journal line at ``offset``. If that line is
-        only a reply that does not fit the answer type, return None and add the reply to ``asked``,
-        so that the model can be asked to correct it."""
+        """Return the outcome that the journal line at ``offset`` records. If the line is only a
+        reply that does not fit the answer type, add the reply to ``asked`` and return None, so that
+        the model can correct it."""
         line = self._journal.line_at(offset)
         if line.e is not None:
             end = line.e
@@ -683,7 +688,7 @@ class MapRun:
         return recorded_reply(self._journal.line_at(offset))
 
     def _flush(self) -> None:
-        """Write the answered rows in table order, up to the first row that has no answer yet."""
+        """Write the answered rows in table order, up to the first row without an answer."""
         slots = self._slots
         while slots and (outcome := slots[0][1].outcome) is not None:
             if outcome.cause is not None:
@@ -716,8 +721,8 @@ class MapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write the rows that are left at the end of the map. If the map stopped early, each row
-        that was not asked gets an error that says why."""
+        """Write the remaining rows at the end of the map. If the map stopped early, each row that
+        was not asked gets an error with the reason."""
         why = f"not asked: {self._reason}"
         left, self._slots = self._slots, deque()
         for row, pending in left:
@@ -740,8 +745,8 @@ class MapRun:
 
 
 class _Sample:
-    """A random sample of the rows of a table, with the size of the whole table for estimating what
-    all rows would cost."""
+    """A random sample of a table's rows, and the size of the whole table. Both are needed to
+    estimate the cost of asking all rows."""
 
     def __init__(self, source: RowSource, num: int) -> None:
         if num < 1:
@@ -750,14 +755,14 @@ class _Sample:
         self._num = num
         self.num_rows = 0
         self._read_s = 0.0
-        """How long it took to read the whole table."""
+        """Time it took to read the whole table, in seconds."""
         self._num_chars = 0
-        """Characters of all distinct questions."""
+        """Number of characters in all distinct questions."""
         self._digests: set[int] = set()
 
     def draw(self, asking: RowQuestionMaker, calls: DirectCalls) -> Iterator[Row]:
-        """Read the whole table once, and return the sampled rows in table order. The same table
-        always gives the same sample."""
+        """Read the whole table once, and return the sampled rows in table order. The sample is
+        always the same for the same table."""
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
         began = time.perf_counter()
         for row in self._source.iter_rows():
@@ -778,8 +783,7 @@ class _Sample:
     def estimate(
         self, rows: list[MeasuredRow], concurrency: int, calls: DirectCalls
     ) -> MapEstimate:
-        """Estimate the cost and duration of asking the whole table from the questions of the
-        sample."""
+        """Estimate the cost and duration of the whole map from the sampled questions."""
         return estimate(
             rows,
             self.num_rows,

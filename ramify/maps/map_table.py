@@ -1,5 +1,5 @@
-"""Presents a stored map (one question asked of every row of a table) as a table, and each row that
-a direct call answered as a run, for web pages and the command line.
+"""Presents a stored map as a table, for web pages and the command line. A map asks one question
+about every row of a table. Each row that a direct call answered can also be opened as a run.
 
     StoredMap(path).refresh()    reads what the journal has gained
     table.rows                   one for each question: text, answer, error, cost, run
@@ -50,33 +50,34 @@ from ramify.types.trajectory import Stop, answer_text, cut
 
 _STATES = ("answered", "failed", "open")
 MAX_CHARS = 120
-"""Characters of a text, an answer or an error in the table."""
+"""Maximum number of characters of a text, an answer or an error in the table."""
 
 
 class MapTableRow(msgspec.Struct, omit_defaults=True):
-    """One question of a map, with its answer or error, its cost, and how many rows asked it."""
+    """One question of a map, with its answer or error, its cost, and the number of rows that asked
+    it."""
 
     number: int
     row: int
-    """The first row that asks it, from 0."""
+    """Index of the first row that asks the question, from 0."""
     text: str = ""
-    """Beginning of the question and of what the model reads."""
+    """Beginning of the question and of the text that the model reads."""
     answer: str | None = None
-    """Beginning of the answer; None if there is none (yet)."""
+    """Beginning of the answer, or None if there is none yet."""
     error: str = ""
     cost: float | None = None
-    """Dollars; None if the model has no price."""
+    """Cost in dollars, or None if the model has no price."""
     seconds: float = 0.0
     calls: int = 0
-    """Requests that were billed, or may have been."""
+    """Number of requests that were, or may have been, billed."""
     equal: int = 0
-    """Further rows that ask the same."""
+    """Number of further rows that ask the same question."""
     run: str = ""
-    """Id of the run that answered it; empty for a direct call."""
+    """Id of the run that answered the question. Empty for a direct call."""
 
     @property
     def state(self) -> str:
-        """Return ``answered``, ``failed``, or ``open`` if the question is in progress or was
+        """Return ``answered``, ``failed`` or ``open``. An open question is in progress or was
         interrupted."""
         if self.error:
             return "failed"
@@ -84,33 +85,34 @@ class MapTableRow(msgspec.Struct, omit_defaults=True):
 
 
 class MapFigures(msgspec.Struct, frozen=True):
-    """The summary of a map that a list of maps shows: its question, model, progress and cost."""
+    """A map's entry in a list of maps: its question, model, progress and cost."""
 
     id: str
     question: str
     model: str
     started_at: float
-    """Unix time."""
+    """Start time as a Unix timestamp."""
     out: str
     total: int | None
-    """Rows of the table; None if it is not known."""
+    """Number of rows in the table, or None if it is unknown."""
     rows: int
-    """Rows with an answer or an error."""
+    """Number of rows with an answer or an error."""
     failed: int
-    """Rows with an error."""
+    """Number of rows with an error."""
     questions: int
     calls: int
     cost: float | None
-    """Dollars; None if the model has no price."""
+    """Cost in dollars, or None if the model has no price."""
     alive: bool
-    """Whether a process is writing it now."""
+    """True if a process is running the map now."""
 
 
 class StoredMap:
-    """A stored map as a table with one row for each question, read from the map's journal."""
+    """A stored map as a table with one row for each question. The table is read from the map's
+    journal."""
 
     has_runs = True
-    """Whether each row opens as a run."""
+    """True if each row can be opened as a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,21 +122,21 @@ class StoredMap:
         self._rows: list[MapTableRow] = []
         self._offset = 0
         self._lines: list[array[int]] = []
-        """Number of a question -> offsets of its lines in the last attempt."""
+        """Number of a question -> offsets of the lines of its last attempt."""
 
     @property
     def rows(self) -> list[MapTableRow]:
-        """Return the questions in the order in which they were first asked."""
+        """Return all questions in the order in which they were first asked."""
         return self._rows
 
     @property
     def is_alive(self) -> bool:
-        """Return True if a process is writing the map now."""
+        """Return True if a process is running the map now."""
         return writer(self.path) is not None
 
     def refresh(self) -> StoredMap:
-        """Read the lines that were added to the journal since the last call. Raises StoreError if
-        the file was replaced by another one."""
+        """Read the journal lines that were added since the last call. Raises StoreError if the file
+        was replaced by another one."""
         if self.path.stat().st_size < self._offset:
             raise StoreError(f"{self.path} was replaced: open the map again")
         last = -1
@@ -146,11 +148,11 @@ class StoredMap:
         return self
 
     def store_files(self) -> list[Path]:
-        """Return the files of the store that hold this map."""
+        """Return the files in the store that belong to this map."""
         return [self.path]
 
     def figures(self) -> MapFigures:
-        """Return the summary of this map that a list of maps shows."""
+        """Return the summary of this map for a list of maps."""
         header, rows = self.header, self.rows
         costs = [row.cost for row in rows if row.cost is not None]
         num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
@@ -177,8 +179,8 @@ class StoredMap:
         return self.rows[number]
 
     def lines_of(self, number: int) -> list[MapLine]:
-        """Return the journal lines of the last attempt at a question, in the order in which they
-        were written."""
+        """Return the journal lines of a question's last attempt, in the order in which they were
+        written."""
         self.row_at(number)
         return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
@@ -237,27 +239,27 @@ class StoredMap:
 
 
 def _after(path: Path, offset: int) -> int:
-    """Return the offset of the line that follows the line at ``offset``."""
+    """Return the byte offset of the journal line after the one at ``offset``."""
     with open(path, "rb") as file:
         file.seek(offset)
         return offset + len(file.readline())
 
 
 class DirectRowAsRun:
-    """Presents one row of a map that a direct call answered as a stored run, so that the viewer can
-    show rows and runs in the same way."""
+    """A row that a direct call answered, presented as a stored run, so that the viewer can show
+    rows and runs in the same way."""
 
     path = None
 
     def __init__(self, table: StoredMap, number: int) -> None:
-        """Open one question of a map, by its number, as a run. Raises StoreError if the map has no
-        such question."""
+        """Open the question with this number as a run. Raises StoreError if the map has no such
+        question."""
         table.refresh().row_at(number)
         self.id = f"{table.id}:{number}"
         self._table = table
         self._number = number
         self._read: tuple[int, list[bytes]] = (-1, [])
-        """(size of the journal, lines) when they were read."""
+        """(size of the journal, lines) at the time of the last reading."""
 
     def __str__(self) -> str:
         return f"row {self._table.rows[self._number].row} of map {self._table.id}"
@@ -311,7 +313,7 @@ class DirectRowAsRun:
 
 
 def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
-    """Return the events of one row that a direct call answered, as if a run had recorded them."""
+    """Return the events of a row that a direct call answered, as if a run had recorded them."""
     header, row = table.header, table.row_at(number)
     if header is None:
         raise StoreError(f"map {table.id} has no header")

@@ -1,5 +1,5 @@
-"""Opens the rows of a table, whatever holds them: JSONL, CSV, Parquet or SQLite files, a folder of
-text files, a list, a DataFrame, an Arrow table, or a ``datasets.Dataset``.
+"""Opens tables of rows in many formats: JSONL, CSV, Parquet and SQLite files, folders of text
+files, lists, DataFrames, Arrow tables, and ``datasets.Dataset``.
 
     tickets.jsonl  ──> RowSource(columns=("id", "text"), total=1200, …)
     for row in table.read(): Row(0, {"id": 7, "text": "…"}, …)
@@ -41,14 +41,14 @@ _HINTS = {
     **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), "unpack it"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as .csv, or give a DataFrame from Python"),
 }
-"""Ending of a file that has rows in another form -> what to do."""
+"""File extension of an unsupported table format -> advice on how to convert it."""
 FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text files"
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowSource:
     """Open rows as a table. ``rows`` is a path, a list of paths, or an object such as a list or a
-    DataFrame; ``table`` is the name of a table if the path is a SQLite file. Raises SourceError if
-    the rows cannot be read."""
+    DataFrame. ``table`` names a table of a SQLite file. Raises SourceError if the rows cannot be
+    read."""
     if isinstance(rows, str | Path):
         return _of_paths([rows], table)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
@@ -57,8 +57,8 @@ def open_rows(rows: Any, table: str | None = None) -> RowSource:
 
 
 def open_paths(paths: Sequence[str], table: str | None = None) -> RowSource:
-    """Open one or several files or folders as a single table. Raises SourceError if they cannot be
-    read or have different columns."""
+    """Open files or folders as a single table. Raises SourceError if they cannot be read or their
+    columns differ."""
     return _of_paths(paths, table)
 
 
@@ -126,8 +126,8 @@ def _jsonl(path: Path) -> RowSource:
 
 
 def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a JSONL file. A line that is not a JSON object yields an ``UnreadRow``,
-    whose error mentions the file by ``name``."""
+    """Yield the rows of a JSONL file. A line that is not a JSON object yields an ``UnreadRow``. Its
+    error message names the file as ``name``."""
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
         if number == 1:
@@ -148,7 +148,7 @@ def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] |
 
 def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tuple[str, ...]:
     """Return the names of all columns in the first 1,000 rows of a JSONL file. Raises SourceError
-    if none of them can be read."""
+    if no row can be read."""
     first = list(islice(values, BATCH))
     columns = dict.fromkeys(chain.from_iterable(row for row in first if isinstance(row, dict)))
     if not columns:
@@ -158,7 +158,7 @@ def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tu
 
 
 def _num_lines(path: Path) -> int:
-    """Count the lines of a file, including blank ones, as an estimate of the number of its rows."""
+    """Count the lines of a file, including blank ones, to estimate its number of rows."""
     total, last = 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -193,8 +193,8 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
 
 
 def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a CSV file. A record whose number of fields differs from the header yields
-    an ``UnreadRow``."""
+    """Yield the rows of a CSV file. A record with more or fewer fields than the header yields an
+    ``UnreadRow``."""
     records = _csv_records(file, name)
     columns = next(records)
     for number, record in enumerate(records, start=2):

@@ -1,5 +1,5 @@
-"""The output of a map on a Ray cluster: a folder in which each file holds one part of the rows,
-which is 500 rows at most.
+"""The output of a map on a Ray cluster. It is a folder in which each file holds the answers to one
+part of the rows, at most 500.
 
     OUT/_map.json                               whose answers these are (see ray_map.py)
     OUT/part-00000-000000.jsonl                 rows that were asked
@@ -25,21 +25,22 @@ from ramify.maps.ray_row_partition import filesystem_of
 from ramify.maps.row_source import RowSource
 
 NOT_ASKED = "not asked:"
-"""Beginning of the error of a row that was not asked."""
+"""Beginning of the error message of a row that was not asked."""
 UNFINISHED = ".unfinished"
-"""What the name of a part's file has before its ending if some of its rows were not asked."""
+"""Suffix of a part's file name, before the extension, if some of its rows were not asked."""
 _NAME = re.compile(r"part-\d{5}-\d{6}")
 
 
 def is_part(name: str) -> bool:
-    """Return True if a file name is that of an output part, such as ``part-00000-000001.jsonl``."""
+    """Return True if a file name is the name of an output part, such as
+    ``part-00000-000001.jsonl``."""
     return _NAME.match(name) is not None
 
 
 def open_output_folder(out: str) -> PartedOutputFolder:
-    """Open the output folder with this path or URL. The ending of the folder's name determines the
-    format of the files in it. Raises ConfigError if the ending is unknown or the path is a file,
-    and SourceError if the URL cannot be opened."""
+    """Open the output folder at a path or URL. The extension of the folder's name determines the
+    format of its files. Raises ConfigError if the extension is unknown or the path is a file, and
+    SourceError if the URL cannot be opened."""
     ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
     if ending not in ENDINGS:
         raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
@@ -50,25 +51,26 @@ def open_output_folder(out: str) -> PartedOutputFolder:
 
 
 class PartedOutputFolder(msgspec.Struct, frozen=True):
-    """The output folder of a map on a Ray cluster, with one file for each part of the rows."""
+    """The output folder of a map on a Ray cluster. It contains one file for each part of the
+    rows."""
 
     filesystem: Any
-    """Filesystem of pyarrow."""
+    """The pyarrow filesystem of the folder."""
     folder: str
     ending: str
-    """``.jsonl``, ``.csv``, ``.tsv``, ``.parquet``"""
+    """Extension of the files: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``."""
     old: frozenset[str] = frozenset()
-    """Files of parts that may lack answers."""
+    """Files of parts that may lack some answers."""
 
     def unfinished_part_rows(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows that an earlier start of the map wrote for this part, if some of them may
-        still need an answer. Returns an empty list if the part is complete or was never written."""
+        """Return the rows that an earlier start of the map wrote for an unfinished part. Returns an
+        empty list if the part is complete or was never written."""
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
         return self.read_file_rows(name) if name else []
 
     def read_file_rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows in the file of this folder that has the given name."""
+        """Read the rows of the file with this name in the folder."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
@@ -76,7 +78,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
     def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
-        """Return the bytes of a file that holds these rows, in the format of the folder."""
+        """Encode rows as the contents of a file in the folder's format."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)

@@ -1,4 +1,4 @@
-"""Asks a question of each row as one stage of a user's own Ray Data pipeline.
+"""A stage for Ray Data pipelines that asks a question about each row.
 
     dataset.map_batches(ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini"))
         batch (columns by name, Arrow or pandas) ──> the batch, with the columns of the answers
@@ -33,7 +33,7 @@ _engines_lock = threading.Lock()
 
 
 class Asker:
-    """Asks one question of each row of the batches that a Ray Data pipeline passes to it.
+    """A Ray Data stage that asks a question about each row of the batches that pass through it.
 
     Example:
         asker = ramify.ray.Asker("Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20)
@@ -54,7 +54,7 @@ class Asker:
         **options: Any,
     ) -> None:
         """Create a stage that asks this question. The arguments are those of ``ramify.map``, and
-        the limits apply to all workers together. Ray is started or joined if this process is not
+        the limits apply to all workers together. Starts or joins Ray if this process is not
         connected yet. Raises ConfigError if an argument is invalid."""
         import ray
 
@@ -83,10 +83,9 @@ class Asker:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Ask the question of each row of a batch, and return the batch with the columns of the
-        answer and the column ``error``. A NumPy batch is returned as an Arrow table. Raises
-        RamifyError if someone has to act first, for example because a key is missing or there is no
-        network."""
+        """Ask the question about each row of a batch. Returns the batch with columns for the answer
+        and the column ``error``. A NumPy batch becomes an Arrow table. Raises RamifyError if a
+        person must act first, for example because a key is missing."""
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task
@@ -116,7 +115,7 @@ def _is_priced(rlm: RLM) -> bool:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Convert a batch from columns to rows: one dict for each row."""
+    """Convert a batch from columns to a list with one dict per row."""
     columns = {
         name: values.tolist() if hasattr(values, "tolist") else list(values)
         for name, values in batch.items()
@@ -131,8 +130,8 @@ def _as_list(source: Any) -> Any:
 
 
 def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
-    """Return the batch with the new columns. A column has the same type in every batch, even if a
-    batch has no value for it, since Ray Data writes the batches separately."""
+    """Return the batch with the new columns. A column has the same type in every batch, even if it
+    has no values, because Ray Data writes batches separately."""
     columns = {
         name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
     }

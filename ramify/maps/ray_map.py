@@ -1,5 +1,5 @@
-"""A map on a Ray cluster: one Ray Data pipeline that reads files of rows, asks a question of each
-row, and writes the answers to a folder.
+"""Runs a map on a Ray cluster, as one Ray Data pipeline. The pipeline reads files of rows, asks a
+question about each row, and writes the answers to a folder.
 
     RowPartitionDatasource ──> PartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files                      an engine each              │
@@ -49,9 +49,9 @@ from ramify.store.store import Store
 
 _POLL_S = 0.25
 _STORE_BYTES = 160 << 20
-"""Object store of a cluster that is started here."""
+"""Size in bytes of the object store of a local cluster that is started here."""
 _WORKER_CPUS = 0.5
-"""CPUs of a worker in Ray's count: the rest is for reading and writing."""
+"""CPUs that Ray reserves for a worker. The rest is for reading and writing."""
 _MANIFEST = "_map.json"
 _SETTINGS = (
     *("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples"),
@@ -60,19 +60,19 @@ _SETTINGS = (
 
 
 class MapOutputManifest(msgspec.Struct, frozen=True):
-    """The content of ``_map.json`` in an output folder, which identifies the map whose answers are
-    there."""
+    """The contents of ``_map.json`` in an output folder. They identify the map that wrote the
+    answers."""
 
     key: str
     """Digest of the question, its settings and the model."""
     question: str
     model: str
     files: tuple[tuple[str, int], ...]
-    """(path, bytes) of each file of rows, which decide what is in a part."""
+    """(path, size in bytes) of each input file. They determine which rows belong to which part."""
 
 
 class RayMapRun:
-    """Runs a map on a Ray cluster, or continues one that was interrupted."""
+    """A run of a map on a Ray cluster. It also continues a map that was interrupted."""
 
     def __init__(
         self,
@@ -84,10 +84,9 @@ class RayMapRun:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """Prepare a map of the files ``urls`` on a cluster. ``make_rlm`` creates the RLM of each
-        worker; it is sent to the workers, so it must not contain keys. ``out`` is the path or URL
-        of the output folder, and its ending determines the format of the files. Raises ConfigError
-        and SourceError."""
+        """Prepare a map of the files at ``urls`` on a cluster. Workers create their RLM with
+        ``make_rlm``, which must not contain keys. ``out`` is the path or URL of the output folder,
+        and its extension determines the file format. Raises ConfigError or SourceError."""
         if request.sample is not None:
             raise ConfigError("a sample is asked on this machine: remove --placement ray")
         if workers is not None and workers < 1:
@@ -113,12 +112,12 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Stop asking further rows. Requests in progress are finished first."""
+        """Stop asking new rows. Requests in flight are finished first."""
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output folder. Raises ConfigError if the settings are
-        invalid, in which case no row has been asked."""
+        """Answer all rows and write the output folder. Raises ConfigError before any row is asked
+        if the settings are invalid."""
         began_s, request = time.perf_counter(), self.request
         rlm = self._make_rlm()
         async with rlm, rlm.direct_calls(request.budget) as calls:
@@ -199,9 +198,9 @@ class RayMapRun:
     # --- the folder of the output
 
     def _prepare(self, manifest: MapOutputManifest) -> tuple[frozenset[str], frozenset[str]]:
-        """Create the output folder if necessary, and return two sets: the names of the parts that
-        are done, and the files of parts that may lack answers. Raises ConfigError if the folder
-        holds anything other than output of this map. Writes no files."""
+        """Create the output folder if needed. Returns the names of the finished parts, and the
+        files of parts that may lack answers. Raises ConfigError if the folder contains anything
+        other than this map's output. Writes no files."""
         import pyarrow.fs as arrow_fs
 
         output = self._output
@@ -269,7 +268,7 @@ class RayMapRun:
     @contextlib.asynccontextmanager
     async def _joined(self) -> AsyncIterator[Any]:
         """Connect to the cluster unless this process is already connected, and yield the ``ray``
-        module. Raises ConfigError if a node has another version of Ramify."""
+        module. Raises ConfigError if a node has a different version of Ramify."""
         ray = imported()
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
@@ -361,8 +360,8 @@ class RayMapRun:
             )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
-        """Run the pipeline in a thread. Meanwhile, show the progress and forward requests to stop
-        to the shared budget."""
+        """Run the pipeline in a thread. Meanwhile, show the progress, and forward stop requests to
+        the shared budget."""
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def end(error: BaseException | None) -> None:
@@ -401,8 +400,8 @@ def _here(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Set up Ray Data for one pipeline: each block holds one part of the rows, and Ray shows
-    neither progress bars nor advice to its users. The earlier settings are restored at the end."""
+    """Configure Ray Data for one pipeline. Each block holds one part of the rows, and Ray prints
+    neither progress bars nor advice. The earlier settings are restored at the end."""
     from ray.data import DataContext
 
     warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)
@@ -425,8 +424,8 @@ def _quiet_context() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the RamifyError that caused a failure of the Ray pipeline, or a new one that describes
-    the failure."""
+    """Return the RamifyError that made the Ray pipeline fail, or a new one that describes the
+    failure."""
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None) or cause.__cause__

@@ -1,5 +1,5 @@
-"""Divides files of rows into the parts that Ray Data reads. The files are local paths, or URLs that
-pyarrow and fsspec can open.
+"""Divides input files into parts of at most 500 rows for Ray Data. The files are local paths, or
+URLs that pyarrow or fsspec can open.
 
     tickets.jsonl (file 0) ──> RowFiles ──> part-00000-000000: rows 0 to 499       one block each
                                             part-00000-000001: rows 500 to 999
@@ -35,35 +35,35 @@ from ramify.maps.row_source import RowSource, UnreadRow
 from ramify.sources.url_recognition import shown_url
 
 PART_ROWS = 500
-"""Rows of a part, which are asked again if their worker is lost."""
+"""Maximum number of rows in a part. If a worker is lost, its current part is asked again."""
 PART_BYTES = 8 << 20
-"""Bytes of a part, encoded, after which it has no further row."""
+"""Encoded size in bytes after which a part takes no further row."""
 _FORMATS = "a .jsonl, .csv, .tsv or .parquet file, or a folder of text files"
 _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
 class RowFile(msgspec.Struct, frozen=True):
-    """One input file of a map: its path, format and size."""
+    """An input file of a map, with its path, format and size."""
 
     path: str
-    """On its filesystem."""
+    """Path on the file's filesystem."""
     kind: str
-    """``jsonl``, ``csv``, ``parquet``, ``text``"""
+    """Format: ``jsonl``, ``csv``, ``parquet`` or ``text``."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class RowFiles(msgspec.Struct, frozen=True):
-    """The input files of a map, which have the same columns and are on the same filesystem."""
+    """The input files of a map. They have the same columns and are on the same filesystem."""
 
     name: str
-    """As the user named them, for errors."""
+    """The files as the user named them, for error messages."""
     files: tuple[RowFile, ...]
     columns: tuple[str, ...]
     filesystem: Any
-    """Filesystem of pyarrow."""
+    """The pyarrow filesystem of the files."""
     base: str = ""
-    """Folder of the texts."""
+    """Folder that contains the text files."""
 
     @property
     def is_texts(self) -> bool:
@@ -71,7 +71,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     @property
     def empty_table(self) -> RowSource:
-        """Return a table that has the columns of these files but no rows."""
+        """Return a table with the columns of these files and no rows."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
             return RowSource(self.name, self.columns, None, lambda: iter(()), shown, kept)
@@ -108,8 +108,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
-    """Find the files that the paths or URLs name, in the given order, and read the names of their
-    columns. Raises SourceError if a file cannot be read or the files have different columns."""
+    """Find the files at some paths or URLs, in the given order, and read their column names. Raises
+    SourceError if a file cannot be read or the columns differ."""
     opened = [_opened(url) for url in urls]
     filesystem = opened[0].filesystem
     for found in opened[1:]:
@@ -200,15 +200,16 @@ def _text(file: Any) -> io.TextIOWrapper:
 
 
 class RowPartition(msgspec.Struct, frozen=True):
-    """A part of the rows, 500 at most, encoded as it is sent to a worker."""
+    """A part of the input rows, at most 500, encoded for sending to a worker."""
 
     name: str
-    """``part-00000-000003``: number of the file, and number of the part in it."""
+    """Name such as ``part-00000-000003``: the number of the file, and the number of the part within
+    it."""
     rows: bytes
-    """JSON list of the rows, in which a text is the error of a row that cannot be read; or a stream
-    of Arrow, if the file is Parquet; or a JSON list of paths, if the rows are texts."""
+    """JSON list of the rows, in which an unreadable row is represented by its error text. Parquet
+    files use an Arrow stream instead, and text files a JSON list of paths."""
     kind: str
-    """As in ``RowFile``."""
+    """Format of the rows, as in ``RowFile``."""
 
     def row_source(self, files: RowFiles) -> RowSource:
         """Decode the rows of this part, and return them as a table."""
@@ -244,8 +245,8 @@ def part_name(file: int, number: int) -> str:
 
 
 def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
-    """Read an open file and yield its rows in parts. ``number`` is the index of the file among the
-    files of the map."""
+    """Read an open file and yield its rows in parts of at most 500. ``number`` is the index of the
+    file among the map's files."""
     if row_file.kind == "parquet":
         yield from _arrow_parts(file, number)
         return
@@ -286,8 +287,8 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
 
 
 def text_parts(files: RowFiles) -> Iterator[RowPartition]:
-    """Divide a folder of text files into parts, each of which holds only the paths of its files;
-    the workers read the files themselves."""
+    """Divide a folder of text files into parts. Each part contains only paths, because the workers
+    read the files themselves."""
     paths, index = iter(files.files), 0
     while chunk := list(islice(paths, PART_ROWS)):
         names = _encode([file.path for file in chunk])

@@ -1,5 +1,5 @@
-"""The Ray Data source that reads files of rows in parts (see ``ray_row_partition.py``), and the
-sink that writes a file for each answered part. Importing this module imports Ray."""
+"""The Ray Data source that reads input files in parts of at most 500 rows, and the sink that writes
+one file for each answered part. Importing this module imports Ray."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
 
 
 class RowPartitionDatasource(FileBasedDatasource):
-    """A Ray Data source that reads files of rows in parts. Each block holds the name, the format
-    and the rows of one part."""
+    """A Ray Data source that reads input files in parts. Each block holds the name, the format and
+    the rows of one part."""
 
     def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
-        """Create a source for these files. The parts named in ``skipped`` are left out, since they
-        have been answered already."""
+        """Create a source for these files. It omits the parts named in ``skipped``, which are
+        already answered."""
         super().__init__([file.path for file in files.files], filesystem=files.filesystem)
         self._files = {file.path: (number, file) for number, file in enumerate(files.files)}
         self._skipped = skipped
@@ -51,13 +51,12 @@ def part_block(parts: Iterable[RowPartition]) -> Any:
 
 
 class PartFileDatasink(Datasink[None]):
-    """A Ray Data sink that writes each answered part as one file. The file is written under a
-    temporary name and then renamed, so it is complete or absent, and a part that is written again
-    replaces the earlier file."""
+    """A Ray Data sink that writes each answered part to one file. The file appears atomically under
+    its final name, and replaces any earlier version."""
 
     def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
         """Create a sink that writes to the folder ``output``. ``budget`` is the Ray actor handle of
-        the ``SharedBudget``, which is notified of each file that was written."""
+        the ``SharedBudget``, which is notified of each written file."""
         self._output = output
         self._budget = budget
 

@@ -1,5 +1,5 @@
-"""The worker process of a map on a Ray cluster: it has an engine with its own sandbox, and answers
-parts of the rows one after another.
+"""The worker process of a map on a Ray cluster. Each worker has an engine with its own sandbox, and
+answers one part of the rows after another.
 
     part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
 
@@ -35,29 +35,28 @@ _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UN
 
 
 class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that all workers of a map on a Ray cluster share. They are sent to the workers,
-    so they contain no keys: each worker reads the keys from its own environment."""
+    """The settings that all workers of a map on a Ray cluster share. They contain no keys, because
+    each worker reads the keys from its own environment."""
 
     make_rlm: Callable[[], RLM]
-    """Makes the RLM of a worker."""
+    """Function that creates a worker's RLM."""
     question: str
     answer_type: Any = None
     columns: tuple[str, ...] = ()
     prefix: str = ""
     strict: bool = False
     is_priced: bool = False
-    """Whether any model has a price."""
+    """True if any model has a price."""
     version: str = ""
-    """Version of Ramify of the process that began the map."""
+    """Version of Ramify in the process that began the map."""
 
 
 class RowEngine:
-    """Answers rows in a worker process of a map on a Ray cluster, with one RLM that is kept for all
-    parts."""
+    """The engine of a worker process, which answers rows with one RLM that serves all parts."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
-        """Start the RLM of this worker. ``budget`` is the Ray actor handle of the ``SharedBudget``.
-        Raises ConfigError if the worker has another version of Ramify."""
+        """Start this worker's RLM. ``budget`` is the Ray actor handle of the ``SharedBudget``.
+        Raises ConfigError if the worker has a different version of Ramify."""
         check_ramify_version(task.version)
         self.task = task
         self._budget = budget
@@ -68,12 +67,12 @@ class RowEngine:
         self, part: str, source: RowSource, known: PartCounts
     ) -> tuple[MapResult | None, str]:
         """Answer the rows of ``source``, which belong to one part. ``known`` counts the rows of the
-        part that have an answer already. Returns the result and an empty reason; if the map is
-        stopping, returns None and the reason."""
+        part that already have an answer. Returns the result and an empty reason, or None and the
+        reason if the map is stopping."""
         return event_loop_thread.run(self._answer(part, source, known))
 
     def skip_answered_part(self, part: str, known: PartCounts) -> None:
-        """Report a part whose rows all have answers already, so that they are counted."""
+        """Report a part whose rows all have answers already, so that the totals include it."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
@@ -101,9 +100,11 @@ class RowEngine:
             return None, reason
         try:
             result = await run.run()
+        # The attempt is not ended, so what it reserved will count as spent when it falls silent.
         except BaseException:
             await remote.close()
             raise
+        # A problem that stops one worker, such as a missing key, stops all of them.
         if result.stop not in ("done", "stopped"):
             await self._call("stop", result.stop, result.reason)
         new = PartCounts(
@@ -127,8 +128,8 @@ class RowEngine:
 
 
 class PartWorker:
-    """Answers the rows of one part after another. Ray Data runs this class as an actor on the nodes
-    of the cluster."""
+    """A Ray actor that answers one part of the rows after another. Ray Data runs it on the nodes of
+    the cluster."""
 
     def __init__(
         self,
@@ -139,8 +140,8 @@ class PartWorker:
         *,
         retries: bool,
     ) -> None:
-        """Start the engine of this worker. If ``retries`` is set, rows whose earlier answer was an
-        error are asked again."""
+        """Start this worker's engine. If ``retries`` is set, rows with an earlier error are asked
+        again."""
         self._engine = RowEngine(task, budget)
         self._files = files
         self._output = output
@@ -153,8 +154,8 @@ class PartWorker:
             yield self._answered(RowPartition(**part))
 
     def _answered(self, part: RowPartition) -> Any:
-        """Answer the rows of a part that have no answer yet, and return a block with the new file
-        of the part. The block is empty if the part needs no new file."""
+        """Answer the open rows of a part, and return a block with the part's new file. The block is
+        empty if no new file is needed."""
         source = part.row_source(self._files)
         rows = list(source.values())
         done = self._output.unfinished_part_rows(part.name)

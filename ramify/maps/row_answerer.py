@@ -1,5 +1,5 @@
-"""The ways in which a map answers a row: by one request to the model, or by a run with a Python
-session. The cheapest way that suits the row is used.
+"""The two ways in which a map answers a row: one request to the model, or a run with a Python
+session. The cheapest way that can answer the row is used.
 
     MEANS     plain call ── session
               one request      an ordinary run, stored under its own id
@@ -49,37 +49,38 @@ from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
 
 MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
-"""Rows that have a session at once, each with its own processes."""
+"""Maximum number of rows with an open session. Each session has its own processes."""
 
 
 class AskedRow(msgspec.Struct):
-    """A question that is being answered, for one row or for several rows that ask the same."""
+    """A question that is being answered. Several rows may share it if they ask the same."""
 
     row: int
-    """The first row that asks it, from 0."""
+    """Index of the first row that asks the question, from 0."""
     digest: bytes
     question: Question
     number: int = -1
-    """Number of the question in the journal; -1 as long as it has no line."""
+    """Number of the question in the journal, or -1 if it has no line yet."""
     replies: Sequence[Reply] = ()
-    """Replies that an interrupted attempt has received."""
+    """Replies that an interrupted attempt received."""
     run: str = ""
-    """Run that began to answer it before an interruption."""
+    """Id of the run that began to answer the question before an interruption."""
 
 
 class RowOutcome(msgspec.Struct, frozen=True):
-    """The outcome of one question: its answer or error, its cost, and why it could not be finished
-    if the map has to stop."""
+    """The outcome of one question: its answer or error, and its cost. If the map has to stop, it
+    also says why the question is unfinished."""
 
     answer: Any = None
-    """Plain value; None without an answer."""
+    """Answer as a plain value, or None if there is none."""
     error: str | None = None
     offset: int = -1
-    """Where the journal has it; -1 if it is not finished."""
+    """Byte offset of the outcome in the journal, or -1 if the question is not finished."""
     cause: BaseException | None = None
-    """Why it is not finished, if the map must stop: a budget, a network, a key, a full disk."""
+    """Reason the question is unfinished if the map must stop: a budget, a network, a key or a full
+    disk."""
     cost: float = 0.0
-    """Dollars that were spent on it now."""
+    """Dollars spent on the question in this start of the map."""
     seconds: float = 0.0
     number: int = -1
     """Number of the question in the journal."""
@@ -93,26 +94,26 @@ class RowAnsweringMethod(abc.ABC):
     """A way of answering a row, such as a plain call or a session."""
 
     name: str
-    """``plain call``, ``session``"""
+    """``plain call`` or ``session``."""
 
     @abc.abstractmethod
     def can_answer(self, question: Question) -> bool:
-        """Return True if the question can be answered in this way."""
+        """Return True if this method can answer the question."""
 
     @abc.abstractmethod
     async def answer(self, asked: AskedRow) -> RowOutcome:
-        """Answer the question, and record every step in the journal of the map. If the model fails,
-        the error is part of the outcome; it is not raised."""
+        """Answer the question, and record every step in the map's journal. If the model fails, the
+        error becomes part of the outcome and is not raised."""
 
 
 class DirectCallRowAnswerer(RowAnsweringMethod):
-    """Answers a row by one request to the model, without a Python session."""
+    """Answers a row with one request to the model, without a Python session."""
 
     name = "plain call"
 
     def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
         """Create an answerer that sends requests through ``calls`` and records them in ``journal``.
-        ``question`` is the question that every row is asked, so it is not recorded again for each
+        ``question`` is the question shared by all rows, so it is not recorded again for each
         row."""
         self._calls = calls
         self._journal = journal
@@ -135,6 +136,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
         outcome = await self._calls.answer(asked.question, row.record, replies, spent)
         seconds = time.perf_counter() - began
         cause = outcome.failure
+        # A cause that a person can fix leaves the question open, so that a later start asks again.
         if outcome.stop is not Stop.FINAL and can_be_fixed(cause):
             return RowOutcome(
                 error=outcome.error,
@@ -168,11 +170,11 @@ class _DirectRow:
 
     def __init__(self, journal: MapJournal, asked: AskedRow, question: str, began: float) -> None:
         self.offset = -1
-        """Offset of the last reply."""
+        """Byte offset of the last reply in the journal."""
         self.cost = 0.0
-        """Dollars of its requests now."""
+        """Cost of this row's requests in this start, in dollars."""
         self.is_known = bool(asked.replies)
-        """Whether the journal has its question."""
+        """True if the journal contains the question."""
         self._journal = journal
         self._asked = asked
         self._question = question
@@ -248,7 +250,7 @@ class _DirectRow:
 
 
 class SessionRowAnswerer(RowAnsweringMethod):
-    """Answers a row with a complete run of the RLM, which may open a Python session."""
+    """Answers a row with a complete run of the RLM, which may use a Python session."""
 
     name = "session"
 
@@ -351,8 +353,8 @@ def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
 def create_row_answerers(
     rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
 ) -> tuple[RowAnsweringMethod, ...]:
-    """Return the ways of answering a row, from the cheapest to the most expensive. The last one can
-    answer any row."""
+    """Return the methods of answering a row, from the cheapest to the most expensive. The last one
+    can answer any row."""
     return (
         DirectCallRowAnswerer(calls, journal, question),
         SessionRowAnswerer(rlm, calls, journal, map_id),
@@ -360,6 +362,5 @@ def create_row_answerers(
 
 
 def _rounded(cost: float | None) -> float | None:
-    """Round a cost in dollars to twelve decimal places, because a sum of floats has up to
-    twenty."""
+    """Round a cost in dollars to twelve decimal places. A sum of floats may have up to twenty."""
     return None if cost is None else round(cost, 12)

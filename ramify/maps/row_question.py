@@ -1,5 +1,5 @@
-"""Forms the question that a map asks of a row: a fixed question with the row as its context, or a
-template that is filled in from the columns of the row.
+"""Builds the question that a map asks about a row. It is either a fixed question with the row as
+its context, or a template that is filled in from the row's columns.
 
     "Is this a complaint?"           question, and the row as context: the text of its only column,
                                      or all its columns by name
@@ -31,12 +31,12 @@ _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
 class InvalidRowError(Exception):
-    """Raised if a row cannot be asked, for example because it is empty. The message becomes the
-    error of the row."""
+    """Raised if no question can be asked about a row, for example because the row is empty. The
+    message becomes the error of the row."""
 
 
 class RowQuestionMaker:
-    """Turns the rows of a table into questions for a model."""
+    """Converts the rows of a table to questions for a model."""
 
     def __init__(
         self,
@@ -46,9 +46,8 @@ class RowQuestionMaker:
         question: Question,
         settings: bytes,
     ) -> None:
-        """Prepare the question for the rows of a table. ``text`` is the question itself, or a
-        template with the names of columns in braces. Raises ConfigError for a column that the table
-        does not have.
+        """Prepare the question for the rows of a table. ``text`` is a question, or a template with
+        column names in braces. Raises ConfigError for a column that the table does not have.
 
         ``columns`` are all columns of the table, and ``shown`` are those that the model reads if
         ``text`` is not a template. ``question`` has the settings that all rows share. ``settings``
@@ -58,7 +57,7 @@ class RowQuestionMaker:
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
         )
-        """Columns in the template; empty if it is a plain question."""
+        """Columns in the template. Empty for a plain question."""
         for name in self.fields:
             if name not in columns:
                 raise ConfigError(
@@ -78,9 +77,9 @@ class RowQuestionMaker:
     def question_and_digest(
         self, values: Mapping[str, Any], max_chars: int
     ) -> tuple[Question, bytes]:
-        """Return the question for a row, and its digest. If a filled-in template would be longer
-        than ``max_chars`` characters, the columns become the context instead. Raises
-        InvalidRowError for a row without content."""
+        """Return the question for a row, and its digest. If the filled-in template would exceed
+        ``max_chars`` characters, the columns become the context instead. Raises InvalidRowError for
+        a row without content."""
         if self.fields:
             text, context = self._filled(values, max_chars)
         else:
@@ -91,7 +90,7 @@ class RowQuestionMaker:
         return question, key.digest()
 
     def make_question(self, text: str, context: Any) -> Question:
-        """Return the question for one row, which asks ``text`` about ``context``."""
+        """Return a question that asks ``text`` about the given ``context``."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
@@ -122,8 +121,8 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Convert a cell to the text that the model reads: text stays as it is, a missing value becomes
-    an empty text, and other values become their usual text or JSON."""
+    """Convert a cell to the text that the model reads. A missing value becomes an empty text, and
+    other values become their usual text or JSON."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
@@ -135,7 +134,8 @@ def _text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a cell to a value that JSON can represent. Values without a JSON form become text."""
+    """Convert a cell to a value that JSON can represent. A value without a JSON form becomes
+    text."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy

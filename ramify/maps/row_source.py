@@ -1,4 +1,4 @@
-"""A table whose rows are read one after another, independent of the file or object that holds them.
+"""A table that is read row by row, independent of the file or object that holds the rows.
 
 ``open_row_source.py`` opens files and lists as such tables, and ``frames.py`` opens tables of other
 libraries.
@@ -12,49 +12,49 @@ from typing import Any
 import msgspec
 
 BATCH = 1000
-"""Rows that are read at once, and rows that decide the columns of a JSONL file."""
+"""Number of rows read at once, and number of rows that determine the columns of a JSONL file."""
 Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str | None]], Any]
 """(numbers of rows, name -> values of a new column, name -> its type in a JSON schema) -> the table
 of these rows with the new columns."""
 
 
 class UnreadRow(msgspec.Struct, frozen=True):
-    """Stands for a row that could not be read, with the error."""
+    """A placeholder for a row that could not be read, with the error."""
 
     error: str
     values: dict[str, Any] = {}
-    """Columns that are known nevertheless, such as the name of a file."""
+    """Columns that are known anyway, such as the name of a file."""
 
 
 class Row(msgspec.Struct, frozen=True):
     """One row of a table: its position and its values by column."""
 
     number: int
-    """Place in the table, from 0."""
+    """Index of the row in the table, from 0."""
     values: dict[str, Any]
-    """Column -> value. A row that could not be read has only the columns that are known anyway."""
+    """Column -> value. An unreadable row has only the columns that are known anyway."""
     error: str = ""
-    """Why the row could not be read."""
+    """Reason the row could not be read, or None."""
 
 
 class RowSource(msgspec.Struct, frozen=True):
-    """A table whose rows are read one after the other, any number of times."""
+    """A table whose rows can be read in order, any number of times."""
 
     name: str
-    """File, or kind of object, for errors."""
+    """File name, or kind of object, for error messages."""
     columns: tuple[str, ...]
     total: int | None
-    """Number of rows; None if it is not known without reading them."""
+    """Number of rows, or None if counting them would require reading them."""
     values: Callable[[], Iterator[dict[str, Any] | UnreadRow]]
-    """Reads the rows from the first."""
+    """Function that yields the rows from the beginning."""
     shown: tuple[str, ...] = ()
-    """Columns that a model reads by default; empty: all."""
+    """Columns that a model reads by default. Empty means all columns."""
     kept: tuple[str, ...] | None = None
-    """Columns that the output repeats; None: all."""
+    """Columns that the output repeats. None means all columns."""
     schema: Any = None
     """Arrow schema of the rows, if the table has one."""
     extend: Extend | None = None
-    """Adds columns to these rows, if the table is of another library."""
+    """Function that adds columns to the rows, if the table comes from another library."""
 
     def iter_rows(self) -> Iterator[Row]:
         for number, values in enumerate(self.values()):

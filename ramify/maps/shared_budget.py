@@ -1,4 +1,4 @@
-"""One exact budget and one rate limit, shared by all workers of a map that runs on many machines.
+"""One exact budget and one rate limit that all workers of a map share, even on many machines.
 
     worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
@@ -34,14 +34,14 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 SILENT_S = 30.0
-"""Seconds after which an attempt that sends nothing is lost."""
+"""Seconds without a message after which an attempt counts as lost."""
 _BEAT_S = 5.0
 _POLL_S = 1.0
 _RECORD_BYTES = 1024
 _TAKE_OVER_S = 60.0
-"""Seconds until an earlier start of the map must have ended."""
+"""Seconds to wait for an earlier start of the map to end."""
 UNLIMITED = 10**15
-"""Calls, tokens or dollars of a ledger that another one limits."""
+"""Calls, tokens or dollars of a ledger whose limits another ledger enforces."""
 
 Operation = tuple[Any, ...]
 """("reserve", ticket, amount), ("settle", amount, usage, cost), ("free", amount) or ("charge",
@@ -51,17 +51,17 @@ Granted = tuple[int, tuple[str, str] | None]
 
 
 class PartCounts(msgspec.Struct, frozen=True):
-    """The numbers of rows in one or several parts of a map that were answered, failed or were not
-    asked."""
+    """Numbers of rows by outcome (answered, failed or not asked) in one or several parts of a
+    map."""
 
     answered: int = 0
     failed: int = 0
     missing: int = 0
-    """Rows that were not asked."""
+    """Number of rows that were not asked."""
     asked: int = 0
-    """Questions that were asked now."""
+    """Number of questions that this start asked."""
     known: int = 0
-    """Rows whose answer was known."""
+    """Number of rows whose answer was already known."""
 
     def __add__(self, other: PartCounts) -> PartCounts:
         return PartCounts(
@@ -74,31 +74,31 @@ class PartCounts(msgspec.Struct, frozen=True):
 
 
 class MapSpending(msgspec.Struct, frozen=True):
-    """What a map on a Ray cluster has spent so far, as stored on disk, so that a restarted map
-    continues with the rest of its budget."""
+    """The spending of a map on a Ray cluster, as stored on disk. A restarted map continues with the
+    rest of its budget."""
 
     usage: Usage = Usage()
-    """With the upper bound of what is reserved."""
+    """Usage so far, including the upper bound of reserved requests."""
     cost: float | None = None
-    """Dollars; None if no model has a price."""
+    """Cost in dollars, or None if no model has a price."""
     unwritten: int = 0
-    """Replies of parts that are not written yet."""
+    """Number of replies in parts that are not written yet."""
     answered: int = 0
-    """Rows with an answer, of the finished parts."""
+    """Number of rows with an answer in the finished parts."""
     failed: int = 0
-    """Rows with an error, of the finished parts."""
+    """Number of rows with an error in the finished parts."""
 
 
 class RayMapStatus(msgspec.Struct, frozen=True):
-    """The current state of a map on a Ray cluster: what has been spent, how many rows are done, and
-    why the map is stopping, if it is."""
+    """The current state of a map on a Ray cluster: its spending, the number of finished rows, and
+    the reason if it is stopping."""
 
     usage: Usage
     cost: float | None
     counts: PartCounts
     num_paid_again: int
     stop: str
-    """``done``, or why no further row is asked."""
+    """``done``, or the reason why no further row is asked."""
     reason: str
 
 
@@ -109,18 +109,18 @@ class _Attempt:
         self.part = part
         self.reserved = BudgetAmount()
         self.num_replies = 0
-        """Replies that were paid and are not written yet."""
+        """Number of replies that were paid for but are not written yet."""
         self.outbox: list[Granted] = []
         self.ready = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.heard_s = time.monotonic()
         self.round = 0
-        """Round of the limiter in which its last request was granted."""
+        """Round of the rate limiter in which the attempt's last request was granted."""
 
 
 class SharedBudget:
-    """Enforces the budget and the rate limit of one map for all of its workers, and counts the rows
-    that are done. It runs as a Ray actor with a single event loop."""
+    """Enforces the budget and the rate limit of one map for all of its workers, and counts finished
+    rows. It is a Ray actor with a single event loop."""
 
     def __init__(
         self,
@@ -132,10 +132,9 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Create the budget of a map. ``record`` is the file that stores what all starts of the map
-        have spent; without a file, nothing is stored. ``counts_again`` resets the numbers of
-        answered and failed rows to 0, because all parts will be written again. Raises RunInUse if
-        another process has the file open."""
+        """Create the budget of a map. ``record`` is the file that stores the spending of all starts
+        of the map, or None. ``counts_again`` resets the row counts, because all parts will be
+        written again. Raises RunInUse if another process has the file open."""
         self._fd = _open_record(record) if record else -1
         before = (read_spending(record) if record else None) or MapSpending()
         if counts_again:
@@ -148,7 +147,7 @@ class SharedBudget:
         self._parts: dict[str, str] = {}
         """Part -> its latest attempt."""
         self._unwritten: dict[str, tuple[int, PartCounts, bool]] = {}
-        """Part that is answered and not written: replies, rows, whether all rows are asked."""
+        """Part that is answered but not written -> (replies, rows, whether all rows were asked)."""
         self._counts = PartCounts(before.answered, before.failed)
         self._finished = MapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
@@ -177,10 +176,9 @@ class SharedBudget:
     async def apply_operations(
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
-        """Apply the reservations, settlements and charges that a worker sends, in their order.
-        ``pause_remaining_s`` is how many seconds longer a rate limit pauses this worker. Returns
-        the reservations that have been granted or refused so far, and the reason if the map is
-        stopping."""
+        """Apply a worker's reservations, settlements and charges in order. ``pause_remaining_s`` is
+        how many more seconds a rate limit pauses this worker. Returns the decisions on reservations
+        so far, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -190,6 +188,7 @@ class SharedBudget:
         for kind, *given in operations:
             if kind == "reserve":
                 reserves = True
+                # A reservation may have to wait, and must not delay the operations after it.
                 task = asyncio.create_task(self._grant(found, *given))
                 found.tasks.add(task)
                 task.add_done_callback(found.tasks.discard)
@@ -208,7 +207,7 @@ class SharedBudget:
 
     async def wait(self, attempt: str) -> tuple[list[Granted], str]:
         """Wait up to a second until a reservation of this attempt is granted or refused. Returns
-        those that were, and the reason if the map is stopping."""
+        the decided reservations, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -219,19 +218,20 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def end_attempt(self, attempt: str, counts: PartCounts) -> None:
-        """End a worker's attempt to answer a part. ``counts`` are the rows of the part by outcome,
-        including those that were not asked because the map stopped."""
+        """End a worker's attempt to answer a part. ``counts`` gives the part's rows by outcome,
+        including rows that were not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
         if found is None:
             return
         for task in found.tasks:
             task.cancel()
         self._counts += counts
+        # The sink writes the file later. Until then, a lost worker's replies would be paid again.
         self._unwritten[found.part] = (found.num_replies, counts, not counts.missing)
         self._keep()
 
     async def written(self, part: str) -> None:
-        """Record that the file of a part has been written to the output."""
+        """Record that the output file of a part has been written."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
@@ -287,16 +287,16 @@ class SharedBudget:
         return taken
 
     def _pause(self, attempt: _Attempt, pause_remaining_s: float) -> None:
-        """Pause all workers if a rate limit pauses one of them for longer than the current pause
-        lasts."""
+        """Pause all workers if a rate limit pauses one of them for longer than the current
+        pause."""
         until_s = time.monotonic() + pause_remaining_s
         if pause_remaining_s > 0.05 and until_s > self._paused_until_s + 0.05:
             self._paused_until_s = until_s
             self._gate.slow_down(attempt.round, pause_remaining_s)
 
     def _lose(self, name: str) -> None:
-        """Give up an attempt from which nothing was heard or whose part was begun again. Whatever
-        it had reserved is counted as spent."""
+        """Give up an attempt that has gone silent or whose part was begun again. Its reservations
+        count as spent."""
         attempt = self._attempts.pop(name)
         for task in attempt.tasks:
             task.cancel()
@@ -319,8 +319,8 @@ class SharedBudget:
                     self._lose(name)
 
     def _keep(self) -> None:
-        """Overwrite the record of spending on disk. This takes one system call, so a process that
-        is killed leaves either the old record or the new one."""
+        """Overwrite the spending record on disk. This takes a single system call, so a killed
+        process leaves either the old record or the new one."""
         if self._fd < 0:
             return
         ledger, more = self._ledger, self._ledger.outstanding
@@ -347,9 +347,9 @@ def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
 
 
 def _open_record(path: str) -> int:
-    """Open the file that records spending, lock it for this process, and return its file
-    descriptor. If the file is locked, wait up to a minute, because a process of a killed start may
-    hold the lock for a few more seconds. Raises RunInUse if the file stays locked."""
+    """Open and lock the file that records spending, and return its file descriptor. A locked file
+    is retried for up to a minute, because a killed process may hold the lock for a few more
+    seconds. Raises RunInUse if it stays locked."""
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -366,8 +366,8 @@ def _open_record(path: str) -> int:
 
 
 def read_spending(path: str) -> MapSpending | None:
-    """Read from a file what a map on a Ray cluster has spent. Returns None if the file does not
-    exist or is not readable as such a record."""
+    """Read the spending of a map on a Ray cluster from a file. Returns None if the file is missing
+    or not a valid record."""
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=MapSpending)
@@ -379,8 +379,8 @@ Method = Literal["begin", "submit", "wait", "end"]
 
 
 class RemoteBudget(BudgetLedger):
-    """Gives a worker access to the shared budget of a map while the worker answers one part.
-    ``begin`` must be called first, and ``end`` last."""
+    """A worker's access to the shared budget of a map while it answers one part. Call
+    ``begin_attempt`` first and ``end_attempt`` last."""
 
     def __init__(
         self,
@@ -389,9 +389,8 @@ class RemoteBudget(BudgetLedger):
         pause_remaining_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
-        """Connect one attempt of a worker to the shared budget. ``call(method, …)`` calls a method
-        of the ``SharedBudget`` actor, and ``on_stop`` is called with the reason if the map
-        stops."""
+        """Connect a worker's attempt to the shared budget. ``call(method, …)`` calls a method of
+        the ``SharedBudget`` actor. ``on_stop`` is called with the reason if the map stops."""
         limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
         super().__init__(limits, priced=False, owner="map")
         self._call = call
@@ -408,15 +407,15 @@ class RemoteBudget(BudgetLedger):
         self._beat: asyncio.Task[None] | None = None
 
     async def begin_attempt(self, part: str) -> str:
-        """Register the attempt at a part with the shared budget. Returns an empty text, or the
-        reason if the map is stopping."""
+        """Register an attempt to answer ``part`` with the shared budget. Returns an empty text, or
+        the reason if the map is stopping."""
         reason: str = await self._call("begin", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
         return reason
 
     async def end_attempt(self, counts: PartCounts) -> None:
-        """Send the operations that have not been sent yet, and end the attempt."""
+        """Send the remaining operations, and end the attempt."""
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []
@@ -424,8 +423,7 @@ class RemoteBudget(BudgetLedger):
         await self._call("end", self._attempt, counts)
 
     async def close(self) -> None:
-        """Wait until messages in transit have arrived, and stop the background tasks of the
-        attempt."""
+        """Wait until messages in transit have arrived, and stop the attempt's background tasks."""
         if self._sender is not None:
             await asyncio.gather(self._sender, return_exceptions=True)
         for task in (self._beat, self._waiter):

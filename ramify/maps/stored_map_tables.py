@@ -1,5 +1,5 @@
-"""Opens a stored map as a table, whether its rows are in a journal or in the output of a Ray
-cluster.
+"""Opens any stored map as a table, whether its rows are in a journal or in the output folder of a
+Ray cluster.
 
     open_map_table(path)     the table of one map
     MapTableCache            the tables of many, each read once
@@ -18,7 +18,7 @@ from ramify.maps.stored_ray_map_table import RayMapOutputTable
 
 
 def open_map_table(path: Path) -> StoredMap:
-    """Open the map whose journal is at ``path``, and read its current rows. Raises StoreError if
+    """Open the map with the journal at ``path``, and read its current rows. Raises StoreError if
     the journal cannot be read."""
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
@@ -26,15 +26,14 @@ def open_map_table(path: Path) -> StoredMap:
 
 
 class MapTableCache:
-    """Keeps opened maps, so that each journal is read once and later only its new lines are
-    read."""
+    """A cache of opened maps. Each journal is read once, and afterwards only its new lines."""
 
     def __init__(self) -> None:
         self._tables: dict[Path, StoredMap] = {}
 
     def of(self, path: Path) -> StoredMap:
-        """Return the current table of the map whose journal is at ``path``, opening it if
-        necessary. Raises StoreError if the journal cannot be read."""
+        """Return the current table of the map with the journal at ``path``. Opens the map at the
+        first call. Raises StoreError if the journal cannot be read."""
         table = self._tables.get(path)
         if table is None:
             table = self._tables[path] = open_map_table(path)

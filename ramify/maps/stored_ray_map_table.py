@@ -1,5 +1,5 @@
-"""Presents a map that ran on a Ray cluster as a table, which is read from the files in its output
-folder.
+"""Presents a map that ran on a Ray cluster as a table. The rows are read from the files in the
+map's output folder.
 
     maps/ID.jsonl               its header: what was asked, and where the parts are
     ray_maps/KEY.json           what is spent, and how many rows have an answer
@@ -26,11 +26,11 @@ from ramify.maps.shared_budget import MapSpending, read_spending
 from ramify.types.trajectory import answer_text, cut
 
 MAX_ROWS = 100_000
-"""Rows of the parts that are read."""
+"""Maximum number of rows that are read from the output."""
 
 
 class RayMapOutputTable(StoredMap):
-    """A map that ran on a Ray cluster, presented as a table whose rows are read from the files in
+    """A map that ran on a Ray cluster, presented as a table. Its rows are read from the files in
     the output folder."""
 
     has_runs = False
@@ -38,12 +38,12 @@ class RayMapOutputTable(StoredMap):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._read: tuple[object, ...] = ()
-        """(name, bytes, time of change) of each part, when the rows were read."""
+        """(name, size in bytes, modification time) of each part at the time of the last reading."""
 
     @property
     def rows(self) -> list[MapTableRow]:
-        """Return the rows that are in the output so far, up to 100,000. Raises StoreError if the
-        output cannot be read."""
+        """Return the rows in the output so far, at most 100,000. Raises StoreError if the output
+        cannot be read."""
         try:
             import pyarrow.fs as arrow_fs
         except ModuleNotFoundError:
@@ -96,7 +96,7 @@ class RayMapOutputTable(StoredMap):
         )
 
     def _record(self) -> Path:
-        """Return the path of the file that records what the map has spent."""
+        """Return the path of the file that records this map's spending."""
         _, parts = self._described()
         return self.path.parents[1] / RAY_MAPS / parts.record
 

@@ -115,6 +115,7 @@ class PlainAttentionKernel:
             p = (self._scores(q, k, at, causal, scale) - lse[:, :, at, None]).exp()
             do_n, o_n = do[:, :, at].to(kind), o[:, :, at].to(kind)
             dv += p.mT @ do_n
+            # The gradient of softmax, dS = P (dP - D). D = sum(do o) avoids a sum over all keys.
             ds = p * (do_n @ v.to(kind).mT - (do_n * o_n).sum(-1, keepdim=True)) * scale
             dq[:, :, at] = ds @ k.to(kind)
             dk += ds.mT @ q[:, :, at].to(kind)

@@ -98,6 +98,7 @@ class ForestAttentionPlan(NamedTuple):
         """Segment -> index after the last token of its last descendant."""
         for segment in segments:
             levels.append(levels[segment.parent] + 1 if segment.parent >= 0 else 0)
+        # In preorder, children follow their parents: backwards, each child is complete first.
         for index in range(len(segments) - 1, -1, -1):
             if (parent := segments[index].parent) >= 0:
                 ends[parent] = max(ends[parent], ends[index])
@@ -114,6 +115,8 @@ class ForestAttentionPlan(NamedTuple):
                 own.append(segment.end - first)
                 skipped.append(first - computed)
                 computed = segment.end
+            # Keys before the first needed token form a separate block, which the segment's needed
+            # tokens attend to as well as its descendants.
             for keys in ((segment.start, first), (first, segment.end)):
                 queries = (keys[1], end)
                 if rows is not None:

@@ -15,7 +15,7 @@ operation; small blocks are left to flash attention:
 
 A tile on the diagonal has a mask, which is added to its scores. Scores are relative to L, the
 log-sum-exp (base 2) of what a query attends to already. If a score is above it by so much that fp32
-overflows, flash attention computes the block instead.
+overflows, the tile is computed again relative to its highest score.
 
 Tensors begin with the key heads, so that the rows of a tile are contiguous: query heads that share
 a key head are rows of the same tile. The sizes of tiles are rounded, because oneDNN compiles a
@@ -97,9 +97,11 @@ class TiledAttention:
         torch.mul(_by_key_head(q_THd, kv_heads), scale * _LOG2_E, out=q_KTgd)
         k_KTe = _room(kv_heads, num, size + 1, like=k_TKd)
         k_KTe[:, :num, :size] = k_TKd.transpose(0, 1)
+        # With -L in the last column of q, this column makes a product give scores relative to L.
         k_KTe[:, :, size] = 1
         v_KTd = _room(kv_heads, num, size, like=v_TKd)
         v_KTd[:, :num] = v_TKd.transpose(0, 1)
+        # The softmax begins with a query's own key, so L is finite before the first block.
         own_scores = torch.linalg.vecdot(q_KTgd, k_KTe[:, :num, None, :size])
         torch.neg(own_scores, out=q_KTge[:, :num, :, size])
         o_KTgd = v_KTd[:, :num, None].expand(-1, -1, groups, -1).contiguous()
@@ -291,11 +293,13 @@ def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) ->
             mask_Nm = _mask(groups)[n0:n1] if block.is_causal else None
             more, sums = _attend(q_Ne, keys, mask_Nm)
             o_at, minus_lse = o_h[begin : begin + num], q_h[begin : begin + num, size:]
+            # Nothing overflowed, as is usual: merge the sums, which are relative to the old L.
             if float(sums[:num].max()) < _LARGEST_SUM:  # not if it is NaN either
                 total = sums[:num].add_(1)
                 o_at.add_(more[:num]).div_(total)
                 minus_lse.sub_(total.log2_())
                 continue
+            # Some score is far above the old L: repeat the tile relative to the highest score.
             highest = torch.zeros(n_rows, 1)
             for tile in keys:
                 scores_Nm = _scores(q_Ne, tile, mask_Nm)[:, : tile.end - tile.start]
@@ -385,6 +389,7 @@ def _add_gradients(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
                 if block.is_causal:
                     p_MN[: m1 - m0, :num] += _transposed_mask(groups)[m0:m1, n0:n1]
                 p_MN.exp2_()
+                # Rows after the tile's last belong to other tokens, so their weights must be zero.
                 if m1 - m0 < m_rows:
                     p_MN[m1 - m0 :] = 0
                 if num < n_rows:

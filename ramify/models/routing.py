@@ -281,6 +281,7 @@ class MixtureRouters:
             return None
         p_RE = logits_RE.float().softmax(-1)
         pull_E = self._pull_E.to(p_RE)
+        # The gradient of <pull, softmax(logits)> with respect to the logits.
         gradient = p_RE * (pull_E - (p_RE * pull_E).sum(-1, keepdim=True))
         return (weight_R[:, None] * gradient).to(logits_RE.dtype)
 

@@ -351,6 +351,7 @@ class _OpenPart:
 def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
     units = _Units(text, rule)
     most = BYTES_PER_TOKEN * rule.tokens
+    # A long name may take at most a fourth of a part, so that the text has room.
     header = f"== {truncate_to_bytes(' '.join(name.split()), most // 4)} ==\n" if name else ""
     columns = ""
     at, line, done = 0, 1, 0  # ``done``: where the span of the next part begins

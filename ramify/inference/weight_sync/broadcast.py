@@ -1,5 +1,5 @@
-"""Weight sync by broadcast from the trainer to all engines at once, in large buffers: over gloo
-between CPUs, over NCCL between GPUs.
+"""Weight sync that broadcasts the trainer's weights to all inference engines at once, in large
+buffers. It uses gloo between CPUs and NCCL between GPUs.
 
 The process group is separate from any group among the trainer's ranks. Rank 0 is the trainer: it
 opens a listener, and the information that engines get first contains a ticket with which they
@@ -55,8 +55,8 @@ class GlooSync:
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 120,
     ) -> None:
-        """Create the trainer's half of this weight sync. ``address`` is the address at which
-        engines reach this machine; with ``port`` 0, a free port is used."""
+        """Create the trainer's half of this weight sync. Engines reach the trainer at ``address``.
+        If ``port`` is 0, a free port is used."""
         self._address = address
         self._port = port
         self._chunk_bytes = chunk_bytes
@@ -115,8 +115,8 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines. If an engine is gone, the group is closed and
-        RuntimeError raised; otherwise engines that have not begun to receive would wait until the
+        """Broadcast a buffer to all engines. Raises RuntimeError and closes the group if an engine
+        is gone, because the engines that have not begun to receive would otherwise wait until the
         timeout."""
         try:
             _broadcast(self._group, buffer)
@@ -153,7 +153,7 @@ class NcclSync(GlooSync):
 
 
 class BroadcastReceiver:
-    """The engine's half of the weight syncs over gloo and NCCL. Creating one joins the trainer's
+    """The engine's half of the weight syncs over gloo and NCCL. Its constructor joins the trainer's
     process group, so the trainer must be waiting in ``join``. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info, backend: str) -> None:
@@ -201,8 +201,8 @@ class BroadcastReceiver:
 
 
 class _Buffer:
-    """A buffer that is used for all chunks, because allocating memory costs more than a copy. Each
-    chunk has arrived before the next one begins."""
+    """A reusable buffer for the chunks of weights. One buffer is enough because each chunk has
+    arrived before the next one begins, and allocating memory costs more than a copy."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -226,7 +226,7 @@ def _need(backend: str) -> None:
 
 
 class _GroupSpec(NamedTuple):
-    """The facts that one member of the process group needs to join it, such as its rank."""
+    """The data that a member needs to join the process group, such as its rank."""
 
     backend: str
     rank: int

@@ -1,5 +1,5 @@
-"""Weight sync over CUDA IPC, for engines on the trainer's own GPU: engines open the trainer's GPU
-memory by handles that are sent over HTTP.
+"""Weight sync over CUDA IPC, for engines on the trainer's own GPU. The trainer sends memory handles
+over HTTP, and engines use them to open its GPU memory.
 
 A handle consists of bytes and numbers, sent as base64 and JSON, so nothing is unpickled. The
 trainer holds each chunk's memory until the next chunk but one is requested. No test covers this
@@ -31,7 +31,8 @@ from ramify.inference.weight_sync.base import (
 
 
 class CudaIpcSync:
-    """A weight sync by GPU memory that the trainer shares with engines on the same GPU."""
+    """A weight sync in which engines read the trainer's GPU memory directly, because they run on
+    the same GPU."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -88,8 +89,9 @@ class CudaIpcReceiver:
 
 
 def _handle(buffer: Tensor) -> list[Any]:
-    """Return the data with which another process can open a tensor's GPU memory, as PyTorch exports
-    it: device, memory handle, sizes, reference counter, event. Bytes are in base64."""
+    """Return the handle with which another process can open a tensor's GPU memory. It contains the
+    device, memory handle, sizes, reference counter and event, as PyTorch exports them, with bytes
+    in base64."""
     shared = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return [
         {"bytes": base64.b64encode(each).decode()} if isinstance(each, bytes) else each

@@ -1,5 +1,6 @@
-"""Weight sync that sends only what changed since the engines' last weights: tensors, values within
-tensors, or low-rank adapters. Everything is sent if the engines' weights are not known.
+"""Weight sync that sends only what has changed since the last weights that the engines received.
+The unit is a tensor, single values of a tensor, or a low-rank adapter. Everything is sent if the
+engines' weights are unknown.
 
     a tensor with the stamp of the last sync    not sent, not read
     equal to what the engines have              not sent
@@ -51,7 +52,7 @@ from ramify.inference.weight_sync.base import (
 )
 
 SAMPLE = 512
-"""Values in a sample; only larger tensors are sampled."""
+"""Number of values in a sample. Only larger tensors are sampled."""
 _RUNS = 32
 """Number of runs of neighbouring values in a sample."""
 _KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,16 +64,16 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
-    """Return the positions at which two tensors differ, in order. On a CPU, numpy takes a third of
-    PyTorch's time."""
+    """Return the positions at which two tensors differ, in ascending order. On a CPU this uses
+    numpy, which takes a third of PyTorch's time."""
     if now_N.is_cuda:
         return (now_N != had_N).nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
 
 
 def differing_tensors(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Compare two versions of concatenated tensors, and return the indices of the tensors that
-    differ. ``lengths`` are the numbers of elements of the tensors, in order."""
+    """Compare two versions of several concatenated tensors, and return the indices of the tensors
+    that differ. ``lengths`` holds the number of elements of each tensor, in order."""
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
     differing: list[int] = (
         torch.searchsorted(differing_places(now_N, had_N), bounds).diff().nonzero()[:, 0].tolist()
@@ -81,13 +82,14 @@ def differing_tensors(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> l
 
 
 def differing_share(now_N: Tensor, had_N: Tensor) -> float:
-    """Return the share of differing values in a sample of two tensors."""
+    """Estimate the fraction of values that differ between two tensors, from a sample of their
+    values."""
     return int(torch.count_nonzero(_sample(now_N) != _sample(had_N))) / SAMPLE
 
 
 def _sample(bits_N: Tensor) -> Tensor:
-    """Return values from all over the tensor, in runs of neighbours: loading a page of memory is
-    expensive, and the values next to the first are then free."""
+    """Return a sample of a tensor's values, in runs of neighbours spread over the whole tensor.
+    Neighbours are almost free, because loading a page of memory is the expensive part."""
     return bits_N[: len(bits_N) // _RUNS * _RUNS].view(_RUNS, -1)[:, : SAMPLE // _RUNS]
 
 
@@ -95,8 +97,8 @@ _PREFIX = "::together-"
 
 
 class SmallTensorBundles:
-    """A bundle of small tensors of one precision that are sent together. It remembers the values
-    that the engines already have, so that only changed tensors are sent."""
+    """A set of small tensors of one precision that are sent together as one tensor. It remembers
+    the values that the engines already have, so that only changed tensors are sent."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -107,9 +109,9 @@ class SmallTensorBundles:
     def bundle_changed(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
-        """Join the tensors whose current values the engines do not have into one tensor. Returns
-        this tensor, and a table of the names and shapes with which the engines split it again.
-        Returns None if the engines have all values.
+        """Concatenate the tensors whose current values the engines lack. Returns the bundle and a
+        table of names and shapes with which engines split it again, or None if the engines have all
+        values.
 
         ``sources`` are then recorded as what the engines have, and all earlier tensors are
         forgotten.
@@ -145,8 +147,8 @@ class SmallTensorBundles:
 
 
 def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
-    """Split a bundle, in which small tensors are concatenated, into its tensors. ``table`` has
-    their names and shapes. Raises ValueError if the table does not fit the bundle."""
+    """Split a bundle of concatenated small tensors into the single tensors. ``table`` gives their
+    names and shapes. Raises ValueError if the table does not fit the bundle."""
     try:
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
@@ -157,18 +159,18 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightP
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the values of all tensors, one tensor after the other: [N]."""
+    """Return a copy of the values of all tensors, one tensor after another, as a tensor [N]."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
-"""Maximum share of changed values for which positions and values are sent: a position takes four
-bytes, a value two or four."""
+"""Maximum fraction of changed values for which positions and values are sent. A position takes four
+bytes, and a value two or four."""
 _MOST_PLACES = 2**31 - 1
 _SMALL = SAMPLE
-"""Maximum number of values of a tensor that is sent whole, together with others."""
+"""Maximum number of values in a tensor that is bundled with others."""
 _MOST_TOGETHER = 1024
 """Maximum number of small tensors in one bundle."""
 
@@ -186,7 +188,7 @@ class DeltaSync:
         **options: Any,
     ) -> None:
         """Create the trainer's half of this weight sync. ``by`` names the weight sync that
-        transports the bytes, and ``options`` are its options.
+        transports the bytes, and ``options`` are the options of that weight sync.
 
         With ``places``, single values within tensors are sent if that takes fewer bytes. With
         ``adapters``, low-rank adapters are sent as such, and engines keep the base matrices in main
@@ -202,18 +204,20 @@ class DeltaSync:
         self._adapters = adapters
         self._layers = layers
         self._have: dict[str, Tensor] = {}
-        """What the engines have, except small tensors."""
+        """The tensors that the engines have, except small ones."""
         self._stamps: dict[str, Hashable] = {}
         self._small: dict[tuple[torch.dtype, int], SmallTensorBundles] = {}
         """(precision, number) -> a bundle of up to 1024 small tensors."""
         self._later: list[tuple[Tensor, Tensor]] = []
-        """(old, new) tensors, copied while the engines read the chunk, when it delays nothing."""
+        """Pairs of (old, new) tensors. They are copied while the engines read the chunk, so that
+        the copy delays nothing."""
         self._tables: dict[str, dict[str, Any]] = {}
         """Bundle name -> table, for the bundles of the current sync."""
         self._bases: set[str] = set()
         """Names of adapted matrices whose base the engines have."""
         self._sums: dict[str, tuple[float, str, str]] = {}
-        """Name of a b -> (scale, precision of the sum, precision of the matrix)."""
+        """Name of the adapter's matrix b -> (scale, precision of the sum, precision of the
+        matrix)."""
         self._last_sync = ""
         """Id of the sync that the engines took last."""
         self.num_bytes = 0
@@ -295,7 +299,8 @@ class DeltaSync:
                 yield from changed or [source]
 
     def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
-        """Return what must be sent of one tensor. Empty if the engines have the current values."""
+        """Return the data that must be sent for one tensor. The list is empty if the engines have
+        the current values."""
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
         return self._difference(source)
@@ -313,8 +318,8 @@ class DeltaSync:
     def _joined(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Join those of several small tensors that have changed into one tensor. The list is empty
-        if none has changed."""
+        """Concatenate the small tensors that have changed into one tensor. The list is empty if
+        none has changed."""
         changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed(
             sources, len(self._tables)
         )
@@ -344,8 +349,8 @@ class DeltaSync:
         ]
 
     def _adapter(self, source: LazyWeight, adapted: AdaptedMatrix) -> Iterator[LazyWeight]:
-        """Yield the two low-rank matrices of an adapted weight. The base matrix comes before them
-        if the engines do not have it yet."""
+        """Yield the two low-rank matrices of an adapted weight. The base matrix is yielded first if
+        the engines do not have it yet."""
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
@@ -373,7 +378,7 @@ class DeltaSync:
 
 
 class DeltaReceiver:
-    """The engine's half of the weight sync that sends differences. Implements
+    """The engine's half of the weight sync that sends only differences. Implements
     ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
@@ -434,14 +439,14 @@ class DeltaReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
-    """Return True if a tensor is unchanged since the last update, judged by its change marker
-    (``stamp``)."""
+    """Return True if a tensor is unchanged since the last update. The check compares its change
+    marker, called ``stamp``."""
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
 def _part_of_layer(source: LazyWeight) -> str:
-    """Name the part of a layer that a tensor belongs to, such as ``model.layers.3.self_attn``. A
-    tensor outside the layers is its own part."""
+    """Return the name of the part of a layer that a tensor belongs to, such as
+    ``model.layers.3.self_attn``. A tensor outside the layers is its own part."""
     parts = source.name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 2])
@@ -452,8 +457,8 @@ def _source(name: str, tensor: Tensor) -> LazyWeight:
 
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix in the engine's precision if that loses nothing, as for a checkpoint stored
-    in that precision. Otherwise return it unchanged."""
+    """Return a matrix in the engine's precision if the conversion is lossless, as it is for a
+    checkpoint stored in that precision. Otherwise return the matrix unchanged."""
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base
 

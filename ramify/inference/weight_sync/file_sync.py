@@ -1,5 +1,5 @@
-"""Weight sync by safetensors files, for engines that can read the trainer's disk. A small file,
-which is replaced atomically, points to the newest weights.
+"""Weight sync by safetensors files, for engines that can read the trainer's disk. A small file that
+is replaced atomically points to the newest weights.
 
     FOLDER/v000012/model-00001.safetensors …      the weights of one version, never changed
     FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can
@@ -67,20 +67,21 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Type -> its name in safetensors."""
+"""PyTorch type -> name of the type in safetensors."""
 _KINDS = {name: dtype for dtype, name in _DTYPES.items()}
 _WORD = 8
-"""Bytes."""
+"""Size of a word of the checksum, in bytes."""
 _BLOCK = 1 << 20
-"""Bytes that are summed and written while they are in the CPU cache."""
+"""Number of bytes that are summed and written together, so that they stay in the CPU cache."""
 _HEADER_STEP = 64
-"""The tensors begin at a multiple of this."""
+"""The first tensor begins at a multiple of this number of bytes."""
 _AGAIN = "let the trainer write it again"
 
 
 def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
-    """Write tensors in order to a safetensors file, over an existing file if there is one. Returns
-    the number of bytes and their checksum. Raises OSError if the file cannot be written."""
+    """Write tensors in the given order to a safetensors file, and return the file's length in bytes
+    and its checksum. An existing file is overwritten. Raises OSError if the file cannot be
+    written."""
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
         at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -94,8 +95,8 @@ def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
 
 
 def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
-    """Yield the tensors of a file. ``expected`` is its length and checksum, as ``write_tensors``
-    returned them. Raises ValueError before the first tensor if the file differs."""
+    """Yield the tensors of a safetensors file. ``expected`` is the length and checksum that
+    ``write_tensors`` returned. Raises ValueError before the first tensor if the file differs."""
     try:
         if (length := path.stat().st_size) != expected[0]:
             raise ValueError(
@@ -112,9 +113,9 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
 
 
 def is_file_unused(path: Path) -> bool:
-    """Return True if no process has the file open or mapped, as far as this machine's kernel knows:
-    only then does it grant a lease. Returns False if leases are not supported, as on a network file
-    system."""
+    """Return True if no process has the file open or mapped. The check asks the kernel for a lease,
+    which it grants only for unused files. Returns False if leases are not supported, as on a
+    network file system."""
     try:
         with path.open("r+b") as file:
             # The signal for a holder whose lease is broken; this one is ignored by default.
@@ -142,8 +143,7 @@ def _header(sources: list[LazyWeight]) -> bytes:
 
 
 def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
-    """Write bytes at offset ``at``, which is the end of the file so far, and return their
-    checksum."""
+    """Write bytes at the end of a file, which is at offset ``at``, and return their checksum."""
     total = 0
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
@@ -153,8 +153,8 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 
 def _sum(data_N: Tensor, at: int) -> int:
-    """Return what some bytes at offset ``at`` add to the checksum of a file, which is the sum of
-    its 64-bit words. This runs at the speed of memory and detects incomplete files, not
+    """Return the contribution of some bytes at offset ``at`` to a file's checksum, which is the sum
+    of its 64-bit words. The sum runs at memory speed. It detects incomplete files, not
     attackers."""
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
@@ -197,17 +197,17 @@ _VERSION = re.compile(r"v\d{6,}")
 _WRITTEN = re.compile(
     r"model-\d{5,}\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
 )
-"""The files of one version."""
+"""Pattern for the names of the files in one version of the weights."""
 
 
 class CurrentWeightsFile(msgspec.Struct):
-    """The contents of ``current.json``, the file that points to the newest weights."""
+    """The contents of ``current.json``, which points to the newest weights."""
 
     version: int
     folder: str
-    """Its name, next to the pointer."""
+    """Name of the folder with the weights, next to ``current.json``."""
     files: dict[str, tuple[int, int]]
-    """Name -> (bytes, sum of its 64-bit words)."""
+    """File name -> (length in bytes, sum of the file's 64-bit words)."""
 
 
 class FileSync:
@@ -216,9 +216,9 @@ class FileSync:
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
     ) -> None:
-        """Create the trainer's half of this weight sync. ``folder`` is created; by default it is a
-        temporary folder, which ``close`` removes. ``configuration`` is a checkpoint whose
-        config.json is copied next to the weights, for engines that read one."""
+        """Create the trainer's half of this weight sync. ``folder`` is created if needed. The
+        default is a temporary folder, which ``close`` removes. The config.json of the checkpoint
+        ``configuration`` is copied next to the weights, for engines that read one."""
         self._is_own = not folder
         self._folder, self._lock = (
             (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
@@ -226,7 +226,7 @@ class FileSync:
         self._file_bytes = file_bytes
         self._configuration = configuration
         self._last = self._before = ""
-        """The newest complete version; ``_before`` is the one before it."""
+        """Folder of the newest complete version. ``_before`` is the one before it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         if self._is_own:
@@ -253,7 +253,8 @@ class FileSync:
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """Write the weights to files, then yield a single chunk with the path of their folder."""
+        """Write the weights to files, then yield a single chunk that contains the path of their
+        folder."""
         try:
             self._write(sources, version)
         except OSError as error:
@@ -310,9 +311,9 @@ class FileSync:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _reuse_old_version(self, fresh: Path) -> bool:
-        """Rename the folder of the version before the last to ``fresh``, so that its files are
-        overwritten. Returns False if that is not possible. New memory pages would cost as much as
-        several copies. No engine needs the old version, since all have received the last one."""
+        """Rename the folder of the version before the last to ``fresh``, and return False if that
+        is not possible. Overwriting its files avoids new memory pages, which cost as much as
+        several copies. Engines no longer need that version."""
         old = self._folder / self._before
         if (
             not self._before
@@ -354,9 +355,9 @@ class FileReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """Read the file that points to the current weights in a folder. Returns the folder of the
-    current version and the file's contents. Raises ValueError if the file cannot be read or points
-    outside the folder."""
+    """Read ``current.json`` in a weight sync's folder. Returns the folder of the current version
+    and the contents of the file. Raises ValueError if the file cannot be read or points outside the
+    folder."""
     try:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
@@ -372,7 +373,7 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace the contents of a file atomically: readers see all of ``data``, or the previous
+    """Replace the contents of a file atomically. Readers see either all of ``data`` or the previous
     contents."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
@@ -384,8 +385,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Return True if a folder was written by this weight sync. The user may keep folders with
-    similar names next to it."""
+    """Return True if this weight sync wrote the given folder. Users may keep folders with similar
+    names next to it."""
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:

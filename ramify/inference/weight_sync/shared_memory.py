@@ -1,5 +1,5 @@
-"""Weight sync by shared memory, for engines on the trainer's machine. There are two buffers, one of
-which is written while the other is read.
+"""Weight sync by shared memory, for engines on the trainer's machine. It alternates between two
+buffers: one is written while engines read the other.
 
     in_place     each buffer holds all weights, and engines compute with them in place: an update
                  is one copy in all and one request per engine, which has either the old weights
@@ -55,19 +55,19 @@ class SharedMemorySync:
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """Create the trainer's half of this weight sync. ``folder`` holds the buffers; by default
-        they are in memory. ``in_place`` is ignored if both buffers would take more than half of the
-        free space there."""
+        """Create the trainer's half of this weight sync. ``folder`` holds the buffers, which are in
+        memory by default. ``in_place`` is ignored if both buffers would take more than half of the
+        free space."""
         self._chunk_bytes = chunk_bytes
         self._in_place = in_place
         self._next = 0
-        """The buffer that no engine computes with."""
+        """Number of the buffer that no engine computes with."""
         self._folder = (
             Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         )
         self._name = new_name()
         self._locks: dict[int, int] = {}
-        """Buffer -> a descriptor that holds its lock."""
+        """Buffer -> file descriptor that holds the buffer's lock."""
         self._buffers: list[_MappedFile | None] = [None, None]
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
@@ -125,8 +125,8 @@ class SharedMemorySync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Return one of the two buffers, which is enlarged if it has fewer than ``length`` bytes.
-        Its new length tells engines to map it again."""
+        """Return one of the two buffers, enlarged to at least ``length`` bytes. A changed length
+        makes engines map the buffer again."""
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
@@ -149,8 +149,8 @@ class SharedMemorySync:
 
 
 class SharedMemoryReceiver:
-    """The engine's half of the weight sync by shared memory. The tensors that it returns are views
-    of the shared buffers. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync by shared memory. It returns tensors that are views of
+    the shared buffers. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
@@ -183,7 +183,7 @@ class SharedMemoryReceiver:
 
 
 class _MappedFile:
-    """A memory-mapped file, as a tensor of bytes."""
+    """A memory-mapped file, presented as a tensor of bytes."""
 
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -194,5 +194,5 @@ class _MappedFile:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Release the mapping. Its memory is freed together with the last view of it."""
+        """Close the mapping. The memory itself is freed when the last view of it is gone."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
