@@ -594,7 +594,7 @@ class MapRun:
         row is left or the map is stopping."""
         num_passed = 0
         while self._stop == "done":
-            # Rows are written in order, so one slow row must not let the finished ones fill the memory.
+            # Rows are written in order: finished rows must not fill the memory behind a slow one.
             if len(self._slots) >= _MAX_AHEAD:
                 self._room.clear()
                 await self._room.wait()
