@@ -46,10 +46,11 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     """Cost in dollars."""
     seconds: float
     ended_s: float
-    """Time at which it ended, in seconds from the start of the sample; negative if it does not
-    count for the rate: its answer was known, or it was the first."""
+    """Seconds from the start of the sample to the end of the question. Negative if the question
+    does not count for the rate, because it was the first or its answer was already known."""
     cpu_s: float = 0.0
-    """CPU time (seconds) of this process from the start of the sample until then."""
+    """CPU time of this process, in seconds, from the start of the sample to the end of the
+    question."""
     is_first: bool = False
     """True if the question was asked alone, before the others."""
 
@@ -71,8 +72,8 @@ class MapEstimate(msgspec.Struct, frozen=True):
     """Number of workers like this one that finish within an hour, unless the provider's rate limits
     slow them down."""
     is_batch: bool = False
-    """True if the cost is at the price of a batch. The time is then the provider's: at most a day
-    for each batch."""
+    """True if the cost is at the batch API's price. The provider then determines the duration,
+    which is at most a day for each batch."""
 
 
 def estimate(

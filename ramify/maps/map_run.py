@@ -88,7 +88,7 @@ MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
 class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The question that a map asks about each row of a table, together with its output, limits and
+    """The question that a map asks about each row of a table, with its output, limits and
     options."""
 
     question: str
@@ -119,8 +119,8 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MapResult(msgspec.Struct, frozen=True):
-    """The result of running a map: why it stopped, how many rows were answered, what it cost, and
-    where the answers are."""
+    """The result of a map: why it stopped, how many rows were answered, the cost, and the location
+    of the answers."""
 
     id: str
     """Id of the map, for ``ramify show`` and ``ramify view`` if it is stored."""

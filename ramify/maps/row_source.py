@@ -14,8 +14,8 @@ import msgspec
 BATCH = 1000
 """Number of rows read at once, and number of rows that determine the columns of a JSONL file."""
 Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str | None]], Any]
-"""(numbers of rows, name -> values of a new column, name -> its type in a JSON schema) -> the table
-of these rows with the new columns."""
+"""Function (row numbers, name -> values of a new column, name -> JSON schema type of the column) ->
+table of these rows with the new columns."""
 
 
 class UnreadRow(msgspec.Struct, frozen=True):

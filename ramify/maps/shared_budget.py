@@ -44,10 +44,11 @@ UNLIMITED = 10**15
 """Calls, tokens or dollars of a ledger whose limits another ledger enforces."""
 
 Operation = tuple[Any, ...]
-"""("reserve", ticket, amount), ("settle", amount, usage, cost), ("free", amount) or ("charge",
-usage, cost)"""
+"""One of ("reserve", ticket, amount), ("settle", amount, usage, cost), ("free", amount) and
+("charge", usage, cost)."""
 Granted = tuple[int, tuple[str, str] | None]
-"""(ticket, why it was refused and which limit is reached), or (ticket, None) if it is granted"""
+"""Decision on a reservation: (ticket, None) if it is granted, or (ticket, (reason, reached limit))
+if it is refused."""
 
 
 class PartCounts(msgspec.Struct, frozen=True):

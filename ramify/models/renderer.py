@@ -352,7 +352,7 @@ class ChatMarkerRenderer:
 
 
 class Renderer(Protocol):
-    """Converts the conversations of one policy to token ids and back."""
+    """Converts a policy's conversations to token ids and back."""
 
     name: str
     """``scratch``, ``chatml``, ``llama3`` or ``template``."""

@@ -354,8 +354,8 @@ class LmHeadRequest(NamedTuple):
     temperature: Tensor | None = None
     """[E] temperatures, or None if all are 1."""
     kept: tuple[Tensor, Tensor] | None = None
-    """Offsets [E + 1] and ids: the sampling support of entry e is ``ids[offsets[e] : offsets[e +
-    1]]``; empty if all ids were allowed."""
+    """The sampling supports, as offsets [E + 1] and ids. The support of entry e is ``ids[offsets[e]
+    : offsets[e + 1]]``, and empty if all ids were allowed."""
     entropy: Literal["no", "value", "gradient"] = "no"
 
 
