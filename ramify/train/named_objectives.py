@@ -1,6 +1,6 @@
-"""Defines objectives by name. Setting ``rl.objective=gspo``, for example, sets the estimator, the
-policy loss with its reduction and clipping, the sequence that it reads, and the corrections
-together.
+"""Define training objectives by name. For example, ``rl.objective=gspo`` sets the advantage
+estimator, the policy loss with its reduction and clipping, the unit that counts as a sequence, and
+the corrections together.
 
     rl.objective=gspo ──> rl.algorithm  grpo, reduction=call      ┐ as the paper has them, or with
                           rl.loss       gspo, 3e-4 / 4e-4, no KL  ┘ --preset NAME as that trainer
@@ -34,14 +34,14 @@ KEPT = (
     "credit", "gamma_tree", "children", "llm_calls", "share",
     "max_rollout_tokens", "overlong_buffer", "length_weight",
 )  # fmt: skip
-"""Options of a recipe's estimator that no paper decides."""
+"""Options of a recipe's estimator that no paper prescribes."""
 PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entropy": 0.0}
-"""Options of ``rl.loss`` that an objective sets, if it says nothing else."""
+"""Options of ``rl.loss`` that every objective uses unless it sets them itself."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """A training objective as its paper defines it: the estimator, the policy loss and their
-    options."""
+    """A training objective as its paper defines it. It consists of the advantage estimator, the
+    policy loss and their options."""
 
     title: str
     """Its full name and its paper."""
@@ -228,14 +228,15 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy={"name": "rollout_is"},
     ),
 }
-"""Name -> objective."""
+"""Map the name of each objective to its definition."""
 ALIASES: Mapping[str, str] = {
     "geo_mean": "gmpo",
     "dppo_tv": "dppo",
     "areal": "decoupled",
     "decoupled_ppo": "decoupled",
 }
-"""Another name, in lower case -> objective, in addition to the aliases of ``ALGORITHMS``."""
+"""Map other names of objectives, in lower case, to their names in ``OBJECTIVES``. The aliases of
+``ALGORITHMS`` apply too."""
 
 
 def canonical_objective_name(name: str) -> str:
@@ -254,8 +255,8 @@ def canonical_objective_name(name: str) -> str:
 
 
 def algorithm_of(objective: Objective, recipe: Any) -> Any:
-    """Return the advantage estimator of ``objective``. Options that no paper decides (``KEPT``) are
-    copied from ``recipe``, the estimator that the recipe had before. Groups with equal rewards
+    """Return the advantage estimator of ``objective``. Options that no paper prescribes (``KEPT``)
+    are copied from ``recipe``, the estimator that the recipe had before. Groups with equal rewards
     count in the denominators unless the paper drops them."""
     built = ALGORITHMS.build({"drop_zero_variance": False, **objective.algorithm})
     fields = {*built.__struct_fields__} & {*getattr(recipe, "__struct_fields__", ())}
@@ -264,7 +265,7 @@ def algorithm_of(objective: Objective, recipe: Any) -> Any:
 
 
 def loss_of(objective: Objective, recipe: LossSpec) -> LossSpec:
-    """Return the loss of ``objective``. The options of the critic, of distillation and of expert
+    """Return the loss of ``objective``. The options for the critic, for distillation and for expert
     routing are copied from the recipe's loss."""
     policy = POLICY_LOSSES.build(objective.policy)
     options = {**PLAIN_LOSS, "sequence": "call", **objective.loss}
@@ -282,8 +283,8 @@ def replace_estimator(algorithm: Any, inner: Any) -> Any:
 
 
 def advantage_estimator_of(algorithm: Any) -> Any:
-    """Return the advantage estimator of a recipe's algorithm. A hybrid or ``by_task`` contains it
-    in a field; any other algorithm is an estimator itself."""
+    """Return the advantage estimator of a recipe's algorithm. A hybrid or ``by_task`` contains the
+    estimator in a field. Any other algorithm is an estimator itself."""
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return getattr(algorithm, field)
@@ -291,9 +292,10 @@ def advantage_estimator_of(algorithm: Any) -> Any:
 
 
 def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
-    """Return the reason why a policy cannot be trained with an objective, and what would work
-    instead. Returns an empty string if it can be. The reason may be that its groups have only one
-    rollout, or that it has no critic. ``has_critic`` is True if the backend supports a critic."""
+    """Return the reason why a policy cannot be trained with an objective, and what works instead.
+    The reason may be that groups have only one rollout, or that the critic is missing. Returns an
+    empty string if training is possible. ``has_critic`` is True if the backend supports a
+    critic."""
     if group == 1 and algorithm.has_group_baseline:
         return (
             f"rl.objective={name} compares the rollouts of a group, and rl.rollout.group=1 has "
@@ -308,6 +310,6 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
 
 
 def _alone() -> list[str]:
-    """Return the names of all objectives that need only one rollout per item."""
+    """Return the names of all objectives that work with one rollout per item."""
     built = {name: ALGORITHMS.build(each.algorithm) for name, each in OBJECTIVES.items()}
     return [name for name, each in built.items() if not each.has_group_baseline]

@@ -1,4 +1,4 @@
-"""Applies the defaults of other trainers to a Ramify recipe, as in ``ramify train RECIPE --preset
+"""Apply the defaults of another RL trainer to a Ramify recipe, as in ``ramify train RECIPE --preset
 trl``.
 
     recipe ── with_preset(run, "trl") ──> rl.algorithm, rl.loss, rl.optim … as TRL sets them
@@ -38,10 +38,10 @@ from ramify.train.override import Choices
 
 
 class PresetObjective(msgspec.Struct, frozen=True):
-    """An objective as another trainer computes it, in Ramify's options."""
+    """A training objective as another trainer computes it, expressed in Ramify's options."""
 
     name: str
-    """Its name in the trainer's configuration."""
+    """Name of the objective in the other trainer's configuration."""
     algorithm: Options
     """The estimator, and options that differ from those of ``TrainerPreset.each_algorithm``."""
     policy: Options
@@ -57,19 +57,19 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     trainer: str
     """The trainer and the version whose defaults these are."""
     algorithm: str
-    """Its default estimator."""
+    """The trainer's default estimator."""
     policy: str
-    """Its default policy loss."""
+    """The trainer's default policy loss."""
     each_algorithm: Options
-    """Options of every estimator that has them."""
+    """Options that apply to every estimator that has them."""
     algorithms: Mapping[str, Options] = {}
-    """Estimator -> further options."""
+    """Further options for single estimators, by name."""
     policies: Mapping[str, Options]
-    """Policy loss -> options."""
+    """Options for single policy losses, by name."""
     loss: Options = {}
     """Other options of ``rl.loss``."""
     objectives: Mapping[str, PresetObjective]
-    """Map the name of each objective that the trainer has to the trainer's form of it."""
+    """Map the name of each objective that the trainer offers to the trainer's form of it."""
     optim: Options
     """Options of ``rl.optim``."""
     critic: Options = {}
@@ -78,17 +78,17 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     """Options of ``rl.rollout``."""
     minibatches: int = 1
     differences: tuple[str, ...]
-    """What stays different, one sentence each."""
+    """Differences that no option removes, one sentence each."""
 
 
 PRESETS = Registry("preset", "ramify.presets", {})
-"""Name -> the ``TrainerPreset`` of a trainer."""
+"""Map the name of each preset to its ``TrainerPreset``."""
 ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
-"""Another name, in lower case -> preset."""
+"""Map other names, in lower case, to the names of presets."""
 
 
 class PresetObjectBuilder(msgspec.Struct, frozen=True):
-    """Builds the object that a name in a configuration stands for, such as a policy loss, with the
+    """Builds configuration objects from names, such as a policy loss from ``gspo``, with the
     options that a preset sets for that name."""
 
     registry: Registry
@@ -96,8 +96,8 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
     options: Mapping[str, Options]
 
     def build(self, value: Any) -> Any:
-        """Build the object that ``value`` stands for. A name gets the preset's options; any other
-        value is built without them."""
+        """Build an object from its value in a configuration. A name gets the options of the preset.
+        Any other value is built without them."""
         if not isinstance(value, str):
             return self.registry.build(value)
         known = _fields(self.registry.of(value))
@@ -117,8 +117,8 @@ def preset_named(name: str) -> TrainerPreset:
 
 
 def override_choices(name: str | None) -> Choices:
-    """Return the fields that overrides can set by name. If a preset is given, the named objects get
-    its options."""
+    """Return the choices for fields that overrides can set by name. With a preset, the named
+    objects get the options of the preset."""
     if name is None:
         return CHOICES
     return {
@@ -135,7 +135,7 @@ def _named(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """Return ``run`` with an objective set as the trainer of a preset computes it. Raises
+    """Return ``run`` with an objective in the form that a preset's trainer computes. Raises
     ConfigError, which lists the available objectives, if the trainer does not have this one."""
     preset = preset_named(name)
     objective = canonical_objective_name(objective)
@@ -161,8 +161,8 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
 
 
 def usual_policy_losses(objective: str) -> list[str]:
-    """Return the names of the policy losses that are usual for an objective: the one in its paper,
-    and those that other trainers use for it."""
+    """Return the names of the usual policy losses for an objective: the one in its paper, and those
+    that other trainers use for it."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]
     theirs = [each.objectives[objective] for each in presets if objective in each.objectives]
     policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]
@@ -175,9 +175,9 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def with_preset(run: Run, name: str) -> Run:
-    """Return ``run`` with the defaults of another trainer (``trl``, ``skyrl``, ``prime``, ``verl``
-    or ``areal``) in its ``rl`` stage. Raises ConfigError if the name is unknown or the run has no
-    such stage.
+    """Return ``run`` with the defaults of another trainer in its ``rl`` stage. ``name`` is ``trl``,
+    ``skyrl``, ``prime``, ``verl`` or ``areal``. Raises ConfigError if the name is unknown or the
+    run has no such stage.
 
     Example:
         return train.with_preset(run, "trl")      # in a recipe; --preset trl on the command line

@@ -1,6 +1,6 @@
-"""Applies overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types.
-It also knows the old names and values of fields, so that configurations of earlier versions can be
-read and resumed.
+"""Apply overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types. Old
+names and values of fields are converted, so that configurations of earlier versions can be read and
+resumed.
 
     override(run, ["rl.optim.lr=1e-5", "rl.algorithm=grpo", "rl.algorithm.credit=root",
                    "task.options.rows=40"])
@@ -40,8 +40,8 @@ RENAMED_FIELDS = {
     "inference.carrier": "inference.weight_sync",
     "inference.carrier_options": "inference.weight_sync_options",
 }
-"""Old dotted name -> new one. Rows apply in order: the second starts from the result of the
-first."""
+"""Map the old dotted names of fields to the new ones. Rows apply in order, so that a later row
+renames the result of an earlier one."""
 
 _OPTIMIZERS = ("warmup.optim", "sft.optim", "rl.optim", "rl.critic.optim")
 ZERO_MEANT_NONE = (
@@ -77,12 +77,13 @@ ZERO_MEANT_NONE = (
     "placement.services.*.count",
     "placement.pools.*.memory_gb",
 )
-"""Fields in which an earlier version stored 0 for none, never or automatic; ``*``: any name."""
+"""Fields in which an earlier version stored 0 for "none", "never" or "automatic". ``*`` matches any
+name."""
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration that an earlier version stored to today's format, and return it.
-    Renamed fields get their new names, and a 0 that meant "none" becomes None."""
+    """Convert a configuration from an earlier version to today's format, and return it. Renamed
+    fields get their new names, and a 0 that meant "none" becomes None."""
     renamed = dict(config)
     for old, new in RENAMED_FIELDS.items():
         *path, old_name = old.split(".")
@@ -111,8 +112,8 @@ def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
 
 
 def new_name(field: str) -> str | None:
-    """Return today's name of a renamed field, given its old dotted name or the last part of it.
-    Returns None if the field was not renamed."""
+    """Return today's name of a renamed field, given its old dotted name or the last part of that
+    name. Returns None if the field was not renamed."""
     for old, new in RENAMED_FIELDS.items():
         if (
             field == old
@@ -127,8 +128,8 @@ T = TypeVar("T")
 
 
 class NamedObjectBuilder(Protocol):
-    """The interface for building the object that a name in a configuration stands for. It is
-    implemented by plain registries, and by registries that apply a preset's options."""
+    """The interface for building configuration objects from their names. Plain registries implement
+    it, and so do registries that apply the options of a preset."""
 
     def build(self, value: Any) -> Any:
         """Build the object that ``value`` names, such as a policy loss. Raises ConfigError if there
@@ -137,11 +138,11 @@ class NamedObjectBuilder(Protocol):
 
 
 Bundle = Callable[[Any, str], Any]
-"""Function of a configuration and a name. It returns the configuration with all fields set that the
-name stands for."""
+"""A function of a configuration and a name. It returns the configuration with all fields set to
+which the name applies."""
 Choices = Mapping[str, NamedObjectBuilder | Bundle]
-"""Map the dotted name of a field to the values or bundles that its names stand for. A ``Bundle``
-sets several fields and applies before all other assignments, which may then change some of them."""
+"""Map the dotted name of a field to its named values or bundles. A ``Bundle`` sets several fields.
+It applies before all other assignments, which may then change some of these fields."""
 
 
 class ConfigOverride(NamedTuple):
@@ -186,15 +187,15 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 
 class _Context(NamedTuple):
-    """The whole configuration that is overridden, and the values that names in it stand for."""
+    """The whole configuration to which overrides apply, and the named values that they may use."""
 
     config: Any
     choices: Choices
 
 
 def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context) -> Any:
-    """Return a copy of ``value`` with all overrides applied. The path element at index ``depth`` of
-    each override names a field of ``value``."""
+    """Return a copy of ``value`` with all overrides applied. In the path of each override, the
+    element at index ``depth`` names a field of ``value``."""
     groups: dict[str, list[ConfigOverride]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
@@ -211,9 +212,8 @@ def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context:
 def _set_field(
     value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
-    """Return the new value of the field ``head``, after all its overrides were applied in order. An
-    override of the whole field replaces earlier ones; later overrides of its parts change the
-    result."""
+    """Return the value of the field ``head`` after all its overrides. An override of the whole
+    field replaces earlier ones, and later overrides of its parts change the result."""
     first = assignments[0]
     if isinstance(value, Mapping):
         current = value.get(head, {})
@@ -251,9 +251,9 @@ def _set_field(
 
 
 def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
-    """Create a section of options that was not set, such as ``rl.rollout.branch``, from its
-    defaults and the given overrides. Returns None if the section's type is unknown, or if the
-    overrides do not suffice."""
+    """Create a missing section of options, such as ``rl.rollout.branch``, from its defaults and the
+    given overrides. Returns None if the section's type is unknown, or if the overrides do not
+    suffice."""
     kinds = typing.get_args(typing.get_type_hints(type(value)).get(head))
     structs = [
         each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)
@@ -272,8 +272,8 @@ def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int)
 def _named(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Find the overrides that cause ``problem``, an error of the whole configuration. These are the
-    overrides without which the error disappears or is a different one."""
+    """Return the overrides that cause ``problem``, an error of the whole configuration. Without
+    them, the error disappears or is a different one."""
     causes: list[ConfigOverride] = []
     for head, group in groups.items():
         try:
@@ -333,8 +333,8 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 
 def _by_tag(kind: Any, text: str) -> Any:
-    """Return an instance with default options of the class that ``text`` names, if ``kind`` is a
-    union of tagged classes. Returns None if no class has this name."""
+    """Create the object that ``text`` names, with default options, if ``kind`` is a union of tagged
+    classes. Returns None if no class has this name."""
     for member in typing.get_args(kind):
         config = getattr(member, "__struct_config__", None)
         if config is not None and config.tag == text:

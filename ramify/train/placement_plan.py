@@ -1,5 +1,5 @@
-"""Combines a run with its placement before any process is started. It determines how many processes
-each role has, whether they fit, and whether the trainer and the engines share GPUs.
+"""Combine a run with its placement before any process is started. This module determines how many
+processes each role has, whether they fit, and whether the trainer and the engines share GPUs.
 
     rollouts ── engines: weights, keys and values      the trainer keeps only weights and optimizer
     learning ── the trainer: gradients, activations    the engines sleep
@@ -62,10 +62,10 @@ def _check_rollout_workers(run: Run) -> None:
 
 
 def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
-    """Determine how many processes each role of the run has, and on which placement slots they run.
-    Returns a copy of ``run`` with these numbers, and the slots. Without a placement, the run is
-    unchanged and there are no slots. Raises ConfigError, which shows the sums, if the roles do not
-    fit their pools."""
+    """Plan the number of processes of each role, and the placement slots on which they run. Returns
+    a copy of ``run`` with these numbers, and the slots. Without a placement, the run is unchanged
+    and there are no slots. Raises ConfigError, which shows the sums, if the roles do not fit their
+    pools."""
     spec = run.placement
     if spec is None:
         return run, []
@@ -86,8 +86,8 @@ def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
 
 
 def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """Return the engine configuration of a process that starts no engines, but only calls those
-    running at ``urls``."""
+    """Return the inference options of a process that starts no engines but calls those running at
+    ``urls``."""
     return InferenceSpec(
         engine=spec.engine,
         urls=urls,
@@ -114,8 +114,8 @@ def with_placement(run: Run, kind: str) -> Run:
 
 
 def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
-    """Raise ConfigError if an engine was placed on another machine, but the configured weight sync
-    works only on this one."""
+    """Raise ConfigError if the configured weight sync cannot reach an engine. Some kinds of weight
+    sync work only on this machine, while the placement may put engines on others."""
     spec = run.inference
     remote = [
         i for i in range(num) if hosts.address_of(RoleInstanceId("inference", i)) != hosts.address
@@ -146,10 +146,10 @@ def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
 
 
 def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with its option ``sleep`` decided. It becomes "learn" (engines sleep
-    while the trainer learns) if the recipe says so or if engines share the trainer's GPUs, and
-    otherwise "never". ``device`` is the trainer's kind of device, cpu or cuda. Raises ConfigError
-    if engines would have to sleep and to sample at the same time."""
+    """Return ``run.inference`` with a definite value of its option ``sleep``. It is "learn"
+    (engines sleep while the trainer learns) if the recipe says so or if engines share the trainer's
+    GPUs, and otherwise "never". ``device`` is ``cpu`` or ``cuda``. Raises ConfigError if engines
+    would have to sleep and sample at the same time."""
     spec = run.inference
     if spec is None or spec.sleep == "never":
         return spec
@@ -166,8 +166,9 @@ def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
 
 
 def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with options that follow from the rest of the recipe: whether
-    engines sleep while the trainer learns, and whether they report the experts that they chose."""
+    """Return ``run.inference`` with options that follow from the rest of the recipe. These are
+    whether engines sleep while the trainer learns, and whether they report the chosen experts of a
+    mixture."""
     spec = with_sleep_mode(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec
@@ -175,8 +176,8 @@ def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
 
 
 def colocation_reason(run: Run, device: str) -> str:
-    """Return the reason why the run's engines share the trainer's GPUs, as a clause, or an empty
-    string if they do not."""
+    """Return the reason why the run's engines share the trainer's GPUs, as a clause. Returns an
+    empty string if they do not."""
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -194,7 +195,7 @@ def colocation_reason(run: Run, device: str) -> str:
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
     """Return the reason why trainer and engines share a GPU of this machine, as a clause, or an
-    empty string if they do not. This applies to runs without Ray, whose processes select their GPUs
+    empty string if they do not. It applies to runs without Ray, whose processes select their GPUs
     themselves."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (

@@ -1,5 +1,5 @@
-"""Fills in defaults that depend on whether the policy is a checkpoint of a pretrained model or a
-model that is trained from scratch. The precision of a run is decided in ``precision.py``.
+"""Fill in the defaults that depend on the policy: on whether it is a checkpoint of a pretrained
+model or a model trained from scratch.
 
     option                       checkpoint             from scratch
     rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    1e-3
@@ -39,16 +39,15 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("train")
 _RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
-"""Stage -> usual learning rates of a checkpoint: of all weights, of adapters."""
+"""Usual learning rates for a checkpoint, by stage: of all weights, and of adapters."""
 _HIGH = 10
-"""A learning rate this many times the usual one is reported."""
+"""Factor above the usual learning rate from which on a learning rate is reported."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 def with_policy_defaults(run: Run) -> Run:
-    """Return a copy of ``run`` in which options that depend on the policy are filled in, unless
-    they were given. Raises ConfigError if the run sets ``policy.thinking``, but the model has no
-    such switch."""
+    """Return a copy of ``run`` in which unset options that depend on the policy are filled in.
+    Raises ConfigError if the run sets ``policy.thinking``, but the model has no such switch."""
     policy = _policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
     stages: dict[str, Any] = {}
@@ -86,8 +85,8 @@ def usual_rate(run: Run, stage: str) -> float:
 
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
-    """Log the defaults that were filled in for the policy, unless the run is resumed and they were
-    logged at its beginning. Also warn about learning rates that are high for a checkpoint."""
+    """Log the defaults that were filled in for the policy, and warn about learning rates that are
+    high for a checkpoint. A resumed run does not log the defaults again."""
     kind = "a pretrained checkpoint" if is_pretrained(run.policy) else "trained from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
@@ -119,14 +118,14 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
 
 
 _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
-"""(tokens of demonstrations, width, layers): 0.5M, 3M and 20M parameters."""
+"""Model sizes (tokens of demonstrations, width, layers), with 0.5M, 3M and 20M parameters."""
 _WINDOWS = (512, 32_768)
 
 
 def vocabulary_size(num_chars: int) -> int:
     """Return a suitable vocabulary size for texts of ``num_chars`` characters. It is the power of
-    two below their square root, since the number of distinct words in a text grows as the root of
-    its length (Heaps' law).
+    two below the square root of that number, because the number of distinct words in a text grows
+    as the root of its length (Heaps' law).
 
     1 million characters -> 512;  4 million -> 1024
     """
@@ -135,9 +134,9 @@ def vocabulary_size(num_chars: int) -> int:
 
 def scratch_model_config(num_tokens: int, longest: int) -> dict[str, Any]:
     """Return the configuration of a model to train from scratch. Its size follows from
-    ``num_tokens``, the number of tokens in all demonstrations. Its window is the next power of two
-    above 5/4 of ``longest``, the number of tokens in the longest conversation, within 512 to 32,768
-    tokens."""
+    ``num_tokens``, the number of tokens in all demonstrations. Its context window is the next power
+    of two above 5/4 of ``longest``, the number of tokens in the longest conversation, and within
+    512 to 32,768 tokens."""
     width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
     low, high = _WINDOWS
     return {
@@ -189,8 +188,8 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
 
 def _optim(optim: OptimizerSpec, usual: float | None) -> OptimizerSpec:
     """Fill in the optimizer options that were not set. ``usual`` is the usual learning rate for a
-    checkpoint; None if the policy is trained from scratch. The warm-up for a checkpoint stays unset
-    here: ``stages.scheduled`` sets it later, when the number of steps is known."""
+    checkpoint; None if the policy is trained from scratch. For a checkpoint, the warm-up stays
+    unset until ``stages.scheduled`` knows the number of steps."""
     values: dict[str, Any] = {}
     if optim.lr is None:
         values["lr"] = 1e-3 if usual is None else usual
@@ -213,8 +212,8 @@ def _changed(value: S, **fields: Any) -> S:
 
 
 def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
-    """Return the fields of ``now`` that were filled in and differ from ``given``, each with its
-    dotted name and value."""
+    """Return the filled-in fields of ``now`` that differ from ``given``, each with its dotted name
+    and value."""
     if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
         return []
     found: list[tuple[str, Any]] = []

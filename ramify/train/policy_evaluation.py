@@ -1,5 +1,5 @@
-"""Evaluates the policy during training: attempts the items of a split and summarises the results as
-metrics.
+"""Evaluate the policy during training. The policy attempts the items of a split, and the results
+become metrics.
 
 Scores only include attempts that could be judged. An attempt that failed for reasons outside the
 policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
@@ -32,8 +32,8 @@ _log = ComponentLogger("train")
 async def evaluate(
     run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str
 ) -> dict[str, float]:
-    """Let the policy attempt the first items of ``split``, and return the mean reward: overall, by
-    kind of item, and by task of a mixture. The score is omitted if too many attempts failed.
+    """Evaluate the policy on the first items of ``split``, and return the mean reward overall, by
+    kind of item, and by task of a mixture. The score is left out if too many attempts failed.
     ``workers`` are the processes that run the rollouts; None: this process."""
     spec = run.evaluate
     options = msgspec.structs.replace(
@@ -64,7 +64,7 @@ def report(
     *,
     max_failed: float,
 ) -> dict[str, float]:
-    """Return the mean reward of the rollouts that could be scored: overall with its 95 % confidence
+    """Report the mean reward of all rollouts that could be scored: overall with its 95 % confidence
     interval, and by kind of item.
 
     The result also contains the metrics of the task's score, and pass@k for k up to n if there are
@@ -109,8 +109,8 @@ def report(
 
 
 def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
-    """Log a warning if none of the policy's texts was a valid action in its environment, since such
-    an environment gives no reward."""
+    """Log a warning if none of the policy's texts was a valid action in its environment. Such an
+    environment gives no reward."""
     rejected = metrics.get(f"{split}/metric {REJECTED}", 0.0)
     if rejected and not metrics.get(f"{split}/metric steps"):
         text = (
@@ -122,7 +122,7 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
 
 
 def _scored(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield each group with only those attempts that could be judged. Groups without any such
+    """Yield each group with only those attempts that could be scored. Groups without any such
     attempt are left out."""
     for group in groups:
         judged = [trajectory for trajectory in group.trajectories if trajectory.rewards]
@@ -133,7 +133,7 @@ def _scored(groups: Sequence[Group]) -> Iterator[Group]:
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
     """Return the mean of all rewards with its confidence interval. ``rewards`` holds the rewards of
     each item's attempts. If each item has one attempt with reward 0 or 1, the interval is that of a
-    proportion. Otherwise it is computed by resampling the items' mean rewards."""
+    proportion. Otherwise it comes from resampling the items' mean rewards."""
     every = [reward for attempts in rewards for reward in attempts]
     if len(every) == len(rewards) and set(every) <= {0.0, 1.0}:
         return share_with_interval(round(sum(every)), len(every))

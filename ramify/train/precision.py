@@ -1,5 +1,5 @@
-"""Decides the numeric precision of the engine and of the trainer together, from the checkpoint and
-the kind of device. It also defines how far their log-probabilities may differ as a result.
+"""Choose the numeric precision of the engine and of the trainer together, from the checkpoint and
+the kind of device. This module also defines how far their log-probabilities may then differ.
 
     policy.dtype   compute.precision   engine                  trainer's products
     auto           auto                fp32 on a CPU and from  fp32 if the engine is fp32, else
@@ -24,18 +24,20 @@ from ramify.train.selfcheck import CanaryTolerance
 
 _OPTIONS = "policy.dtype (engine) and compute.precision (trainer)"
 _LIMITS = {"float32": (1e-4, 0.0), "float16": (0.04, 2.0**-8), "bfloat16": (0.3, 2.0**-5)}
-"""Precision -> largest difference of two log-probabilities that it causes: in nats, and as a part
-of the path's largest log-probability, since rounding grows with it. bf16 has 8 bits: 2^-5 is eight
-units in the last place; six were measured. Two precisions allow what the coarser one does: with
-bf16 on one side as much was measured as with bf16 on both."""
+"""Largest difference between two log-probabilities that each precision causes, in nats and relative
+to the largest log-probability of the path, since rounding grows with it.
+
+bf16 has 8 bits: 2^-5 is eight units in the last place; six were measured. A pair of precisions gets
+the limit of the coarser one, because with bf16 on one side as much was measured as with bf16 on
+both."""
 _FOREIGN = 1e-3
-"""The first of these for fp32 in the kernels of another engine."""
+"""Least tolerance in nats if the engine is not Ramify's, since its kernels round differently."""
 _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Precision -> relative error of one rounding."""
+"""Relative error of one rounding, by precision."""
 
 
 class RunPrecision(NamedTuple):
-    """The numeric precisions of a run: one for the engine, and one for the trainer's matrix
+    """The numeric precisions of a run: that of the engine, and that of the trainer's matrix
     products."""
 
     engine: str
@@ -45,14 +47,14 @@ class RunPrecision(NamedTuple):
 
     @property
     def engine_and_trainer(self) -> tuple[str, str]:
-        """The precisions of the engine and of the trainer, both in the notation ``float32`` or
+        """The precisions of the engine and of the trainer, both written as ``float32`` or
         ``bfloat16``."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """Return how much the log-probabilities of engine and trainer may differ. This is the
-        larger of the limits for their two precisions, or ``inference.tolerance`` if that is set,
-        and 0 in a deterministic run."""
+        """Return how much the log-probabilities of engine and trainer may differ in the canary
+        check. It is the larger of the limits for their two precisions, or ``inference.tolerance``
+        if that is set. A deterministic run allows no difference."""
         spec = run.inference
         hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"
         if run.deterministic:
@@ -72,10 +74,11 @@ class RunPrecision(NamedTuple):
 
 
 def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:
-    """Decide the precisions of engine and trainer for a run. ``stored`` is the precision of the
+    """Choose the precisions of engine and trainer for a run. ``stored`` is the precision of the
     checkpoint's weights, or ``float32`` without a checkpoint. ``device`` is ``cpu`` or ``cuda``.
-    ``has_bf16`` is True if the device supports bf16, as every CPU does. Raises ConfigError if the
-    log-probabilities of engine and trainer could not agree."""
+    Raises ConfigError if the log-probabilities of engine and trainer could not agree.
+
+    ``has_bf16`` is True if the device supports bf16, as every CPU does."""
     dtype, products = run.policy.dtype, run.compute.precision
     if not has_bf16 and "bf16" in (products, dtype.replace("bfloat16", "bf16")):
         raise ConfigError(
@@ -96,7 +99,7 @@ def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -
 
 
 def _check(run: Run, precision: RunPrecision) -> None:
-    """Raise ConfigError if the precisions cannot satisfy the run's limits. A deterministic run
+    """Raise ConfigError if the precisions do not satisfy the run's limits. A deterministic run
     needs the same precision in engine and trainer, and the tolerance must be at least one rounding
     error."""
     if run.deterministic and precision.engine_and_trainer[0] != precision.engine_and_trainer[1]:

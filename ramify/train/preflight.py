@@ -1,4 +1,4 @@
-"""Checks that find mistakes in a run's configuration before time or money is spent. They raise
+"""Check a run's configuration for mistakes before time or money is spent. The checks raise
 ConfigError or log a warning."""
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("train")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
-"""Kinds of devices that a policy can be on."""
+"""The kinds of devices on which a policy can run."""
 
 
 def check_component_names(run: Run) -> None:
-    """Check that the names in the recipe are valid: those of the backend, of the sandbox, and of
-    the sources of demonstrations. Nothing is imported for this."""
+    """Check that the names of components in the recipe are valid: the backend, the sandbox and the
+    sources of demonstrations. Nothing is imported for this."""
     BACKENDS.check(run.compute.backend)
     check_provider(run.sandbox)
     if run.sft is None:
@@ -72,8 +72,8 @@ def check_component_names(run: Run) -> None:
 
 
 def policy_path(run: Run) -> str | Path:
-    """Return the path of the run's initial policy. If the recipe names a policy that ships with the
-    package, this is that policy's folder."""
+    """Return the path of the run's initial policy. For a policy that ships with the package, this
+    is its folder in the package."""
     path = run.policy.path
     packaged = packaged_policy_folder(path)
     return path if packaged is None or Path(path).exists() else packaged
@@ -81,7 +81,7 @@ def policy_path(run: Run) -> str | Path:
 
 def check_policy_files(run: Run) -> None:
     """Check that the policy's folder, configuration and tokenizer are valid, without reading
-    weights. Also check that the longest reply leaves room for a prompt in the context window."""
+    weights. The longest reply must also leave room for a prompt in the context window."""
     spec = run.policy
     if spec.device.partition(":")[0] not in DEVICES:
         raise ConfigError(
@@ -109,8 +109,9 @@ def check_policy_files(run: Run) -> None:
 
 
 def traffic_task(run: Run, task: Task) -> Task:
-    """Return the task with recorded live traffic as its training split, if ``run`` names any, and
-    otherwise the unchanged task. Raises ConfigError if the run's options need new rollouts."""
+    """Return the task with recorded live traffic as its training split. If ``run`` names no
+    traffic, the task is returned unchanged. Raises ConfigError if the run's options need new
+    rollouts."""
     if not run.task.traffic:
         return task
     if run.rl is None:
@@ -141,9 +142,9 @@ def traffic_task(run: Run, task: Task) -> Task:
 
 
 def check_first_items(run: Run, task: Task) -> None:
-    """Begin one item of the task (or of each task of a mixture) and end it again. This way a fault
-    of its environment, its servers or its ``begin`` function is reported before a policy is loaded.
-    No model is called."""
+    """Begin and end one item of the task, or of each task of a mixture. This reports faults of its
+    environment, its servers or its ``begin`` function before a policy is loaded. No model is
+    called."""
     if isinstance(task, MixtureTask):
         for part in task.tasks.values():
             check_first_items(run, part)
@@ -162,13 +163,13 @@ def check_first_items(run: Run, task: Task) -> None:
 
 
 def _grace_s(run: Run) -> float:
-    """Return how many seconds each call of the task's code may take."""
+    """Return the time limit in seconds for each call of the task's code."""
     return run.rl.rollout.grace_s if run.rl is not None else GRACE_S
 
 
 def check_system_message(run: Run, scaffold: Scaffold) -> None:
-    """Raise ConfigError if the scaffold begins with a system message, but the prompt format of the
-    policy has none."""
+    """Raise ConfigError if the scaffold begins with a system message but the policy's prompt format
+    has none."""
     spec = run.policy
     if not spec.path and not spec.tokenizer and scaffold.system:
         raise ConfigError(
@@ -179,9 +180,9 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
 
 
 def check_splits_and_references(run: Run, task: Task) -> None:
-    """Check that the task has the splits that the run uses, and that its reference answers score 1
-    if it has any. A warning is logged if the options make learning from the task impossible, or if
-    the scores were not checked."""
+    """Check that the task has the splits that the run uses, and that its reference answers, if any,
+    score 1. Logs a warning if the options make learning from the task impossible, or if the scores
+    were not checked."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -224,7 +225,7 @@ def check_splits_and_references(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Raise ConfigError if the policy cannot be trained with the run's objective. Log a warning if
+    """Raise ConfigError if the policy cannot be trained with the run's objective. Logs a warning if
     the policy loss is unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
     if run.rl is None:
         return
@@ -267,8 +268,8 @@ def _tag(part: Any) -> str:
 
 
 def check_branches(run: Run) -> None:
-    """Check that rollouts fork if and only if the advantage estimator compares continuations, and
-    that the sandbox and the limits allow forks."""
+    """Check the options for forking rollouts. Rollouts must fork if and only if the advantage
+    estimator compares continuations, and the sandbox and the limits must allow it."""
     if run.rl is None:
         return
     branch, needed = run.rl.rollout.branch, needs_of(run.rl.algorithm).branches
@@ -337,10 +338,10 @@ def check_device(run: Run) -> None:
 
 
 def check_inference(run: Run) -> None:
-    """Raise ConfigError for truncated sampling (top-p or top-k) with an engine other than Ramify's.
-    Other engines do not report which tokens were kept, so the same probabilities could not be
-    recomputed. Also check that the program that starts engines exists, if they run on this
-    machine."""
+    """Check the inference options. Raises ConfigError for truncated sampling (top-p or top-k) with
+    an engine other than Ramify's. Such engines do not report the kept tokens, which are needed to
+    recompute the probabilities. If engines run on this machine, the program that starts them must
+    exist."""
     spec, rl = run.inference, run.rl
     if spec is None:
         return
@@ -361,8 +362,8 @@ def check_inference(run: Run) -> None:
 def check_teacher_sampling(run: Run) -> None:
     """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k). The
     log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
-    relative to the whole vocabulary. Each difference would be off by the logarithm of the
-    probability that was cut off."""
+    relative to the whole vocabulary. Each difference would be off by the logarithm of the kept
+    probability."""
     rl = run.rl
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
@@ -389,8 +390,7 @@ def check_schedules(run: Run) -> None:
 
 
 def check_deterministic(run: Run) -> None:
-    """Raise ConfigError if a deterministic run has options with which its results could not be
-    reproduced."""
+    """Raise ConfigError if a deterministic run has options that make its results irreproducible."""
     if not run.deterministic:
         return
     sample = None if run.rl is None else run.rl.sample
@@ -412,8 +412,8 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Raise ConfigError for learning rates with which nothing would be learned, and for runs of
-    several policies with options that support only one."""
+    """Raise ConfigError for learning rates with which nothing would be learned. The same holds for
+    runs of several policies with options that support only one."""
     stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
     others = [spec.optim.peak_lr for spec in run.policies.values()]
     for name, stage in stages.items():
@@ -479,8 +479,8 @@ def check_folder(out: Path) -> None:
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Raise ConfigError if the first message of the task leaves no room for a reply in the policy's
-    context window, since every rollout would fail. Tasks whose prompts are written by an agent are
-    not checked, since these prompts are not known yet."""
+    context window, since every rollout would fail. Prompts that an agent writes are not checked,
+    because they are not known yet."""
     if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()
@@ -495,7 +495,7 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
 
 
 def note_rewritten_history(run: Run, policy: Policy) -> None:
-    """Log a warning if the chat template rewrites earlier turns, since that makes training
+    """Log a warning if the chat template rewrites earlier turns, because that makes training
     expensive."""
     if run.rl is None or not policy.renderer.unstable:
         return
@@ -516,7 +516,7 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
 
 
 def note_missing_template(policy: Policy) -> None:
-    """Log a warning if the tokenizer has no chat template, since other programs could not render
+    """Log a warning if the tokenizer has no chat template. Other programs could then not render
     prompts as they were in training."""
     if policy.tokenizer.chat_template:
         return

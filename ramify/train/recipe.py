@@ -1,4 +1,4 @@
-"""Reads the configuration of a run from a recipe file, or from a checkpoint that the run wrote."""
+"""Read the configuration of a run from a recipe file, or from a checkpoint of the run."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def _cannot_be_executed(path: Path, error: Exception) -> str:
-    """Return the message about an error that a recipe raised: the line of the recipe, what was
-    wrong, and what to write instead if that is known."""
+    """Return the message about an error that a recipe raised. It shows the line of the recipe, what
+    was wrong, and what to write instead if that is known."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -70,8 +70,8 @@ def _cannot_be_executed(path: Path, error: Exception) -> str:
 
 
 def _wrong_argument(error: Exception) -> str:
-    """Return a message about a field that a configuration class does not have, or that was given
-    without its name, if that is what caused ``error``, and an empty string otherwise."""
+    """Return a message about a wrong argument of a configuration class, if that caused ``error``.
+    The field may be unknown, or given without its name. Returns an empty string otherwise."""
     unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
     if not isinstance(error, TypeError) or error.__traceback__ is None:
         return ""
@@ -99,8 +99,8 @@ def _wrong_argument(error: Exception) -> str:
 
 
 def _called_class(trace: TracebackType) -> Any:
-    """Return the configuration class that the last call of a traceback would have created, or None
-    if that does not follow from the source."""
+    """Return the configuration class that the last call of a traceback was to create. Returns None
+    if the source does not show it."""
     *_, (frame, line) = traceback.walk_tb(trace)
     *_, summary = traceback.extract_tb(trace)
     try:
@@ -125,9 +125,9 @@ def _called_class(trace: TracebackType) -> Any:
 
 
 def _wrong_type(error: Exception) -> str:
-    """Return a message about the field that has the wrong type, if that is what caused ``error``,
-    and an empty string otherwise. ``error`` was raised by the constructor of a configuration class,
-    which uses its fields before ``check_types`` can check them."""
+    """Return a message about a field of the wrong type, if that caused ``error``. The constructor
+    of a configuration class can raise ``error`` when it uses its fields before ``check_types``
+    checks them. Returns an empty string otherwise."""
     if not isinstance(error, TypeError | AttributeError) or error.__traceback__ is None:
         return ""
     owners = [
@@ -145,8 +145,8 @@ def _wrong_type(error: Exception) -> str:
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration that a checkpoint stores, completed with the defaults of fields that
-    were added in later versions."""
+    """Return the configuration that a checkpoint stores, with defaults for fields that were added
+    in later versions."""
     try:
         complete = plain(msgspec.convert(config, Run))
     except (ConfigError, msgspec.ValidationError):
@@ -169,8 +169,8 @@ def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 def load_stored_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Return the configuration of the run that made a checkpoint, with overrides applied. ``path``
     is a checkpoint, or the folder of a run, whose latest checkpoint is used. Raises ConfigError if
-    there is none, or if a value was left out of the checkpoint as a possible secret and no override
-    sets it."""
+    there is none. It is also raised if a possible secret was left out of the checkpoint and no
+    override sets it."""
     config = dict(read_state(resolve_checkpoint(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
     unknown = next((name for name in redacted_keys(config) if name not in overridden), None)

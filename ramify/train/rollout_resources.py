@@ -1,5 +1,5 @@
-"""Starts everything that rollouts need: processes on other machines, services, engines and rollout
-workers.
+"""Start the resources that rollouts need: processes on other machines, services, engines and
+rollout workers.
 
     RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutResources
 
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResources:
-    """Everything that the rollouts of a training run need: engines, the ``RLM`` that runs recursive
-    calls, worker processes, and the models of each depth."""
+    """The resources that the rollouts of a training run need: engines, the ``RLM`` that runs
+    recursive calls, worker processes, and the models of each depth."""
 
     client: LocalClient | HttpEngines
     audited: TokenIdRecordingClient
     rlm: RLM
     workers: RolloutWorkers | None
-    """Processes that run rollouts; None: this process does."""
+    """The processes that run rollouts. None: this process runs them."""
     depths: DepthModels
-    """The models by depth."""
+    """The models that answer calls, by depth."""
     others: Mapping[str, tuple[LocalClient | HttpEngines, TokenIdRecordingClient]] = (
         dataclasses.field(default_factory=dict)
     )
-    """Name of another policy -> its engines."""
+    """The engines of each additional policy, by its name."""
 
 
 async def reserve_machines(
     parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
-    """Reserve the machines on which the run places processes, and start the services of the run.
-    Returns the launcher of processes on other machines, or None if there are none."""
+    """Reserve the machines on which the run places processes, and start the run's services. Returns
+    the launcher of processes on other machines, or None if there are none."""
     for each in (parts, *parts.others.values()):
         _choose_key(each)
     hosts = _placed(parts)
@@ -74,8 +74,8 @@ async def reserve_machines(
 async def open_rollouts(
     parts: RunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
 ) -> RolloutResources:
-    """Start the engines and the rollout workers, and return all that rollouts need. Everything is
-    closed by ``stack``."""
+    """Start the engines and the rollout workers, and return the resources that rollouts need.
+    ``stack`` closes them all."""
     client, audited = await _engines(parts, out / "inference", hosts, stack)
     others = {
         name: await _engines(each, out / f"inference-{name}", None, stack, f".{name}")
@@ -127,7 +127,7 @@ async def _engines(
 
 def _choose_key(parts: RunParts) -> None:
     """Choose the API key of the engines that the run starts. It is set in the environment before
-    other processes are started, so that they inherit it."""
+    other processes start, so that they inherit it."""
     if parts.engines is not None and not parts.engines.urls:
         os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
@@ -192,7 +192,8 @@ def _workers(
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
-    """Return the rollout workers, which are not started yet, or None if the placement has none."""
+    """Return the rollout workers, which are not started yet. Returns None if the placement has
+    none."""
     from ramify.inference.local.local_client import LocalClient
 
     run, num = parts.run, parts.num_processes("rollouts")

@@ -1,4 +1,4 @@
-"""Watches the metrics of every step and evaluation of a run, reports what is wrong and which option
+"""Watch the metrics of every step and evaluation of a run. The doctor reports faults and the option
 to change, and stops the run or rolls it back if necessary.
 
     step        ── findings ──> report, and stop, roll back or only warn (``guard.then``)
@@ -51,7 +51,8 @@ _AFTER_DIVERGENCE = 5
 
 
 class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a run reacts to detected faults, and which conditions end a stage of rollouts early.
+    """Options for the reaction to detected faults, and the conditions that end a stage of rollouts
+    early.
 
     >>> train.TrainingGuard(then="rollback").rollback_lr
     0.5
@@ -92,7 +93,7 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class GuardState(msgspec.Struct, kw_only=True):
-    """The state that the guard keeps within a stage to detect collapse or divergence of the
+    """The state of the guard within a stage, by which it detects collapse or divergence of the
     training run."""
 
     best: float | None = None
@@ -131,8 +132,8 @@ class GuardState(msgspec.Struct, kw_only=True):
 
 
 class TrainingGuardVerdict(msgspec.Struct):
-    """The findings of the guard for one training step or evaluation, and its decision: whether the
-    stage continues, stops or goes back to a checkpoint."""
+    """The guard's verdict on one training step or evaluation: its findings, and whether the stage
+    continues, stops or goes back to a checkpoint."""
 
     metrics: dict[str, float]
     found: list[Finding] = []
@@ -156,7 +157,7 @@ class TrainingGuardVerdict(msgspec.Struct):
 
 
 def note_initial_score(memory: GuardState, values: Mapping[str, float]) -> None:
-    """Remember the score of the evaluation before the first step, with which later evaluations are
+    """Note the score of the evaluation before the first step, with which later evaluations are
     compared."""
     memory.best_score = ValidationScore.of(values, None, 0.0)
 
@@ -222,8 +223,8 @@ def after_step(
 def _after_step(
     guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
-    """Check the metrics of one policy after a step, update its state in ``memory``, and return the
-    verdict."""
+    """Check the metrics of one policy after a step, update the policy's state in ``memory``, and
+    return the verdict."""
     verdict = TrainingGuardVerdict({}, [])
     history = StageStepHistory(_first(memory), memory.recent)
     is_seen = False
@@ -266,7 +267,7 @@ def _check_scores(
     values: Mapping[str, float],
     verdict: TrainingGuardVerdict,
 ) -> None:
-    """End the run if the score fails for most answers and nothing is learned, since further steps
+    """End the run if scoring fails for most answers and nothing is learned, since further steps
     would not change that."""
     if not values.get("no_signal"):
         memory.has_learned = True
@@ -292,7 +293,7 @@ def _check_scores(
 
 
 def _note_divergence(memory: GuardState, verdict: TrainingGuardVerdict) -> None:
-    """Remove findings from the verdict that are explained by a recent divergence."""
+    """Note a recent divergence, and remove the findings that it explains from the verdict."""
     if memory.streaks.get("divergence"):
         memory.since_divergence = 0
     elif memory.since_divergence is not None:
@@ -303,8 +304,8 @@ def _note_divergence(memory: GuardState, verdict: TrainingGuardVerdict) -> None:
 
 
 def _act(guard: TrainingGuard, memory: GuardState, verdict: TrainingGuardVerdict) -> None:
-    """Decide whether the findings in ``verdict`` stop the stage or roll it back, and set its fields
-    ``stop`` and ``rollback`` accordingly."""
+    """Act on the findings in ``verdict``: decide whether they stop the stage or roll it back, and
+    set its fields ``stop`` and ``rollback``."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:
         return
     why = verdict.found[0].text

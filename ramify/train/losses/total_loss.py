@@ -161,9 +161,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def stored(self) -> dict[str, Any]:
-        """Return this loss as plain data, from which ``restored`` can create it again in another
-        process. A plug-in's formula is stored by its location. Raises ConfigError if a formula is
-        not a struct."""
+        """Return this loss as plain data, from which ``restored`` creates it again in another
+        process. A formula from a plug-in is stored by its import location. Raises ConfigError if a
+        formula is not a struct."""
         try:
             data: dict[str, Any] = msgspec.to_builtins(self)
         except TypeError as error:
@@ -180,9 +180,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """Return a copy of this loss in which ``old="auto"`` is replaced by an actual source of old
-        log-probabilities. The choice depends on ``num``, the number of optimizer steps per training
-        step."""
+        """Return a copy of this loss for training steps with ``num`` optimizer steps each. The copy
+        replaces ``old="auto"`` by the source of old log-probabilities that suits this number."""
         if self.old != "auto":
             return self
         single = "now" if "fresh_old" in self.reads else "sampler"
@@ -192,28 +191,28 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class BatchLossInputs(NamedTuple):
-    """The tensors from which the loss of one batch is computed. Each has shape [E], for E entries
-    of the batch, unless stated otherwise."""
+    """The inputs of the loss of one batch. Each tensor has shape [E], with one number for each of
+    the E tokens with loss, unless stated otherwise."""
 
     logprobs: Tensor
-    """l, with gradient."""
+    """Log-probabilities under the trained policy, with gradient."""
     streams: Mapping[str, Tensor]
     """Streams of the batch: weights, ``advantages``, ``sampler_logprobs``, ``old_logprobs``,
     ``ref_logprobs``, ``teacher_logprobs`` ([E, k] with ``teacher_ids``) …"""
     denominators: Mapping[str, float]
     entropy: Tensor | None = None
-    """In nats; None if it was not requested."""
+    """Entropy of the policy at each token, in nats. None if it was not requested."""
     teacher_ids_logprobs: Tensor | None = None
     """[E, k] the policy's log-probabilities of ``teacher_ids``, with gradient."""
     sequences: tuple[Tensor, int] | None = None
-    """([E] index of the entry's sequence, number of sequences)"""
+    """The sequence index of each token, with shape [E], and the number of sequences."""
     values: Tensor | None = None
     """[E] the critic's values, with gradient; None without a critic."""
 
 
 def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally]:
-    """Return how much one batch contributes to the loss of the step, as a scalar with gradient, and
-    a tally from which the step's metrics are computed."""
+    """Compute the contribution of one batch to the loss of the step. Returns a scalar with
+    gradient, and a tally from which the step's metrics are computed."""
     tally = LossTally()
     shares = []
     for name, weighed in _components(loss, entries, tally):
@@ -224,8 +223,8 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
 
 
 def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
-    """Return the contribution of each entry to the loss, as a tensor of shape [E]. This is only
-    used for diagnosis."""
+    """Return the contribution of each token to the loss, as a tensor of shape [E] for the E tokens
+    with loss. It is used only for diagnosis."""
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
@@ -233,8 +232,8 @@ def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
 def _components(
     loss: LossSpec, entries: BatchLossInputs, tally: LossTally
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each component of the loss, with the contribution of each entry to it. An
-    entry without weight contributes 0, whatever its log-probability."""
+    """Yield the name of each loss component (``rl``, ``ce`` or ``kd``), with the contribution of
+    each token to it. A token without weight contributes 0, whatever its log-probability."""
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
             weight = entries.streams[name] / entries.denominators[name]
@@ -242,9 +241,10 @@ def _components(
 
 
 def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
-    """Estimate KL(now, ref) per token. With d = ref - now, the estimators are k1 = -d, k2 =
-    d²/2 and k3 = exp(d) - d - 1 (d is clamped to ±20, k3 to ±10). ``k3+`` has the value of k3 and
-    the gradient of k2, which on-policy is the gradient of the true KL."""
+    """Estimate the KL divergence KL(now, ref) per token from log-probabilities under two policies.
+    With d = ref - now, the estimators are k1 = -d, k2 = d²/2 and k3 = exp(d) - d - 1, where d is
+    clamped to ±20 and k3 to ±10. ``k3+`` has the value of k3 and the gradient of k2, which
+    on-policy is the gradient of the true KL."""
     if kind == "k1":
         return now - ref
     k2 = (now - ref).square() / 2
@@ -333,7 +333,7 @@ def _imitate(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tens
 
 
 def _distil(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tensor:
-    """Return the distillation loss of each entry, [E].
+    """Return the distillation loss of each token, as a tensor of shape [E].
 
     With several candidate tokens per position, it is one of the losses in ``distil_losses``. With
     the sampled token alone, it is the policy gradient of the reverse KL, plus a pull of weight
@@ -363,22 +363,21 @@ def _distil(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tenso
 
 
 class SerializableLossTally(msgspec.Struct, frozen=True):
-    """A ``LossTally`` as plain numbers, which can be sent to another process."""
+    """A ``LossTally`` in the form of plain numbers, which can be sent to another process."""
 
     sums: dict[str, tuple[float, float]]
-    """Name -> (sum, count)"""
+    """Map each name to a sum and a count."""
     maxima: dict[str, float]
     experts: tuple[tuple[Any, Any, Any], float] | None
-    """Fields of an ``ExpertLoad`` on the CPU."""
+    """Fields of an ``ExpertLoad``, on the CPU."""
 
 
 class LossTally:
-    """Accumulates sums over the entries of a step's batches, from which the metrics of the step are
-    computed."""
+    """Sums over the tokens of a step's batches, from which the metrics of the step are computed."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        """Name -> (sum, count)"""
+        """Map each name to a sum and a count."""
         self.maxima: dict[str, Tensor | float] = {}
         self.experts: ExpertLoad | None = None
 
@@ -398,7 +397,7 @@ class LossTally:
     def add_policy_metrics(
         self, tokens: PolicyLossInputs, clipped: Tensor, has_weight: Tensor
     ) -> None:
-        """Add metrics that show how far off-policy the tokens with weight are, such as the clip
+        """Add metrics of how far off-policy the tokens with weight are, such as the clip
         fraction."""
         now = tokens.now.detach()
         mismatch = (
@@ -434,8 +433,9 @@ class LossTally:
             self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
     def _raise(self, name: str, value: Tensor | float) -> None:
-        """Record a value if it is the largest so far; once a NaN occurs, the maximum stays NaN.
-        Tensors stay on their device, so that nothing waits for a batch to finish."""
+        """Raise the recorded maximum of a metric to ``value`` if it is larger. Once a NaN occurs,
+        the maximum stays NaN. Tensors stay on their device, so that nothing waits for a batch to
+        finish."""
         before = self.maxima.get(name)
         if before is None:
             self.maxima[name] = value
@@ -481,15 +481,15 @@ class LossTally:
 
 
 def chooses(loss: LossSpec) -> bool:
-    """Return True if the loss selects tokens from the whole step, so that its batches must go
-    through ``choose`` first."""
+    """Return True if the loss selects tokens from the whole step. Its batches must then go through
+    the function ``choose`` first."""
     return isinstance(loss.policy, TokenSelectingLoss)
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """Mark the tokens that the policy loss selects, and return the batches with the marks as an
-    additional stream, ``chosen``. ``logprobs`` holds the log-probabilities of each batch under the
-    current policy, with shape [E]."""
+    """Select the tokens that the policy loss treats differently. Returns the batches with an
+    additional per-token array ``chosen`` that marks these tokens. ``logprobs`` holds the
+    log-probabilities of each batch under the current policy, with shape [E]."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
     now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
@@ -518,9 +518,9 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 
 def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
-    """Return the index of each entry's sequence, counted from 0, and the number of sequences.
-    Entries of the same call (or of the same rollout, if that is the ``unit``) get the same index,
-    even if the call has several paths."""
+    """Return the sequence index of each token with loss, counted from 0, and the number of
+    sequences. Tokens of the same call, or of the same rollout if that is the ``unit``, get the same
+    index, even if the call has several paths."""
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [
@@ -550,8 +550,8 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a pseudorandom number for each entry of a batch. It depends only on the name of the
-    entry's sequence and on the entry's position in the sequence."""
+    """Return a pseudorandom number for each token with loss. It depends only on the name of the
+    token's sequence and on its position there."""
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

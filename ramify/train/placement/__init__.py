@@ -1,4 +1,4 @@
-"""Decides where a run's processes are placed: on one machine or many, started directly or by Ray.
+"""Decide where a run's processes are placed: on one machine or many, started directly or by Ray.
 
 placement_spec.py       the recipe's section: pools, roles, and which roles share a slot
 placement_slots.py      which process gets which slot, and whether the slots fit the pools

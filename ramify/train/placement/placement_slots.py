@@ -1,5 +1,5 @@
-"""Assigns processes to placement slots (shares of a machine), and checks that the slots fit the
-pools of machines.
+"""Assign a run's processes to placement slots, which are reserved shares of a machine. This module
+also checks that the slots fit the pools of machines.
 
     pool gpus, 2 nodes of 2 GPUs
         node 0   slot 0  trainer 0, inference 0      slot 1  trainer 1, inference 1
@@ -30,9 +30,9 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of processes of each role (such as trainer or inference) and of each
-    service, by name. ``by_run`` holds the numbers that other options of the run set for a role, or
-    0 if they set none. Raises ConfigError if such a number differs from the placement's."""
+    """Count the processes of each role, such as trainer or inference, and of each service, by name.
+    ``by_run`` holds the numbers that other options of the run set for a role, or 0 if they set
+    none. Raises ConfigError if such a number differs from the placement's."""
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
@@ -46,12 +46,13 @@ def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
 
 
 _FIELDS = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "inference.num"}
-"""Role -> the run's field that sets its number; only the placement sets that of rollouts."""
+"""Map each role to the field of the run that sets its number of processes. Only the placement sets
+the number for rollouts."""
 
 
 def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeResourceSlot]:
-    """Divide the machines into slots for the given number of processes of each role, beginning with
-    the slot of the first trainer process. Raises ConfigError, which shows the sums, if the slots do
+    """Divide the machines into slots for the given number of processes of each role. The slot of
+    the first trainer process comes first. Raises ConfigError, which shows the sums, if the slots do
     not fit the pools of machines."""
     unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
@@ -67,7 +68,7 @@ def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeRes
 
 
 class _UnplacedSlot(NamedTuple):
-    """A placement slot (a share of a machine) that is not assigned to a machine yet."""
+    """A placement slot, i.e. a share of a machine, that is not assigned to a machine yet."""
 
     pool: str
     needs: SlotResources
@@ -89,8 +90,8 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """Return the slots of a group of colocated roles. There are as few slots as can hold all
-    processes, and the processes of each role are divided evenly among them."""
+    """Return the slots of a group of colocated roles. There are only as many slots as are needed
+    for all processes. The processes of each role are divided evenly among them."""
     largest = max(spec.role(role).gpus for role in group)
     num_slots = max(
         -(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group
@@ -113,8 +114,8 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """Return how many processes with ``gpus`` GPUs each fit side by side on a slot with ``largest``
-    GPUs."""
+    """Return how many processes with ``gpus`` GPUs each fit side by side into a slot with
+    ``largest`` GPUs."""
     if not largest:
         return 1
     return max(1, int(largest / gpus + ALMOST)) if gpus else num
@@ -162,7 +163,7 @@ def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
     """Assign the slots of one pool to its machines, and return the placed slots by index. The
-    largest slot is placed first. Each slot goes to the first machine with enough room, or with
+    largest slots are placed first. Each goes to the first machine with enough room, or with
     ``spread`` to the one with the most room. Raises ConfigError if a slot fits on no machine."""
     free = [_resources(pool)] * pool.nodes
     slots = {}
@@ -189,7 +190,7 @@ def _placed(
 
 
 def _roles_of(members: Sequence[RoleInstanceId]) -> str:
-    """Describe the roles in a placement slot, with their counts, as in ``trainer and inference`` or
+    """Describe the roles in a placement slot with their counts, as in ``trainer and inference`` or
     ``2 trainer and inference``."""
     num = Counter(member.role for member in members)
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())

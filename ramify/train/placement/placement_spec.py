@@ -1,5 +1,5 @@
-"""The recipe's section ``placement``, which describes as plain data where a run's processes are
-placed.
+"""Define the section ``placement`` of a recipe, which describes as plain data where a run's
+processes are placed.
 
     PlacementSpec(
         pools={"gpus": NodePool(nodes=2, gpus=8, cpus=64), "cpus": NodePool(nodes=1, cpus=32)},
@@ -49,7 +49,7 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The placement of one kind of process (a role): its pool, its number of processes and the
+    """The placement of one kind of process (a role): its pool, its number of processes, and the
     resources of each."""
 
     pool: str = ""
@@ -74,8 +74,8 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server that provides judgements or rewards. It is a single process, which is started before
-    the engines."""
+    """A server that provides judgements or rewards. It is a single process, which starts before the
+    engines."""
 
     command: tuple[str, ...]
     """Command that starts it; ``{host}`` and ``{port}`` are replaced by its listening address."""
@@ -98,8 +98,8 @@ class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The pools of machines, the kinds of processes that run there, and which of them share
-    GPUs."""
+    """The placement of a run: the pools of machines, the kinds of processes that run there, and
+    which of them share GPUs."""
 
     kind: Literal["local", "ray"] = "local"
     """What starts the processes: this machine, or Ray. ``ramify train --placement`` sets it."""
@@ -154,11 +154,11 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The names of all roles (kinds of processes), including services."""
+        """The names of all roles, i.e. kinds of processes, including services."""
         return *ROLES, *self.services
 
     def role(self, name: str) -> RoleSpec:
-        """Return the specification of the role called ``name``. Each service is a role, too."""
+        """Return the specification of the role called ``name``. Each service is also a role."""
         spec: RoleSpec = self.services[name] if name in self.services else getattr(self, name)
         return spec
 

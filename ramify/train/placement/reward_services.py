@@ -1,5 +1,5 @@
-"""Starts the servers of judgements or rewards that a run needs, and sets the environment variables
-through which callers find them.
+"""Start the servers of judgements or rewards that a run needs. Their addresses are set in
+environment variables, where callers find them.
 
     run, rollout workers ── variable: http://… ──▶ service on this machine
                                                └─▶ forwarder on this machine ──▶ service elsewhere
@@ -35,7 +35,8 @@ _BLOCK = 1 << 16
 
 
 class RewardServices:
-    """Starts, watches and ends all services of one run. It belongs to the run's event loop."""
+    """All services of one run, i.e. its servers of judgements or rewards. This class starts,
+    watches and ends them, and belongs to the run's event loop."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class RewardServices:
         *,
         restarts: int = 3,
     ) -> None:
-        """Prepare the services without starting them. ``restarts`` is how often a service is
-        restarted in a row before it is given up. The count starts again once the service has run
-        for its ``start_s`` seconds."""
+        """Prepare the services without starting them. ``restarts`` is how often in a row a service
+        is restarted before it is given up. The count starts again once the service has run for its
+        ``start_s`` seconds."""
         self._hosts = hosts
         self._restarts = restarts
         self._all = [
@@ -55,10 +56,10 @@ class RewardServices:
         ]
         self._watchers: list[asyncio.Task[None]] = []
         self._environment: dict[str, str | None] = {}
-        """Variable -> its value before the run set it."""
+        """The earlier value of each environment variable that the run has set."""
 
     async def start(self) -> None:
-        """Start all services, and set the environment variables that hold their addresses. Raises
+        """Start all services, and set the environment variables with their addresses. Raises
         ConfigError if one does not start."""
         try:
             await asyncio.gather(*(service.start() for service in self._all))
@@ -106,7 +107,7 @@ class RewardServices:
 
 
 class _RunningService:
-    """One running service, which may be on another machine."""
+    """One running service, possibly on another machine."""
 
     def __init__(self, hosts: Launcher, name: str, spec: RewardServiceSpec, out: Path) -> None:
         self._hosts = hosts
@@ -126,13 +127,13 @@ class _RunningService:
 
     async def start(self) -> None:
         """Start or restart the service, and wait until it accepts connections. Raises ConfigError
-        if it does not do so in time, or ends first."""
+        if the service ends first or does not accept them in time."""
         await asyncio.to_thread(self._start)
         await self._reached()
 
     async def opened(self) -> str:
-        """Return the service's URL, which stays valid for the whole run. If the service runs on
-        another machine, a forwarder is started for it on this machine."""
+        """Open access to the service and return its URL, which stays valid for the whole run. If
+        the service runs on another machine, a forwarder for it starts on this machine."""
         host, port = self._host, self._port
         if host != self._hosts.address:
             self._forwarder = await asyncio.start_server(self._pass, self._hosts.address, 0)
@@ -140,7 +141,7 @@ class _RunningService:
         return f"http://{host}:{port}{self.spec.path}"
 
     async def ended(self) -> str:
-        """Wait until the service has ended, and return a description of how it ended."""
+        """Wait until the service has ended. Returns a description of how it ended."""
         assert self._process is not None
         while True:
             if await asyncio.to_thread(self._process.poll) is not None:

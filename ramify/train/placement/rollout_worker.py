@@ -1,5 +1,6 @@
-"""Runs a rollout worker: a process that samples rollouts, with its own sandboxes and connections to
-the engines. It also scores them, unless the task scores whole steps, which the run does itself.
+"""Run a rollout worker, a process that samples rollouts with its own sandboxes and engine
+connections. It also scores them, unless the task scores whole steps. In that case the run's own
+process scores them.
 
     run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
         <── trajectory (in its stored form), and hashes of the ids that engines received ──
@@ -42,7 +43,8 @@ from ramify.types.message import Message
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
-    """The part of a run's configuration that a rollout worker needs, sent as its first message."""
+    """The part of a run's configuration that a rollout worker needs. It is the first message to the
+    worker."""
 
     name: str
     task: str
@@ -52,18 +54,18 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     limits: Limits
     sandbox: AnySandboxSpec
     inference: InferenceSpec
-    """With the addresses of the running engines."""
+    """Options of inference, with the addresses of the running engines."""
     checkpoint: str
-    """Folder with the policy's configuration and tokenizer; its weights are not read."""
+    """Folder with the policy's configuration and tokenizer. Its weights are not read."""
     dtype: str
     """Data type of the engines' weights."""
     grace_s: float
     direct: bool = False
-    """Whether a single plain call may answer a short context."""
+    """True if a single plain call may answer a short context."""
     thinking: bool | None = None
     """See ``PolicySpec.thinking``."""
     depths: tuple[DepthSpec, ...] = ()
-    """See ``Run.depths``; all have the policy."""
+    """See ``Run.depths``. The policy answers at all depths."""
     variables: tuple[str, ...] = ()
     """Environment variables that hold the addresses of services."""
 
@@ -72,8 +74,8 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class SerializedTaskItem(msgspec.Struct, frozen=True):
-    """A task item in the form in which it is sent to a worker. Its values are encoded in the same
-    way as values of sessions, so that their types are kept."""
+    """A task item in the form that is sent to a worker. Its values are encoded like values of
+    sessions, so that their types are kept."""
 
     question: str
     kind: str
@@ -83,8 +85,8 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> SerializedTaskItem:
-        """Encode an item for a worker. Raises ConfigError if it has a value that no session could
-        receive."""
+        """Encode a task item for a worker. Raises ConfigError if it has a value that no session
+        could receive."""
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
             values["context"] = item.context.value
@@ -128,13 +130,13 @@ class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelRollout(msgspec.Struct, frozen=True, tag=True):
-    """A message that cancels a requested rollout, because its result is no longer needed."""
+    """A message that cancels a requested rollout whose result is no longer needed."""
 
     id: int
 
 
 class EndWorker(msgspec.Struct, frozen=True, tag=True):
-    """The last message to a worker, which exits when it receives this."""
+    """The last message to a worker, which then exits."""
 
 
 RunMessage = RolloutWorkerSpec | RolloutRequest | AvailableEngines | CancelRollout | EndWorker

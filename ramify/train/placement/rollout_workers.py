@@ -1,5 +1,5 @@
-"""Samples rollouts in separate worker processes. Each rollout goes to the worker with the least
-work, and comes back as a trajectory.
+"""Sample rollouts in separate worker processes. Each rollout goes to the least busy worker and
+comes back as a trajectory.
 
     rollouts ── attempt(item, name, sampling) ──> RolloutWorkers ──> worker 0, worker 1, …
                                                                      (``rollout_worker.py``)
@@ -61,13 +61,13 @@ _END_S = 10.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
 _PAUSE_S = 1.0
-"""Pause before the next attempt to restart a worker."""
+"""Seconds between two attempts to restart a worker."""
 _MAX_REASONS = 3
-"""An error quotes the reasons of this many most recent failures."""
+"""Number of most recent failures whose reasons an error quotes."""
 
 
 class _Worker:
-    """The run's view of one worker process: its connection, and the rollouts that it is
+    """One worker process as seen by the run: its connection, and the rollouts that it is
     sampling."""
 
     def __init__(self, number: int, process: Process, channel: Channel, heartbeat_s: float) -> None:
@@ -76,9 +76,9 @@ class _Worker:
         self.process = process
         self.channel = channel
         self.requests: dict[int, RolloutRequest] = {}
-        """Request id -> the rollouts it is sampling."""
+        """The rollouts that the worker is sampling, by request id."""
         self.urls: tuple[str, ...] = ()
-        """The engines that it was last told to call."""
+        """Addresses of the engines that the worker was last told to call."""
         self._outbox: queue.SimpleQueue[RunMessage] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True, name="ramify to a rollout worker").start()
 
@@ -97,8 +97,8 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """A pool of worker processes that sample the rollouts of a run. It belongs to one event loop;
-    call ``start`` before anything else."""
+    """A pool of worker processes that sample the rollouts of a run. It belongs to one event loop.
+    Call ``start`` before any other method."""
 
     def __init__(
         self,
@@ -113,10 +113,11 @@ class RolloutWorkers:
         restarts: int = 3,
         heartbeat_s: float = 60.0,
     ) -> None:
-        """Prepare ``num`` workers without starting them. ``seen`` receives hashes of the token ids
-        that went through engines. ``restarts`` is how often a worker may end in a row without
-        having completed a rollout. A worker that is silent for more than ``heartbeat_s`` seconds is
-        ended, and counts as lost."""
+        """Prepare ``num`` workers without starting them.
+
+        ``seen`` receives hashes of the token ids that went through engines. ``restarts`` is how
+        often a worker may end in a row without having completed a rollout. A worker that is silent
+        for more than ``heartbeat_s`` seconds is ended, and counts as lost."""
         self._hosts = hosts
         self._num = num
         self._spec = spec
@@ -190,7 +191,7 @@ class RolloutWorkers:
 
     async def _start_worker(self, number: int) -> _Worker:
         """Start a worker, and return it once it can sample rollouts. Raises ConfigError if the
-        worker cannot start, or if no engine answers."""
+        worker cannot start or if no engine answers."""
         until = time.monotonic() + self._start_s
         while not self._engines.current_urls:
             if time.monotonic() > until:
@@ -223,7 +224,7 @@ class RolloutWorkers:
         return worker
 
     def _start_process(self, number: int) -> _Worker:
-        """Start the process of a worker, and return once it has connected. Raises ConfigError if it
+        """Start the process of a worker, and wait until it has connected. Raises ConfigError if it
         does not connect."""
         names = {self._spec.inference.key_variable, *self._spec.variables}
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
@@ -262,8 +263,8 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart a worker that has ended. If several attempts fail, it is given up; either outcome
-        is logged."""
+        """Restart a worker that has ended. After several failed attempts the worker is given up.
+        Either outcome is logged."""
         try:
             worker = await retry_until_started(
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
@@ -289,7 +290,7 @@ class RolloutWorkers:
 
     async def _watch(self) -> None:
         """Send workers the current list of available engines, and detect workers that ended without
-        a message, for example because their machine failed."""
+        a message. A failed machine can be the cause of that."""
         while True:
             urls = self._engines.current_urls
             for worker in list(self._alive):
@@ -314,7 +315,7 @@ class RolloutWorkers:
     # --- messages from workers
 
     def _read(self, worker: _Worker, ready: asyncio.Future[None]) -> None:
-        """Receive a worker's messages, in a separate thread, until the worker ends."""
+        """Read a worker's messages until the worker ends. This method runs in a separate thread."""
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
                 message: WorkerMessage = worker.channel.receive(WorkerMessage)

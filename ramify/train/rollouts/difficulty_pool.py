@@ -1,5 +1,5 @@
-"""Reduces how often items are rolled out that currently give no training signal because they are
-too easy or too hard.
+"""Reduce how often training rolls out items that currently give no training signal, because they
+are too easy or too hard.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
                              ──> asked in ``share`` of their turns, and passed over in the others
@@ -27,29 +27,30 @@ from ramify.train.metrics import GROUPS, GroupRecord
 from ramify.types.trajectory import GroupFate
 
 _LATEST = 20
-"""Number of latest groups that decide whether a part is settled."""
+"""Number of latest groups that decide whether a part of the mixture is settled, i.e. gives no
+training signal."""
 _NEARLY_ALL = 0.9
 _DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
 
 
 class DifficultyPool:
-    """Remembers which items of a run recently gave no training signal, and decides when such items
-    are skipped."""
+    """A record of which items recently gave no training signal. It decides when such items are
+    skipped."""
 
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Create the pool of a run. ``share`` is the fraction of turns in which an item without
-        training signal is still rolled out. ``folder`` is the folder of the run. ``has_parts`` is
-        True if the items belong to a mixture of tasks."""
+        """Create the pool of a run, in the run's ``folder``. ``share`` is the fraction of turns in
+        which an item without training signal is still rolled out. ``has_parts`` is True if the
+        items belong to a mixture of tasks."""
         self._share = share
         self._folder = folder
         self._seed = seed
         self._has_parts = has_parts
         self._items: dict[str, GroupFate] = {}
-        """Id of an item -> outcome of its latest group."""
+        """Outcome of the latest group of each item, by item id."""
         self._parts: dict[str, deque[GroupFate]] = {}
-        """Name of a part -> outcomes of its latest groups."""
+        """Outcomes of the latest groups of each task in the mixture, by name."""
 
     def load(self) -> None:
         """Read the outcomes of all earlier groups from the run's folder."""
@@ -74,8 +75,7 @@ class DifficultyPool:
 
     def is_settled(self, item: str) -> bool:
         """Return True if the item with this id currently gives no training signal. Either its
-        latest group had none, or nearly all of the latest groups of its task in the mixture had
-        none."""
+        latest group had none, or nearly all of the latest groups of its task had none."""
         if self._items.get(item) is GroupFate.NO_SIGNAL:
             return True
         latest = self._parts.get(part_of(item), ()) if self._has_parts else ()

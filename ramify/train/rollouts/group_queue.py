@@ -1,5 +1,6 @@
-"""A queue of rollout groups (several attempts at one item each), whose rollouts may run ahead of
-the training steps. Groups begin in the order of their items, and are taken when they are complete.
+"""Queue rollout groups, each of which is several attempts at one item. Rollouts may run ahead of
+the training steps. Groups begin in the order of their items, and a step takes them when they are
+complete.
 
     items ── begin, up to a limit ──> rollouts ── complete ──> taken by a step, or given up
                       ▲                                                  │
@@ -52,14 +53,15 @@ from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rol
 from ramify.types.trajectory import Group, GroupFate
 
 _MAX_SKIPPED = 10_000
-"""Maximum number of items that are passed over in a row, so that every step begins."""
+"""Maximum number of items skipped in a row, so that every step begins."""
 _MOMENT_S = 1e-9
-"""Tolerance for times: a sum of floats may fall just short of the time that was waited for."""
+"""Tolerance for comparing times, since a sum of floats may fall just short of the time that was
+waited for."""
 
 
 class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many items each step of reinforcement learning samples, and how far sampling may run
-    ahead of training."""
+    """Options of a step's rollouts: how many items each step of reinforcement learning samples, and
+    how far sampling may run ahead of training."""
 
     items: int = 24
     """Items of the task per step."""
@@ -92,7 +94,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def max_token_staleness(self) -> int:
-        """Maximum staleness of a token, in steps, when it is learned from."""
+        """Maximum staleness of a token, in steps, when the trainer learns from it."""
         return self.max_staleness + self.grace_steps if self.max_staleness else 0
 
     def __post_init__(self) -> None:
@@ -125,14 +127,14 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 Numbered = tuple[int, Group]
-"""(number of an item, its group)"""
+"""The number of an item, and its group."""
 
 
 class QueuedGroup(msgspec.Struct, eq=False):
     """A rollout group that has begun and that no training step has taken yet."""
 
     number: int
-    """Number of its item."""
+    """Number of the group's item."""
     rolling: GroupInProgress
     task: asyncio.Task[Group]
     """Completes when the group is complete and its signals are computed. Signals of a group that
@@ -142,9 +144,9 @@ class QueuedGroup(msgspec.Struct, eq=False):
     group: Group | None = None
     """The result, once the group is complete."""
     is_scored: bool = False
-    """Whether it is complete, and its rollouts have rewards."""
+    """True if the group is complete and its rollouts have rewards."""
     has_no_signal: bool = False
-    """Whether it is complete and nothing can be learned from it."""
+    """True if the group is complete and nothing can be learned from it."""
 
     @property
     def is_whole(self) -> bool:
@@ -167,14 +169,15 @@ class StepGroups(msgspec.Struct):
     given_up: list[GroupRecord]
     metrics: dict[str, float]
     notes: list[str]
-    """Which rollouts were given up, in sentences."""
+    """Sentences about the rollouts that were given up."""
     stragglers: dict[int, list[str]]
-    """Number of a group that continues without rollouts that were given up -> their ids."""
+    """Ids of the rollouts that were given up while their group continued, by number of the
+    group."""
 
 
 class GroupQueue:
-    """Runs the rollout groups of one training stage, and hands them to its steps. ``close`` ends
-    all rollouts."""
+    """Runs the rollout groups of one training stage, and passes them to the stage's steps. Call
+    ``close`` to end all rollouts."""
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class GroupQueue:
         has_no_signal: Callable[[Group], bool] = lambda group: False,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a queue, which begins rollouts when ``take`` or ``newer`` is called.
+        """Create a queue. Rollouts begin when ``take`` or ``newer`` is called.
 
         ``next_item`` is the number of the first item that has never begun. If the run is resumed,
         ``pending`` holds the numbers of items that had begun before, which begin first. ``read``
@@ -207,15 +210,15 @@ class GroupQueue:
         self._has_no_signal = has_no_signal
         self._pool = pool
         self._skipped: list[GroupRecord] = []
-        """Records of items that were passed over, until they are written."""
+        """Records of skipped items that are not written yet."""
         self.by_id: dict[str, Item] = {}
         """Items of the open groups, by id."""
         self.open_groups: list[QueuedGroup] = []
-        """In the order in which they began."""
+        """The open groups, in the order in which they began."""
         self._step = 0
         self._begun_in_step = 0
         self._took_s: deque[float] = deque(maxlen=sample.items * rollouts.per_item)
-        """Durations of the latest rollouts, as many as a step has."""
+        """Durations of the latest rollouts in seconds. There are as many as a step has rollouts."""
         self._given_up: list[RolloutAttempt] = []
         """Rollouts that were given up and may still be ending."""
         self._notes: list[str] = []
@@ -225,8 +228,8 @@ class GroupQueue:
     # --- for the stage
 
     async def take(self, step: int) -> StepGroups:
-        """Wait until the groups of the given step are complete, and return them. Unexpected errors
-        in rollouts are raised here."""
+        """Wait until the groups of the given step are complete, and return them. Raises unexpected
+        errors of rollouts."""
         self._set_step(step)
         with report_progress(
             "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
@@ -253,14 +256,15 @@ class GroupQueue:
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """Return what a resumed run needs: the number of the first item that has never begun, and
-        the numbers of the items whose groups are open."""
+        """Return the state that a resumed run needs: the number of the first item that has never
+        begun, and the numbers of the items with open groups."""
         return self._next_item, sorted(
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
 
     def take_skipped_records(self) -> list[GroupRecord]:
-        """Return the records of the items that were skipped since the last call or step."""
+        """Return the records of the items that were skipped since the last step or the last call of
+        this method."""
         records, self._skipped = self._skipped, []
         return records
 
@@ -365,7 +369,7 @@ class GroupQueue:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
-        """Store the results of groups that have become complete."""
+        """Find the groups that have become complete, and store their results."""
         self._note_begun()
         for entry in self.open_groups:
             if entry.group is None and entry.task.done():
@@ -374,7 +378,7 @@ class GroupQueue:
                     self._note_scored(entry)
 
     def _note_scored(self, entry: QueuedGroup) -> None:
-        """Record that the rollouts of a complete group have rewards, and whether the group has a
+        """Note that the rollouts of a complete group have rewards, and whether the group has a
         training signal."""
         assert entry.group is not None
         entry.is_scored = True
@@ -382,8 +386,7 @@ class GroupQueue:
 
     def _unscored(self) -> list[QueuedGroup]:
         """Return the complete groups that still have to be scored. If rollouts run ahead of the
-        steps, these are only the groups that the next step will take, and otherwise all complete
-        groups."""
+        steps, only the groups that the next step will take are returned."""
         ready = [entry for entry in self._whole() if not entry.has_no_signal]
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
@@ -405,8 +408,8 @@ class GroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up slow rollouts if they are the only ones that the step still waits for. If there
-        are none, return the seconds until there may be some, or None."""
+        """Give up slow rollouts if the step waits for nothing else. If there are none, return the
+        seconds until there may be some, or None."""
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
@@ -485,8 +488,8 @@ def _time_left(group: QueuedGroup, bound: float) -> float | None:
 
 
 class RolloutAdmissionOptions(Protocol):
-    """The options that decide how many groups may be in progress and how old their tokens may
-    become. They are provided both by training and by the simulator."""
+    """The interface of the options that limit how many groups may be in progress and how old their
+    tokens may become. Training and the simulator both provide them."""
 
     @property
     def items(self) -> int: ...
@@ -499,7 +502,7 @@ class RolloutAdmissionOptions(Protocol):
 
 
 class StartedGroup(Protocol):
-    """A rollout group that has begun and that no training step has taken yet."""
+    """The interface of a rollout group that has begun and that no training step has taken yet."""
 
     step: int | None
     """Number of steps behind the weights when its first rollout began; None if none has begun."""
@@ -542,8 +545,8 @@ def suffice(
     whole: Sequence[StartedGroup],
     step: int,
 ) -> bool:
-    """Return True if step ``step`` could start, provided that exactly the groups in ``whole`` are
-    complete, out of all groups in ``begun``."""
+    """Return True if the groups in ``whole`` suffice for step ``step`` to start. ``whole`` are the
+    complete groups among all groups in ``begun``."""
     if not rules.max_staleness and len(whole) < len(begun):
         return False
     complete = {id(group) for group in whole}
@@ -596,8 +599,8 @@ def groups_to_give_up(
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
     """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476). Of ``tried``
-    groups, ``kept`` had a training signal, and ``wanted`` are needed. The number is chosen to
-    suffice if the same share has a signal again, but never raises the total above ``max_tried``.
+    groups, ``kept`` had a training signal, and ``wanted`` are needed. The number suffices if the
+    same share has a signal again, but the total never exceeds ``max_tried``.
 
     wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more.
     """

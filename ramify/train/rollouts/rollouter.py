@@ -1,4 +1,4 @@
-"""Rolls out items: samples several attempts at each item with the shared engine, and has the task
+"""Roll out items: sample several attempts at each item with the shared engine, and let the task
 score them.
 
     item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
@@ -86,7 +86,7 @@ class ConcurrencyController:
 
     @property
     def follows(self) -> bool:
-        """True if the limit adapts to the engine's cache; False if it is fixed."""
+        """True if the limit adapts to the engine's cache. False if it is fixed."""
         return self._gauge is not None
 
     async def __aenter__(self) -> None:
@@ -112,7 +112,7 @@ class ConcurrencyController:
         self._let_in()
 
     async def look(self) -> None:
-        """Measure the pressure on the engine's cache, and lower or raise the limit accordingly."""
+        """Measure the pressure on the engine's cache, and adjust the limit to it."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
@@ -145,8 +145,7 @@ _log = ComponentLogger("train")
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How items are rolled out: the number of attempts, their concurrency, and the sampling
-    options."""
+    """Options for rolling out items: the number of attempts, their concurrency, and sampling."""
 
     group: int = 8
     """Attempts per item."""
@@ -223,9 +222,9 @@ class RolloutAttempt:
         when the rollout has ended or was given up."""
         self.name = name
         self.began_at: float | None = None
-        """Monotonic time; None while it waits for a slot."""
+        """Monotonic time at which the rollout began. None while it waits for a slot."""
         self.took_s: float | None = None
-        """None while it is running, and if it was given up."""
+        """Duration in seconds. None while the rollout is running, and if it was given up."""
         self.was_given_up = False
         self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         self._item = item
@@ -241,8 +240,8 @@ class RolloutAttempt:
         return self._task.done()
 
     def give_up(self, why: str) -> None:
-        """Let the group continue without this rollout, and cancel it. The rollout may take a while
-        to stop, but nothing waits for that."""
+        """Give up this rollout: cancel it, and let its group continue without it. The rollout may
+        take a while to stop, but nothing waits for that."""
         if not self.result.done():
             self.was_given_up = True
             self.result.set_result(self._without_result(why))
@@ -295,7 +294,7 @@ class RolloutAttempt:
 
 
 class GroupInProgress:
-    """All attempts at one item while they are in progress."""
+    """All attempts at one item, while they are in progress."""
 
     def __init__(
         self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
@@ -305,8 +304,8 @@ class GroupInProgress:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Wait for all attempts, and return them as a group, without those that were given up. An
-        unexpected error of an attempt is raised as soon as it occurs."""
+        """Wait for all attempts, and return them as a group. Attempts that were given up are left
+        out. An unexpected error of an attempt is raised as soon as it occurs."""
         await asyncio.gather(*(attempt.result for attempt in self.attempts))
         trajectories = [
             attempt.result.result()
@@ -320,8 +319,8 @@ class GroupInProgress:
         )
 
     def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
-        """Return the complete rollouts that have no score yet. If ``every_line`` is True, all
-        branches of rollouts that forked are scored too."""
+        """Return the complete rollouts that have no score yet. ``every_line`` includes all branches
+        of rollouts that forked."""
         return [
             AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
             for each in self.attempts
@@ -330,7 +329,7 @@ class GroupInProgress:
 
     @property
     def given_up_names(self) -> list[str]:
-        """The names of the rollouts that were given up, while the group continued without them."""
+        """The names of the rollouts that were given up while the group continued."""
         return [
             attempt.name
             for attempt in self.attempts
@@ -350,7 +349,7 @@ class GroupInProgress:
 
 class Rollouter:
     """Rolls out the items of one task with one ``RLM``, so that all rollouts share a sandbox and a
-    client. The owner keeps the ``RLM`` open (``async with rlm``)."""
+    client. The owner keeps the ``RLM`` open with ``async with rlm``."""
 
     def __init__(
         self,
@@ -373,7 +372,7 @@ class Rollouter:
         self._seed = seed
         self._greedy = greedy
         self._stored: dict[str, str] = {}
-        """Name of a rollout that is not scored yet -> its stored run."""
+        """The stored run of each rollout that is not scored yet, by name of the rollout."""
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
         followed = gauge if options.min_concurrency is not None else None
@@ -420,8 +419,8 @@ class Rollouter:
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
     async def count_planned_modes(self, items: Sequence[Item]) -> RootModeCounts:
-        """Count how the root calls of ``items`` will begin: as plain calls, or with a session. No
-        model is called."""
+        """Count how many root calls of ``items`` will be plain calls, and how many will have a
+        session. No model is called."""
         options = self._options
         if isinstance(self._task, TrafficTask):
             return RootModeCounts(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
@@ -444,10 +443,11 @@ class Rollouter:
         what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
-        """Roll out one group per item. Groups and their rollouts are returned in order, including
-        failed rollouts. ``what`` names the work in progress reports. ``after`` is applied to each
-        group as soon as it is complete, while others continue. Raises only unexpected errors and
-        cancellations."""
+        """Roll out one group per item, and return the groups in order. They include failed
+        rollouts. Only unexpected errors and cancellations are raised.
+
+        ``what`` names the work in progress reports. ``after`` is applied to each group as soon as
+        it is complete, while others continue."""
 
         async def whole(rolling: GroupInProgress) -> Group:
             group = await rolling.whole()
@@ -502,9 +502,8 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline, so
-        that the load of a machine never influences a reward. Other rollouts are returned
-        unchanged."""
+        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline. The
+        load of a machine then never influences a reward. Other rollouts are returned unchanged."""
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
@@ -523,19 +522,19 @@ async def close(attempts: Iterable[RolloutAttempt]) -> None:
 
 
 ITEMS = 20
-"""Number of items to count: the first ones that the run will roll out."""
+"""Number of items that are counted. They are the first ones that the run will roll out."""
 
 
 class RootModeCounts(msgspec.Struct, frozen=True):
-    """Counts how the first items of a run begin: with one plain call, or with a recursive root
-    call, which has a session and may call children."""
+    """Counts how the root calls of a run's first items begin. An item begins with one plain call,
+    or with a recursive root call, which has a session and may call children."""
 
     items: int
     """Number of items that were counted."""
     direct: int
     """Number of items that one plain call answers, without a session."""
     depth: int
-    """``limits.max_depth``: with 0 no root may call a child, so none is recursive."""
+    """``limits.max_depth``. With 0 no root may call a child, so none is recursive."""
     is_conducted: bool = False
     """True if the task itself holds the conversations of its items."""
     is_recorded: bool = False
@@ -575,5 +574,5 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
 def items_from(items: Sequence[Item], first: int) -> list[Item]:
     """Return the items that a run rolls out first, beginning with number ``first``. After the last
-    item, a run starts over with item 0."""
+    item, the run starts over with item 0."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]
