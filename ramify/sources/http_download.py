@@ -71,7 +71,7 @@ def is_public(address: str) -> bool:
 
 
 _IPV4_INSIDE = ipaddress.IPv6Network("::/96"), ipaddress.IPv6Network("64:ff9b::/96")
-"""Networks in which the last four bytes of an address are an IPv4 address."""
+"""IPv6 networks whose addresses contain an IPv4 address in their last four bytes."""
 _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 

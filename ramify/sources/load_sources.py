@@ -63,12 +63,14 @@ def load(
     mapped_bytes: int = MAPPED_BYTES,
     allow_private: bool = False,
 ) -> LoadedContext:
-    """Load all sources that ``paths`` name and return them as a context. At most ``max_bytes`` are
-    read (default: 1 GiB in memory, and any number in texts that stay in their files). If the texts
-    are larger than ``mapped_bytes`` together, they stay in their files, as ``MappedText``.
-    ``max_file_s`` is the time limit for parsing one document, in seconds. If ``strict``, one of
-    several files that cannot be read is an error, too. ``allow_private`` lets web addresses lead to
-    private ones, such as those of this machine. Raises SourceError with advice.
+    """Load all sources that ``paths`` name and return them as a context. Raises SourceError with
+    advice.
+
+    At most ``max_bytes`` are read (default: 1 GiB in memory, and any number in texts that stay in
+    their files). If the texts are larger than ``mapped_bytes`` together, they stay in their files,
+    as ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in seconds. If
+    ``strict``, one of several files that cannot be read is an error, too. ``allow_private`` lets
+    web addresses lead to private ones, such as those of this machine.
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
@@ -123,16 +125,17 @@ def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of a source in a form that may be recorded in a run: the password, login and
-    keys are removed from a URL.
+    """Return the name of a source without passwords, logins and keys, so that a run may
+    record it.
     """
     return recorded_url(name) if is_remote(name) else without_password(name)
 
 
 def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the tools again that the sources of a recorded run provided, such as ``sql``.
-    ``sources`` is what ``LoadedContext.recorded_sources`` returned for that run. Raises SourceError
-    if a source no longer exists.
+    """Recreate the tools that a recorded run got from its sources, such as ``sql``. Raises
+    SourceError if a source no longer exists.
+
+    ``sources`` is what ``LoadedContext.recorded_sources`` returned for that run.
     """
     names, paths = sources.get("tools"), sources.get("paths", [])
     if not names:
@@ -200,7 +203,7 @@ def _expand(name: str) -> list[str]:
 
 
 def _check_exists(path: str) -> None:
-    """Raise SourceError if ``path`` does not exist, or is not a path at all."""
+    """Raise SourceError if ``path`` does not exist or is not a valid path."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,5 +1,5 @@
-"""Converts e-mail to text. Files in the formats eml and mbox are read by the standard library, and
-msg (Outlook) by python-oxmsg, in the process of ``document_process.py``.
+"""Converts e-mail to text. The standard library reads eml and mbox files, and python-oxmsg reads
+Outlook's msg files. This runs in the process of ``document_process.py``.
 
 A message becomes its headers and its plain text, or its HTML as Markdown if it has no plain text.
 An attachment is read as a file of its kind; ``documents.py`` decides which attachments are read.

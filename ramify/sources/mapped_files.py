@@ -63,7 +63,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
 
 
 def is_large(num_bytes: int, loading: SourceCollector) -> bool:
-    """Return True if a text file of this size stays in its file instead of memory."""
+    """Return True if a text file of this size is too large for memory and stays in its file."""
     if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
         return False
     limit = loading.mapped_bytes

@@ -1,6 +1,7 @@
 """Converts PDFs to text, page by page, with ``pypdf``. The columns of tables stay side by side.
-This runs in the process of ``document_process.py``; pages as pictures, and scans, which have no
-text, are handled by ``pdf_page_pictures.py``.
+
+This runs in the process of ``document_process.py``. Pages as pictures, and scans without text, are
+handled by ``pdf_page_pictures.py``.
 
 Plain extraction gives the cells of many tables one per line, and the rows are lost. The layout mode
 keeps them, with spaces between the cells. It drops what a page draws by reference (form

@@ -1,5 +1,5 @@
-"""Shows pages of PDFs as pictures to a model. The host renders a page when a session asks for it,
-with pypdfium2 and Pillow (extra ``inputs``).
+"""Shows pages of PDFs to a model as pictures. The host renders a page when a session asks for it,
+using pypdfium2 and Pillow (extra ``inputs``).
 
     page_picture(3)                  the third page of the only PDF, as a session asks for it
     page_picture(3, "report.pdf")    of one of several
@@ -34,7 +34,7 @@ _WIDTHS = range(100, 4001)
 
 
 class RenderablePdf(msgspec.Struct, frozen=True):
-    """A PDF whose pages can be rendered later."""
+    """A PDF in the context whose pages can be rendered on request."""
 
     source: Path | bytes
     digest: str

@@ -70,7 +70,8 @@ class SearchIndexProcess:
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _remove, self._process, folder)
         self._place = {"folder": folder, "max_bytes": min(most, free - _SPARE_BYTES // 2)}
-        # Small enough for the pipe: the process knows its folder even if this one is killed now.
+        # This request fits into the pipe's buffer, so the child learns its folder even if this
+        # process is killed now.
         try:
             self._answer(SearchProcessRequest("open"), BLOCK_S)
             for request in requests():

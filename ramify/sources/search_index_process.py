@@ -57,7 +57,7 @@ class IndexedTextBlock(msgspec.Struct, frozen=True):
 
     text: str
     at: int
-    """Position of the block in the texts of the context."""
+    """Start position of the block, in characters of all texts of the context together."""
     shape: Shape
     is_last: bool
     """True for the last block of its text."""
@@ -180,13 +180,15 @@ class _Index:
             return []
         totals = itertools.accumulate(count for count, _ in rarest)
         num = sum(total <= MAX_POSTINGS for total in totals)
-        # If all are more common: some of them, in as many units as leaves the cost the same.
+        # Rare words are searched everywhere, up to a cost limit. If even the rarest word exceeds it,
+        # the search covers only the first regions of the text, at about the same cost.
         asked = rarest[: num or MAX_POSTINGS // _REGION]
         matches = self._any_of([("text", word) for _, word in asked])
         if not num:
             first = range(MAX_POSTINGS // _REGION // len(asked))
             matches = self._within(matches, [("region", number) for number in first])
         best = self._hits(matches, k + _TIED)
+        # More passages share the last score than were fetched: take the first ones in the text.
         if len(best) == k + _TIED and best[k - 1][0] == best[-1][0]:
             score = best[-1][0]
             best = [each for each in best if each[0] > score]

@@ -1,4 +1,4 @@
-"""Runs one query on an SQLite database, read-only and with limits on time, rows and bytes.
+"""Runs one read-only query on a SQLite database, with limits on time, rows and bytes.
 
 Queries are read-only in three ways: the file is opened read-only, ``query_only`` is set, and an
 authorizer permits only reading (no ATTACH, no writing PRAGMA, no extension). Each call has its own

@@ -1,5 +1,5 @@
-"""Lets a session query the tables of its sources, through the variable ``tables`` and the function
-``sql``.
+"""Lets code in a session query the tables of its sources, with the variable ``tables`` and the
+function ``sql``.
 
     file ──describe_file──> TableInfo ──SessionTables──> tables   a list: names, columns, samples
                                                          sql(…)   one SELECT over all of them
@@ -208,8 +208,8 @@ class SessionTables:
 
     @property
     def listing(self) -> list[dict[str, Any]]:
-        """Return one dict for each table, with its name in SQL, its file, columns, number of rows
-        and first rows.
+        """Return one dict per table with its name in SQL, its file, columns, number of rows and
+        first rows.
         """
         return [
             {

@@ -131,7 +131,7 @@ class TextSearchTool:
 
     @property
     def num_chars(self) -> int:
-        """The number of characters of all texts together."""
+        """Total number of characters of all texts."""
         return self._starts[-1]
 
     def prepare(self) -> None:
@@ -324,7 +324,7 @@ class TextChunkingTool:
 
     @property
     def session_source(self) -> str:
-        """Return the source code of the module that is installed in the session."""
+        """Return the source code of the module that defines ``chunks`` in the session."""
         return _chunks_source()
 
 

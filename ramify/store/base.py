@@ -1,4 +1,4 @@
-"""The interface between the engine and a store of runs: what the engine needs in order to keep,
+"""The interface between the engine and a store of runs. It covers what the engine needs to keep,
 read and continue runs.
 
     engine ── create, reopen ──> RunJournal ── append(event) …  close
@@ -62,7 +62,7 @@ class RunJournal(Protocol):
         """
 
     def close(self) -> None:
-        """Release the journal, so that another writer can open it. Idempotent."""
+        """Close the journal, so that another writer can open it. Idempotent."""
 
     def live_text(self) -> LiveReplyFileWriter | None:
         """Writer of the file that shows replies as they arrive, or None if this journal has no such
@@ -154,8 +154,8 @@ class RunStore(Protocol):
             journal.close()
 
     def find(self, run: str) -> str:
-        """Return the full id of ``run``, which may also be the beginning of an id or ``"last"``.
-        Raises UnknownRun.
+        """Resolve ``run`` to a full run id. It may be a complete id, the beginning of one, or
+        ``"last"``. Raises UnknownRun.
         """
         return resolve_run_id(run, self.ids(), self)
 

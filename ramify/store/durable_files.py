@@ -39,7 +39,7 @@ _log = ComponentLogger("store")
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
-"""Folder of a store with one file per evaluation; ``evaluate/run.py`` writes them."""
+"""Folder of a store with one file per evaluation, which ``evaluate/run.py`` writes."""
 MATRIX = ".matrix"
 """Suffix of the file of a matrix of evaluations in that folder. The names of its evaluations begin
 with the matrix's name; ``evaluate/matrix.py`` writes it.
@@ -306,6 +306,7 @@ class FsyncFlusher:
                 del self._due[file]
             while self._busy_owner is owner:
                 self._turn.wait()
+        # Flushed here and not by the background thread, which may be pausing or not running.
         for file in mine:
             self._sync(file, owner)
 
@@ -357,8 +358,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Stores large values (blobs) in files named by their SHA-256 hash, each value once. Safe for
-    several threads and processes at once.
+    """Stores large values (blobs) once each, in files named by their SHA-256 hash. Safe for several
+    threads and processes at once.
     """
 
     def __init__(self, root: Path, flusher: FsyncFlusher) -> None:

@@ -55,7 +55,7 @@ instant.
 
 
 class WriterProcessId(msgspec.Struct, frozen=True):
-    """Identifies the process that is writing a journal."""
+    """Process id and host of the process that is writing a journal."""
 
     pid: int
     host: str
@@ -293,6 +293,7 @@ def writer(path: Path) -> WriterProcessId | None:
     except OSError:
         return None
     try:
+        # A live writer holds the exclusive lock, and the system releases it if the writer dies.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return named
@@ -492,8 +493,9 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
 
 
 class FileStoredRun(NamedTuple):
-    """A run that is read from its journal file. Implements ``StoredRun``. Its reviews may
-    also be those of a file of trajectories.
+    """A run that is read from its journal file. Implements ``StoredRun``.
+
+    Its reviews may also be those of a file of trajectories.
     """
 
     path: Path
@@ -589,8 +591,8 @@ def decode_line(
 
 
 def check_version(line: bytes, run: StoredRun) -> None:
-    """Raise StoreError if a run was written by a newer version of Ramify. ``line`` is the first
-    line of its journal.
+    """Raise StoreError if a newer version of Ramify wrote the run. ``line`` is the first line of
+    its journal.
     """
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version

@@ -189,6 +189,7 @@ class LiveReplyFileReader(LiveReplyFile):
             if _is_alone(fd):
                 os.ftruncate(fd, 0)  # of a run that was killed
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # The file may have been deleted and created again between opening and locking.
             if self._is_at_path(fd):
                 self._fd, fd, self._read_state = fd, -1, None
         except BlockingIOError:

@@ -181,6 +181,7 @@ class StorePruner:
         """
         if not candidates:
             return 0
+        # A run stores a blob just before its journal refers to it, so recent blobs may be needed.
         writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
         latest = time.time() - GRACE_S if writing else float("inf")
         unnamed = dict(candidates)

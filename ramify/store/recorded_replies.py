@@ -267,8 +267,8 @@ class RecordedRunIndex:
         return self._cells.get((call, turn, cell))
 
     def has_call(self, id: str, where: Parent) -> bool:
-        """Return True if the recorded run has a call ``id`` that was made by the code cell at
-        ``where``.
+        """Return True if the recorded run has a call ``id`` that the code cell at ``where``
+        made.
         """
         return self._parents.get(id) == where
 
@@ -400,8 +400,8 @@ class RecordedRunIndex:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused if the model refused this prompt in the recorded run, in which another
-        prompt then replaced it.
+        """Raise Refused again if the model refused this prompt in the recorded run. Another prompt
+        then replaced it.
         """
         if (call, turn, prompt_hash) not in self._replaced:
             return

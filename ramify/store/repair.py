@@ -71,7 +71,7 @@ class JournalCheckResult(msgspec.Struct):
     """Number of lines that have a checksum."""
     num_damaged: int = 0
     damage: list[LineDamage] = []
-    """The first damaged lines, in order."""
+    """The first damaged lines, in the order of the file."""
     torn_bytes: int = 0
     """Length in bytes of an incomplete last line, left by a killed writer. Resuming the run cuts
     the line off."""
@@ -92,7 +92,7 @@ class JournalRepairResult(msgspec.Struct, frozen=True):
 
     id: str
     damage: LineDamage
-    """The first damage."""
+    """The first damaged line."""
     num_kept: int
     """Number of lines before the damage, which the repaired journal keeps."""
     num_lost_replies: int

@@ -1,5 +1,4 @@
-"""The language for filtering lists of stored runs, as in ``ramify runs 'when:yesterday
-stop:error'``.
+"""The filter language for lists of stored runs, as in ``ramify runs 'when:yesterday stop:error'``.
 
     cost>0.1 stop:error when:yesterday model:qwen reward:0 -label:odd "two words" sort:cost
 
@@ -109,7 +108,9 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
 
 
 def reward_of(run: RunSummary) -> float | None:
-    """Return the first reward of a run, after corrections, or None if the run was not scored."""
+    """Return the first reward of a run after human corrections, or None if the run was not
+    scored.
+    """
     corrected = run.review.rewards if run.review else {}
     return next(iter({**run.rewards, **corrected}.values()), None)
 

@@ -1,5 +1,5 @@
-"""Opens the store that a command uses: by default a folder (``Store``), otherwise the store that an
-environment variable names.
+"""Opens the store for a command: the store that an environment variable names, or by default a
+folder (``Store``).
 
     RAMIFY_RUN_STORE="my_store.py:SqliteStore=/data/runs.db"     calls it with the text after "="
     RAMIFY_RUN_STORE="sqlite=/data/runs.db"                      the entry point of a package

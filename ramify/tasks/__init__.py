@@ -1,4 +1,4 @@
-"""Tasks: questions with right answers, and scores for the answers of a model.
+"""Tasks: questions with right answers, and functions that score a model's answers.
 
     >>> from ramify import tasks
     >>> def make(rng):

@@ -79,6 +79,7 @@ class StoppableThread:
 
     def stop(self) -> None:
         """Stop the function by raising ThreadStopped at its next Python instruction."""
+        # Python has no public way to stop a thread: only this C function raises in another one.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ThreadStopped)
         )

@@ -1,5 +1,4 @@
-"""The command ``python -m ramify.testing``, which serves a scripted model or checks a sandbox
-provider.
+"""``python -m ramify.testing``: a scripted model as a server, and the checks of a sandbox.
 
 python -m ramify.testing serve SCRIPT.json [--port 8123]    print the base URL, and serve
 python -m ramify.testing serve offline:default              the model for offline use

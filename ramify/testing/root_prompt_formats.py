@@ -102,7 +102,7 @@ class RootPromptFormat(Protocol):
 
 
 class RamifyPromptFormat:
-    """The prompts and replies of Ramify's scaffolds ``default`` and ``minimal``."""
+    """The prompt format of Ramify's own scaffolds ``default`` and ``minimal``."""
 
     name = "ramify"
     ask = _WHOLE
@@ -140,7 +140,7 @@ class RamifyPromptFormat:
 
 
 class RlmsPromptFormat:
-    """The prompts and replies of the reference library, ``rlms``."""
+    """The prompt format of ``rlms``, the reference library for recursive language models."""
 
     name = "rlms"
     ask = _BATCHES
@@ -169,7 +169,7 @@ class RlmsPromptFormat:
 
 
 class DrostePromptFormat:
-    """The prompts and replies of the library ``droste``."""
+    """The prompt format of the library ``droste``."""
 
     name = "droste"
     ask = _BATCHES
@@ -206,8 +206,9 @@ class DrostePromptFormat:
 
 
 class DspyPromptFormat:
-    """The prompts and replies of ``dspy.RLM`` with the inputs ``context`` and ``question``, through
-    its chat adapter."""
+    """The prompt format of ``dspy.RLM`` with its chat adapter and the inputs ``context`` and
+    ``question``.
+    """
 
     name = "dspy"
     ask = _BATCHES

@@ -136,8 +136,8 @@ def malformed(text: str = "not json") -> ScriptedFailure:
 
 
 def html(status: int = 200) -> ScriptedFailure:
-    """Return a failure in which the server sends a web page instead of JSON, as it does if the
-    client's base URL is wrong.
+    """Return a failure in which the server sends a web page instead of JSON, as with a wrong base
+    URL.
 
     Example:
         testing.ScriptedServer([testing.html()])
@@ -174,7 +174,7 @@ Step = str | Message | Reply | ScriptedFailure
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rule of a script: the reply to all requests whose last message matches a pattern.
+    """A rule of a script: the reply to every request whose last message matches a pattern.
 
     >>> testing.ScriptRule(match="capital of France", reply="Paris").reply
     'Paris'

@@ -181,7 +181,7 @@ class ScriptedClient:
     def load(
         cls, path: str | Path, *, window: int = ASSUMED_WINDOW, price: Price | None = None
     ) -> ScriptedClient:
-        """Create a client that answers from a script file. Its name is ``scripted:PATH``."""
+        """Create a client from a script file. The client's name is ``scripted:PATH``."""
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
     async def complete(self, request: Request) -> Reply:

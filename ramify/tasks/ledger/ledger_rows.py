@@ -70,8 +70,8 @@ in them.
 
 
 class LedgerRowTextFormat(msgspec.Struct, frozen=True):
-    """The text format of the rows of a ledger: the separator, the order of columns, and whether
-    there is a header.
+    """The text format of a ledger's rows: the separator, the order of columns, and whether there is
+    a header.
     """
 
     separator: str

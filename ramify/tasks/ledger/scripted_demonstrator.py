@@ -1,5 +1,5 @@
-"""A scripted demonstrator, which answers ledger questions as a person with partial knowledge would,
-in several replies that contain code.
+"""A scripted demonstrator for ledger questions. It answers as a person with partial knowledge
+would, in several replies that contain code.
 
     print(context[:70])                            look at the format first
     R=[l.split(',') for l in context.splitlines()[1:]]           one document: parse, ask, show

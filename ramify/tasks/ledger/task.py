@@ -82,7 +82,7 @@ newline.
 
 
 class LedgerDocumentSpan(msgspec.Struct, frozen=True):
-    """The position of one document in the context of an item, and its text format."""
+    """Position and text format of one document in the context of an item."""
 
     start: int
     end: int

@@ -354,8 +354,9 @@ def _rescaled(
 
 
 def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
-    """Return True if any call of a group's rollouts has a non-zero advantage. A group in which all
-    advantages are 0 has no gradient and would only dilute the weight of the other groups."""
+    """Return True if any call of a group's rollouts has a non-zero advantage. A group without one
+    has no gradient, and would only dilute the weight of the other groups.
+    """
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 

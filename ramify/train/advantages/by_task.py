@@ -64,7 +64,7 @@ class PerTaskAlgorithm(
     """Name of a part of the mixture -> its algorithm, by name or with options, as in
     ``rl.algorithm``."""
     other: Any = DrGRPO()
-    """The algorithm of the parts that are not listed."""
+    """The algorithm for all parts that are not listed in ``tasks``."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """State of all algorithms under keys such as ``sums/rollout_tokens``."""
 
