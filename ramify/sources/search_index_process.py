@@ -180,8 +180,8 @@ class _Index:
             return []
         totals = itertools.accumulate(count for count, _ in rarest)
         num = sum(total <= MAX_POSTINGS for total in totals)
-        # Rare words are searched everywhere, up to a cost limit. If even the rarest word exceeds it,
-        # the search covers only the first regions of the text, at about the same cost.
+        # Rare words are searched everywhere, up to a cost limit. If even the rarest word exceeds
+        # it, the search covers only the first regions of the text, at about the same cost.
         asked = rarest[: num or MAX_POSTINGS // _REGION]
         matches = self._any_of([("text", word) for _, word in asked])
         if not num:

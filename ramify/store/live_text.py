@@ -214,8 +214,8 @@ def delete_if_unfollowed(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Return True if no other process holds a lock on this file. In that case, ``fd`` now holds an
-    exclusive lock.
+    """Return True if no other open file holds a lock on this file. In that case, ``fd`` now holds
+    an exclusive lock.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

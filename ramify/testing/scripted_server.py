@@ -441,9 +441,8 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Serve a script, or the simulated model for offline use, until interrupted. The first line of
-    output is the base URL.
-    """
+    """Serve a script, or the model for offline use, until interrupted. The first line printed is
+    the base URL."""
     parser = argparse.ArgumentParser(
         prog="python -m ramify.testing serve", description=main.__doc__
     )
