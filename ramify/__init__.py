@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 import logging as _logging
 import sys as _sys
+from os.path import exists as _exists
 
 TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 _logging.getLogger("ramify").addHandler(_logging.NullHandler())
 
 __version__ = "0.1.0"
+
+
+def _is_module(path: str) -> bool:
+    return _exists(f"{path}.py") or _exists(path)
 
 
 def lazy_namespace(
@@ -55,7 +60,8 @@ def lazy_namespace(
             new = _module("ramify.deprecated_public_names").new_name(package, name)
             if new is not None:
                 return get(new)
-        if home is None and name[:1] == "_":
+        # ``from ramify import secrets`` asks for a module here before Python imports it.
+        if home is None and (name[:1] == "_" or _is_module(f"{folder}/{name}")):
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=_module(package)
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 NAMESPACES = (
     "ramify",
@@ -27,6 +26,8 @@ def public_name_advice(package: str, name: str) -> str:
     """Return the end of an error message about an unknown name of ``package``; empty if no public
     name resembles it. Case and underscores are ignored. A name that exists in another namespace is
     preferred to one that is only similar."""
+    from difflib import get_close_matches
+
     here = _names(package)
     if same := here.get(_folded(name)):
         return f": did you mean '{same}'?"

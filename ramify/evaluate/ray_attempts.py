@@ -73,7 +73,7 @@ class _RemoteRecord:
         self.unfinished = {place: run} if run else {}
         self._tell = tell
 
-    def start(self, item: str, attempt: int, run: str) -> None:
+    def record_start(self, item: str, attempt: int, run: str) -> None:
         self._tell(AttemptStarted(item, attempt, run))
 
 

@@ -119,8 +119,8 @@ class RowEngine:
 
     async def _skip(self, part: str, known: PartCounts) -> None:
         attempt = uuid.uuid4().hex
-        if not await self._call("begin", attempt, part):
-            await self._call("end", attempt, known)
+        if not await self._call("begin_attempt", attempt, part):
+            await self._call("end_attempt", attempt, known)
             await self._call("written", part)
 
     def _call(self, method: str, *given: Any) -> Awaitable[Any]:

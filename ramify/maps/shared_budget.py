@@ -376,7 +376,7 @@ def read_spending(path: str) -> MapSpending | None:
         return None
 
 
-Method = Literal["begin", "submit", "wait", "end"]
+Method = Literal["begin_attempt", "apply_operations", "wait", "end_attempt"]
 
 
 class RemoteBudget(BudgetLedger):
@@ -410,7 +410,7 @@ class RemoteBudget(BudgetLedger):
     async def begin_attempt(self, part: str) -> str:
         """Register an attempt to answer ``part`` with the shared budget. Returns an empty text, or
         the reason if the map is stopping."""
-        reason: str = await self._call("begin", self._attempt, part)
+        reason: str = await self._call("begin_attempt", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
         return reason
@@ -420,8 +420,8 @@ class RemoteBudget(BudgetLedger):
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []
-            await self._call("submit", self._attempt, operations, 0.0)
-        await self._call("end", self._attempt, counts)
+            await self._call("apply_operations", self._attempt, operations, 0.0)
+        await self._call("end_attempt", self._attempt, counts)
 
     async def close(self) -> None:
         """Wait until messages in transit have arrived, and stop the attempt's background tasks."""
@@ -472,7 +472,7 @@ class RemoteBudget(BudgetLedger):
         await asyncio.sleep(0)  # What the same pass of the event loop adds is sent together.
         while self._operations and self._lost is None:
             operations, self._operations = self._operations, []
-            await self._exchange("submit", self._attempt, operations, self._paused_s())
+            await self._exchange("apply_operations", self._attempt, operations, self._paused_s())
         if self._asked and (self._waiter is None or self._waiter.done()):
             self._waiter = asyncio.create_task(self._wait())
 
@@ -483,7 +483,7 @@ class RemoteBudget(BudgetLedger):
     async def _beats(self) -> None:
         while self._lost is None:
             await asyncio.sleep(_BEAT_S)
-            await self._exchange("submit", self._attempt, [], self._paused_s())
+            await self._exchange("apply_operations", self._attempt, [], self._paused_s())
 
     async def _exchange(self, method: Method, *given: Any) -> None:
         try:

@@ -34,6 +34,7 @@ from ramify.store.stores import open_store
 from ramify.types.trajectory import SCHEMA_VERSION
 
 Kind = Literal["journal", "trajectory", "evaluation"]
+_JOURNAL_BEGINS = b'{"type":"RunStarted"'
 _MAX_FIRST_LINE = 1 << 26
 """Maximum length of the first line in bytes. A trajectory with token ids may be long."""
 
@@ -54,8 +55,8 @@ def kind_of(path: Path) -> Kind | str:
     evaluation. For any other file, return a sentence that says why it is not a run."""
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
-    if line.startswith(b'{"type":"RunStarted"'):
-        return "journal"
+    if line.startswith(_JOURNAL_BEGINS) or (line and _JOURNAL_BEGINS.startswith(line)):
+        return "journal"  # perhaps one whose first line is still being written
     if not line:
         return f"{path} is empty: not a run (yet)"
     if len(line) == _MAX_FIRST_LINE:

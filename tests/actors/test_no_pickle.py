@@ -26,7 +26,7 @@ EXCEPTIONS = {
     ("actors/process_guard.py", "marshal"): "the other end: a guard starts with the standard "
     "library alone",
     (
-        "sandbox/host/running_cell.py",
+        "module_compiler.py",
         "marshal",
     ): "compiled code of a cell goes from the host into the session, never back",
     ("sandbox/guest/notebook.py", "marshal"): "the other end, inside the sandbox",

@@ -364,7 +364,11 @@ def test_direct_always_answers_with_one_plain_call_however_long_the_context_is(
 
 def test_direct_always_is_refused_for_what_only_a_session_can_do() -> None:
     for options, asked, message in (
-        ({"tools": {"look": len}}, {}, "this question has tools or prepares a session"),
+        (
+            {"tools": {"look": len}},
+            {},
+            "the question or its input has tools, such as sql over a table, or prepares a session",
+        ),
         ({"branches": 2}, {}, "which has neither branches nor a next question"),
         ({}, {"direct": "allways"}, "direct is 'allways': give True, False or 'always'"),
     ):

@@ -117,7 +117,7 @@ def test_root_becomes_unprivileged_user_inside() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()
         assert await value(session, "import os; os.getuid() != 0 and os.geteuid() != 0") == "True"
-        status = Path(f"/proc/{pid_of(session.process)}/status").read_text()
+        status = Path(f"/proc/{pid_of(session.pidfd)}/status").read_text()
         lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
         assert lines["Uid"].split()[0] != "0"
         assert (lines["CapEff"], lines["CapPrm"], lines["NoNewPrivs"], lines["Seccomp"]) == (

@@ -127,7 +127,7 @@ def test_errors_name_no_path_of_the_host(tmp_path: Path):
     (tmp_path / "c.csv").write_text("a,b\n1,2\n")
     loaded = load([tmp_path])
     said = loaded.manifest() + "\n".join(loaded.describe())
-    assert "Malformed JSON" in said
+    assert "not a table for sql (line 2 is not JSON)" in said
     assert "No magic bytes found at end of file 'b.parquet'" in said
     assert str(tmp_path) not in said
 

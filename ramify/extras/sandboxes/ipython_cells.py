@@ -86,7 +86,7 @@ def make_shell() -> HeadlessIPythonShell:
     shell: HeadlessIPythonShell = HeadlessIPythonShell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )
-    shell.loop_runner = notebook.complete
+    shell.loop_runner = notebook.run_coroutine
     # Removing empty lines would shift the line numbers in errors.
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)
     # The guest shows errors, so IPython need not read whole files for its own tracebacks.

@@ -136,7 +136,7 @@ class NoEngines:
     """Engines at an address where no server listens."""
 
     version = 0
-    answering = ("http://127.0.0.1:9",)
+    current_urls = ("http://127.0.0.1:9",)
 
     async def look_after(self, url: str, who: str) -> None: ...
 
