@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LEAST_ROWS = 256
-"""Minimum number of rows for which ``linear`` uses oneDNN."""
+LEAST_ROWS = 16
+"""Minimum number of rows for which ``linear`` uses oneDNN. It is low, so that a batch that is split
+over ranks is computed by the same kernel as the whole batch."""
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def test_other_tensors_are_left_to_pytorch():
     weight = torch.randn(8, 8, requires_grad=True)
     for x in (
         torch.randn(257, 8),
-        torch.randn(64, 8),
+        torch.randn(15, 8),
         torch.randn(2, 256, 8),
     ):
         assert "_Linear" not in type(linear(x, weight, None).grad_fn).__name__
@@ -55,8 +55,8 @@ def test_other_tensors_are_left_to_pytorch():
 
 
 def test_few_numbers_of_rows_occur():
-    assert [rounded_rows(num) for num in (1, 255, 256, 257, 1000, 1024, 1025, 4000)] == [
-        1, 255, 256, 320, 1024, 1024, 1152, 4096,
+    assert [rounded_rows(num) for num in (1, 15, 16, 256, 257, 1000, 1024, 1025, 4000)] == [
+        1, 15, 64, 256, 320, 1024, 1024, 1152, 4096,
     ]  # fmt: skip
 
 
