@@ -53,7 +53,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     and norms use AdamW."""
     lr: float | None = None
     """Peak learning rate, also for Muon's matrices: their update is scaled to the size of AdamW's.
-    None: by the policy (``policy_defaults.py``); outside of a run 1e-3."""
+    None: by the policy (``policy_dependent_defaults.py``); outside of a run 1e-3."""
     betas: tuple[float, float] | None = None
     """None: by the policy; outside of a run 0.9 and 0.98."""
     eps: float = 1e-8
