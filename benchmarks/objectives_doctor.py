@@ -415,7 +415,7 @@ def cost(run: Run, out: Path) -> float:
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (stages, "of_samples"),
-            (stages, "of_comparison"),
+            (stages, "advantage_reward_correlation"),
             (Learner, "probe"),
             (Learner, "measured_before"),
             (Learner, "measured_after"),

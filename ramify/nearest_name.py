@@ -8,7 +8,7 @@ in the order of the known names wins, so callers put the names that are used mos
 
     nearest_name("modle", ["model", "mode"])  # "model": one swap; "mode" drops one letter
 
-Not here: the words around the suggestion (``errors.nearest``).
+Not here: the words around the suggestion (``errors.did_you_mean``).
 """
 
 from __future__ import annotations

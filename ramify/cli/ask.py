@@ -531,7 +531,7 @@ def make_rlm(
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature:g} is out of range: give 0 or more")
     named = named_models()
-    given = (settings["model"], *(settings.get("sub_model") or ()))
+    given = _model_names(settings)
     for name in given:
         if is_in_process(name):
             from ramify.inference.local import check_local_model_available
@@ -539,7 +539,8 @@ def make_rlm(
             check_local_model_available(name)
     model, *sub_models = (named.get(name, name) for name in given)
     limits = Limits(**{**card_of(model).limits, **limit_fields(settings)})
-    scaffold = read_scaffold(settings.get("scaffold"), getattr(model, "name", model))
+    name = model if isinstance(model, str) else model.name
+    scaffold = read_scaffold(settings.get("scaffold"), name)
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
@@ -566,7 +567,7 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
     if max_cost is None or not math.isfinite(max_cost):
         return
     named, table = named_models(), PriceTable.load()
-    for given in (settings["model"], *(settings.get("sub_model") or ())):
+    for given in _model_names(settings):
         model = named.get(given)
         name = given if model is None else model.name
         price = (model.price if model is not None else None) or table.price(name)
@@ -578,12 +579,18 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
             )
 
 
+def _model_names(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the chosen models: the one that drives the session, and those for
+    sub-calls."""
+    return settings["model"], *(settings.get("sub_model") or ())
+
+
 def _is_free(settings: Mapping[str, Any]) -> bool:
     """Return True if all models of a run are known to cost nothing."""
     from ramify.clients.providers import FREE, PriceTable
 
     table = PriceTable.load()
-    models = (settings["model"], *(settings.get("sub_model") or ()))
+    models = _model_names(settings)
     return not named_models().keys() & {*models} and all(table.price(m) == FREE for m in models)
 
 
@@ -594,7 +601,7 @@ def check_keys(settings: Mapping[str, Any]) -> None:
     from ramify.clients.providers import CLIENTS, is_script
 
     named = named_models()
-    for name in (settings["model"], *(settings.get("sub_model") or ())):
+    for name in _model_names(settings):
         model = named.get(name) or Model(name)
         check_key(model)
         if is_script(model.name):  # its file may be missing or wrong
@@ -603,7 +610,7 @@ def check_keys(settings: Mapping[str, Any]) -> None:
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
     """Print a notice for each chosen model that only simulates a model."""
-    for name in dict.fromkeys((settings["model"], *(settings.get("sub_model") or ()))):
+    for name in dict.fromkeys(_model_names(settings)):
         if name.startswith("offline:"):
             notes.say(
                 f"{name} only simulates a model: nothing is paid, and it knows only the questions "

@@ -6,7 +6,7 @@ live.
 
 Pages read the run's journal, which records a reply only once it is complete. The file shows the
 part that has arrived so far, and is deleted when the run ends. Within this process,
-``progress.watch_text`` shows replies as they arrive.
+``progress.watch_reply_text`` shows replies as they arrive.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """If there is no ``path``: the fields of a Hugging Face configuration, including
     ``model_type``, of the model to create from scratch. Empty as well: a transformer whose
     vocabulary, window and sizes follow from the demonstrations
-    (``policy_defaults.model_config_for``)."""
+    (``policy_dependent_defaults.scratch_model_config``)."""
     tokenizer: str = ""
     """A folder with the tokenizer for a model created from scratch. Empty: train one on the
     demonstrations."""

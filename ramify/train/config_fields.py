@@ -19,12 +19,13 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ramify.nearest_name import nearest_name
 from ramify.public_name_advice import NAMESPACES
 
 OTHER_NAMES: Mapping[str, Sequence[str]] = {
@@ -240,14 +241,15 @@ def suggestion(
     ]
     known = f"known: {', '.join(sorted(inside))}"
     first, last = wrong.partition(".")[0], wrong.rpartition(".")[2]
-    if close := get_close_matches(first, inside, n=1, cutoff=_SURE):
-        return f"did you mean '{close[0]}'? {known}"
+    if close := nearest_name(first, inside, _SURE):
+        return f"did you mean '{close}'? {known}"
     found = _elsewhere(every, {last.casefold(), name.replace(".", "_")}, name, section)
-    if not found and (close := get_close_matches(first, inside, n=1)):
-        return f"did you mean '{close[0]}'? {known}"
+    if not found and (close := nearest_name(first, inside)):
+        return f"did you mean '{close}'? {known}"
     if not found:
         ends = {each.name.rpartition(".")[2]: each for each in reversed(every)}
-        found = [ends[end] for end in get_close_matches(last, ends, n=1, cutoff=_SURE)]
+        end = nearest_name(last, ends, _SURE)
+        found = [] if end is None else [ends[end]]
     shown = []
     for each in found[:_MOST_SUGGESTED]:
         path = each.name.removeprefix(section)

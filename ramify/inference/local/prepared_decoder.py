@@ -33,6 +33,8 @@ _MOST_BYTES = 32 << 20
 arithmetic dominates."""
 _LEAST_ROWS = 48
 """Number of tokens from which oneDNN products may be faster."""
+_FEW_ROWS = 256
+"""Number of tokens below which they are rounded up to multiples of 16, which wastes less."""
 _LEAST_MULTIPLICATIONS = 1 << 21
 """Number of multiplications in a product from which oneDNN is faster."""
 _KEPT_SIZES = 16
@@ -237,7 +239,7 @@ def _rounded_rows(num: int) -> int:
     """Round a number of tokens up to one for which oneDNN has a kernel, or soon will."""
     if num < _LEAST_ROWS or not onednn_products.is_faster():
         return num
-    return max(-(-num // 16) * 16, onednn_products.rounded_rows(num))
+    return -(-num // 16) * 16 if num < _FEW_ROWS else onednn_products.rounded_rows(num)
 
 
 def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:

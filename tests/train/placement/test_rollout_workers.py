@@ -138,7 +138,7 @@ class NoEngines:
     version = 0
     current_urls = ("http://127.0.0.1:9",)
 
-    async def look_after(self, url: str, who: str) -> None: ...
+    async def handle_reported_loss(self, url: str, who: str) -> None: ...
 
 
 def test_rollout_worker_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
