@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 
-from ramify.nearest_name import nearest_name
-
 NAMESPACES = (
     "ramify",
     "ramify.train",
@@ -28,6 +26,8 @@ def public_name_advice(package: str, name: str) -> str:
     """Return the end of an error message about an unknown name of ``package``; empty if no public
     name resembles it. Case and underscores are ignored. A name that exists in another namespace is
     preferred to one that is only similar."""
+    from difflib import get_close_matches
+
     here = _names(package)
     if same := here.get(_folded(name)):
         return f": did you mean '{same}'?"
@@ -37,11 +37,11 @@ def public_name_advice(package: str, name: str) -> str:
             return f": it is in {namespace}: from {namespace} import {same}"
     wanted = _folded(name)
     longer = [each for each in here if each.startswith(wanted) or wanted.startswith(each)]
-    if close := nearest_name(wanted, longer or here, cutoff=0.5 if longer else 0.7):
-        return f": did you mean '{here[close]}'?"
+    if close := get_close_matches(wanted, longer or here, n=1, cutoff=0.5 if longer else 0.7):
+        return f": did you mean '{here[close[0]]}'?"
     for namespace, names in others.items():
-        if close := nearest_name(wanted, names, cutoff=0.8):
-            return f": did you mean '{names[close]}' of {namespace}?"
+        if close := get_close_matches(_folded(name), names, n=1, cutoff=0.8):
+            return f": did you mean '{names[close[0]]}' of {namespace}?"
     return ""
 
 
