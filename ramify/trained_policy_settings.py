@@ -17,6 +17,7 @@ silently. ``models`` reads weights and tokenizers.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,9 +64,10 @@ class TrainedPolicySettings(
         return {name: limit for name, limit in named.items() if limit is not None}
 
 
-def packaged_policies() -> list[str]:
+@functools.cache  # each run asks whether its model is one of them
+def packaged_policies() -> tuple[str, ...]:
     """Return the names of the policies that ship with the package."""
-    return sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}"))
+    return tuple(sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}")))
 
 
 def packaged_policy_folder(name: str) -> Path | None:
