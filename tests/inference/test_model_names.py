@@ -102,7 +102,7 @@ def test_limits_of_a_policy_are_defaults_and_a_broken_card_is_named(tmp_path: Pa
 
 def test_no_module_but_its_scaffold_and_its_task_knows_a_packaged_policy() -> None:
     package, names = Path(ramify.__file__).parent, packaged_policies()
-    assert names == ["tiny"]
+    assert names == ("tiny",)
     knowing = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
