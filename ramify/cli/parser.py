@@ -221,7 +221,10 @@ class CommandParser(argparse.ArgumentParser):
         end = arguments.index("--") if "--" in arguments else len(arguments)
         namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
         if unknown:
-            raise UsageError(unknown_option(unknown[0], known))
+            text = unknown_option(unknown[0], known)
+            if "FIELD=VALUE" in (self.usage or "") and "did you mean" not in text:
+                text += ": a field of the run has no dashes, as in rl.optim.lr=1e-4"
+            raise UsageError(text)
         namespace.words += arguments[end + 1 :]
         return namespace
 

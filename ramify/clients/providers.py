@@ -302,7 +302,7 @@ def _with_provider(name: str) -> str | None:
     ``openai/gpt-5-mini`` or ``gpt-5-mini``. Returns None if nothing similar is known."""
     if name.startswith(("http://", "https://")):
         return f"openai:MODEL@{name}"
-    if os.path.isdir(name):
+    if os.path.isdir(name) or name.startswith((".", "/", "~")):
         return f"{IN_PROCESS}:{name}"
     first, slash, rest = name.partition("/")
     if slash and "@" not in first and (provider := nearest_name(first, CLIENTS, cutoff=0.8)):

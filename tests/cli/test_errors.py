@@ -241,6 +241,10 @@ def test_help_names_the_commands_that_begin_with_a_command(shell: Shell) -> None
             ["runs", "prune", "--keep-last", "3"],
             r"unknown option --keep-last: did you mean --keep\?",
         ),
+        (
+            ["train", "recipe.py", "--learning-rate", "1e-4"],
+            r"unknown option --learning-rate: a field of the run has no dashes, as in rl\.optim",
+        ),
     ],
 )
 def test_wrong_usage_gets_one_line_error(shell: Shell, arguments: list[str], pattern: str) -> None:

@@ -105,6 +105,8 @@ def test_model_name_resolves_to_endpoint(name, environ, url, headers, limit):
             (name, {}, f"model '{name}' has no provider: write provider:model; {advice}")
             for name, advice in {
                 "gpt-5": "did you mean 'openai:gpt-5'?",
+                "./trained": "did you mean 'local:./trained'?",
+                "/no/such/folder": "did you mean 'local:/no/such/folder'?",
                 "gpt5-mini": "did you mean 'openai:gpt-5-mini'?",
                 "claude-instant": "did you mean 'anthropic:claude-instant'?",
                 "openai/gpt-5-mini": "did you mean 'openai:gpt-5-mini'?",
