@@ -6,6 +6,8 @@
                                                   repeat the command to continue
     python examples/demo.py --train rl.steps=20   the same, with fields of the recipe overridden
     python examples/demo.py --model local:DIR     ask another policy
+    python examples/demo.py --keep FOLDER         keep the ledger and the run in FOLDER, and print the
+                                                  command that draws the run (scripts/demo does)
 
 The ledger is several documents in one file, each in its own format, and far longer than the
 policy's window of 512 tokens. The policy looks at it, splits it, and gives each document to a
@@ -19,6 +21,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,16 +60,20 @@ def main() -> int:
     parser.add_argument(
         "--questions", type=int, default=256, help="held-out questions to measure, with --train"
     )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the ledger and the run that asks about it"
+    )
     options = parser.parse_args()
+    keep = options.keep and options.keep.resolve()
     if not options.train and (options.overrides or options.out):
         parser.error("fields of the recipe and --out need --train")
     out = OUT if options.out is None else options.out.resolve()
     try:
         if not options.train:
-            return asked(options.model)
+            return asked(options.model, keep)
         os.chdir(ROOT)
         policy = trained(out, options.questions, options.overrides)
-        return asked(f"local:{policy}") if measured(out, policy, options.questions) else 1
+        return asked(f"local:{policy}", keep) if measured(out, policy, options.questions) else 1
     except subprocess.CalledProcessError as error:  # the command has printed the reason
         return error.returncode
 
@@ -135,10 +142,14 @@ def measured(out: Path, policy: Path, num: int) -> bool:
     return bool(right >= FLOOR)
 
 
-def asked(model: str) -> int:
-    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. Returns
-    the exit code."""
-    with tempfile.TemporaryDirectory() as folder:
+def asked(model: str, keep: Path | None) -> int:
+    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. The ledger and
+    the run stay in the folder ``keep``, if there is one. Returns the exit code."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(keep or temporary)
+        if keep:
+            shutil.rmtree(keep / "runs", ignore_errors=True)  # those of an earlier demo
+            keep.mkdir(parents=True, exist_ok=True)
         item = written(Path(folder, "ledger.txt"))
         place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}
         words = ("ask", item.question, "ledger.txt", "--model", model)
@@ -160,6 +171,11 @@ def asked(model: str) -> int:
         "  export OPENAI_API_KEY=…\n"
         '  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
     )
+    if keep:
+        print(
+            f"The ledger and this run are in {keep}. To see the run as a page:\n"
+            f"  RAMIFY_HOME={shlex.quote(f'{keep}/runs')} .venv/bin/ramify view last"
+        )
     return int(done.returncode)
 
 

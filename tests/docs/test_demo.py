@@ -120,6 +120,26 @@ def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
     assert said.startswith("$ ramify ask ")
     assert " tiny (rlm): " in said
     check_tree(said)
+    assert "view last" not in said
+
+
+def test_a_kept_demo_can_be_read_later(tmp_path):
+    kept = tmp_path / "kept"
+    for name in ("first", "second"):  # which replaces the first
+        (tmp_path / name).mkdir()
+        said = run_example(tmp_path / name, str(DEMO), "--keep", str(kept))
+        assert said.endswith(f"  RAMIFY_HOME={kept}/runs .venv/bin/ramify view last\n")
+    assert (kept / "ledger.txt").stat().st_size > 9_000_000
+    shown = subprocess.run(
+        [sys.executable, "-m", "ramify", "runs", "--json"],
+        env={**os.environ, "RAMIFY_HOME": f"{kept}/runs"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert [json.loads(line)["question"] for line in shown.splitlines()] == [
+        "count rows of 'red' in all docs"
+    ]
 
 
 @pytest.mark.parametrize(
