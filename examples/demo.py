@@ -6,8 +6,8 @@
                                                   repeat the command to continue
     python examples/demo.py --train rl.steps=20   the same, with fields of the recipe overridden
     python examples/demo.py --model local:DIR     ask another policy
-    python examples/demo.py --keep FOLDER         keep the ledger and the run in FOLDER, and print the
-                                                  command that draws the run (scripts/demo does)
+    python examples/demo.py --keep FOLDER         keep the ledger and the run in FOLDER, and print
+                                                  the command that draws the run
 
 The ledger is several documents in one file, each in its own format, and far longer than the
 policy's window of 512 tokens. The policy looks at it, splits it, and gives each document to a
@@ -143,8 +143,8 @@ def measured(out: Path, policy: Path, num: int) -> bool:
 
 
 def asked(model: str, keep: Path | None) -> int:
-    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. The ledger and
-    the run stay in the folder ``keep``, if there is one. Returns the exit code."""
+    """Ask ``model`` about a ledger, show the tree, and compare with the right answer. The
+    ledger and the run stay in the folder ``keep``, if there is one. Returns the exit code."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(keep or temporary)
         if keep:
