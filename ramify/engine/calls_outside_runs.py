@@ -292,8 +292,7 @@ class _DirectAccount:
                     for each in (used, most)
                 )
                 raise LimitReached(
-                    f"it may take {may}, and its limit is {can}: raise "
-                    f"its {stop}, or lower max_reply_tokens",
+                    f"it may take {may}, and its limit is {can}: raise its {stop}",
                     stop,
                 )
 

@@ -259,6 +259,13 @@ class BudgetLedger:
         to be free. Return None if there is no such limit."""
         return self._first_exceeded(self._committed().plus(amount))
 
+    def explain_refused_turn(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
+        """Store the sentence that explains why ``turn`` is not begun: together with ``final``, the
+        final request that may follow it, it would exceed the limit ``exceeded``."""
+        committed = self.spent.plus(self.outstanding)
+        what = "the next turn and the final reply, with their prompts,"
+        self.refusals[exceeded] = self._refusal(exceeded, turn.plus(final), committed, what)
+
     def _committed(self) -> BudgetAmount:
         return self.spent.plus(self.held)
 
@@ -401,7 +408,13 @@ class BudgetLedger:
         }[stop]
         return LimitReached(f"the {self.owner}'s limit of {what} is reached", stop)
 
-    def _refusal(self, stop: Stop, amount: BudgetAmount, committed: BudgetAmount) -> str:
+    def _refusal(
+        self,
+        stop: Stop,
+        amount: BudgetAmount,
+        committed: BudgetAmount,
+        what: str = "the next request, with its prompt,",
+    ) -> str:
         limit, left = self.limit, self.limit.minus(committed)
         if stop is Stop.MAX_COST and self.spent.cost > limit.cost:
             return (
@@ -410,8 +423,8 @@ class BudgetLedger:
             )
         if stop is Stop.MAX_COST:
             return (
-                f"a reply may cost ${plain(amount.cost)} and ${plain(max(left.cost, 0))} of "
-                f"${plain(limit.cost, 6)} were left: lower max_reply_tokens or raise max_cost"
+                f"{what} may cost ${plain(amount.cost)}, and ${plain(max(left.cost, 0))} of "
+                f"${plain(limit.cost, 6)} were left: raise max_cost"
             )
         if stop is Stop.MAX_TOKENS and self.spent.tokens > limit.tokens:
             return (
@@ -420,8 +433,8 @@ class BudgetLedger:
             )
         if stop is Stop.MAX_TOKENS:
             return (
-                f"a reply may take {amount.tokens:,} tokens and {max(left.tokens, 0):,} of "
-                f"{limit.tokens:,} were left: lower max_reply_tokens or raise max_tokens"
+                f"{what} may take {amount.tokens:,} tokens, and {max(left.tokens, 0):,} of "
+                f"{limit.tokens:,} were left: raise max_tokens"
             )
         kept = ", and one is kept for the final reply" if self.held.calls else ""
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"

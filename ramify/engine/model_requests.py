@@ -13,7 +13,7 @@ that it may have been. Limits and the budget ledger are defined in ``limits.py``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +28,7 @@ from ramify.errors import (
     ConfigError,
     LimitReached,
     ModelError,
+    Refused,
     ReplyCut,
     ReplyFiltered,
     can_be_fixed,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 _LEAST_REPLY_TOKENS = 512
 """A shorter reply is of no use in a session."""
+_BYTES_PER_TOKEN = 4
+"""Usual bytes of text in one token."""
 
 
 class ModelRequests:
@@ -254,14 +257,12 @@ class ModelRequests:
             call.shrunk = before
         if exceeded not in (Stop.MAX_TOKENS, Stop.MAX_COST) or longer > 1:
             return exceeded
-        refusal = self.ledger.refusals.get(exceeded)
-        tokens = self.reply_tokens(call)
-        while tokens >= _LEAST_REPLY_TOKENS:
+        refusal = self.ledger.refusals[exceeded]
+        for tokens in _shorter_replies(self.reply_tokens(call)):
             if self._hold(call, new, tokens, 0) is None:
                 call.shrunk = (tokens, str(exceeded))
                 return None
-            tokens //= 2
-        if refusal is not None and call.messages:
+        if call.messages:
             self.ledger.refusals[exceeded] = refusal
         return exceeded
 
@@ -278,14 +279,15 @@ class ModelRequests:
             min(self._last_word_tokens(call), reply_tokens),
         )
         before = self._last_word
-        self._last_word = self._reservation(call, most)
-        exceeded = self.ledger.hold(self._last_word.amount)
+        self._last_word = final = self._reservation(call, most)
+        turn = self._reservation(call, Usage(prompt, reply_tokens))
+        exceeded = self.ledger.hold(final.amount)
         if exceeded is None:
             self._last_word_limit = most.output_tokens
-            turn = self._reservation(call, Usage(prompt, reply_tokens))
             exceeded = self.ledger.would_pass(turn.amount)
         if exceeded is not None:
             self._last_word = before
+            self.ledger.explain_refused_turn(exceeded, turn.amount, final.amount)
         return exceeded
 
     def _reservation(self, call: LiveCall, most: Usage) -> Reservation:
@@ -294,16 +296,24 @@ class ModelRequests:
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
         """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``. If even a
         short reply is too expensive, return ``limit``, so that the request fails with the usual
-        error."""
+        error. Raises Refused if the prompt is also much longer than the window of the model."""
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
-        tokens, given = limit, asked.max_input_tokens()
-        while tokens >= _LEAST_REPLY_TOKENS:
+        given = asked.max_input_tokens()
+        for tokens in _shorter_replies(limit):
             reservation = self._reservation(call, Usage(given, tokens))
             if (stop := self.ledger.would_pass(reservation.amount)) is None:
                 return tokens
-            call.shrunk = (tokens // 2, str(stop))
-            tokens //= 2
+            call.shrunk = (max(tokens // 2, _LEAST_REPLY_TOKENS), str(stop))
         call.shrunk = None
+        tokens, window = given // _BYTES_PER_TOKEN, call.client.window
+        if tokens > window:
+            error = Refused(
+                f"{call.client.name}: one plain call has a prompt of about {tokens:,} tokens, and "
+                f"the window of the model holds {window:,}: let a session read the text "
+                "(--mode free, direct=False)"
+            )
+            error.too_long = True
+            raise error
         return limit
 
     def raise_last_word(self) -> None:
@@ -549,6 +559,17 @@ class TurnRequest:
             )
         )
         self._requests.remove_in_flight(self)
+
+
+def _shorter_replies(longest: int) -> Iterator[int]:
+    """Yield the reply limits to try, in tokens, if the budget is small: ``longest``, then half as
+    many each time, and in the end 512. A reply of fewer tokens is of no use, so ``longest`` is the
+    only limit if it is smaller."""
+    tokens, least = longest, min(longest, _LEAST_REPLY_TOKENS)
+    while tokens > least:
+        yield tokens
+        tokens //= 2
+    yield least
 
 
 def _free(reply: Reply) -> Reply:

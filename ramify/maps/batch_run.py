@@ -251,14 +251,15 @@ class MapBatchJobs:
         tokens = self._calls.max_reply_tokens
         amounts = [f"{most.calls:,} calls of {limit.calls - spent.calls:,}"]
         amounts = amounts if most.calls > limit.calls - spent.calls else []
+        shorter = "" if amounts else f", or lower max_reply_tokens ({tokens:,})"
         if most.tokens > limit.tokens - spent.tokens:
             amounts.append(f"{most.tokens:,} tokens of {limit.tokens - spent.tokens:,}")
         if most.cost > limit.cost - spent.cost:
             amounts.append(f"${most.cost:.3g} of ${limit.cost - spent.cost:.3g}")
         return ConfigError(
             f"a batch reserves the most that all its rows can use before it is uploaded: "
-            f"{num:,} rows may take {' and '.join(amounts)} that are left: raise the limit, or "
-            f"lower max_reply_tokens ({tokens:,}); nothing was uploaded"
+            f"{num:,} rows may take {' and '.join(amounts)} that are left: raise the "
+            f"limit{shorter}; nothing was uploaded"
         )
 
     async def _upload(self) -> None:

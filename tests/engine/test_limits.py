@@ -344,8 +344,8 @@ def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
     assert ledger.held == BudgetAmount(1, 50)
     assert ledger.hold(BudgetAmount(6, 0)) is Stop.MAX_CALLS
     assert ledger.refusals == {
-        Stop.MAX_TOKENS: "a reply may take 51 tokens and 50 of 100 were left: lower "
-        "max_reply_tokens or raise max_tokens",
+        Stop.MAX_TOKENS: "the next request, with its prompt, may take 51 tokens, and 50 of 100 "
+        "were left: raise max_tokens",
         Stop.MAX_CALLS: "5 of 10 requests were used, and one is kept for the final reply: raise "
         "max_calls",
     }
@@ -370,12 +370,12 @@ def test_refusals_name_both_numbers() -> None:
         ledger.charge(Usage(300, calls=1), 0.125)
         assert await refused(ledger, BudgetAmount(1, 800, 0.0)) == (
             "the run's limit of 1,000 tokens is reached",
-            "a reply may take 800 tokens and 700 of 1,000 were left: lower max_reply_tokens or "
+            "the next request, with its prompt, may take 800 tokens, and 700 of 1,000 were left: "
             "raise max_tokens",
         )
         assert await refused(ledger, BudgetAmount(1, 1, 0.4)) == (
             "the run's limit of $0.5 is reached",
-            "a reply may cost $0.4 and $0.375 of $0.5 were left: lower max_reply_tokens or raise "
+            "the next request, with its prompt, may cost $0.4, and $0.375 of $0.5 were left: raise "
             "max_cost",
         )
         assert await refused(ledger, BudgetAmount(2, 1, 0.1)) == (
@@ -385,10 +385,10 @@ def test_refusals_name_both_numbers() -> None:
         ledger.last_excess = "m reported much"
         ledger.charge(Usage(700, calls=1), 0.375)
         assert (await refused(ledger, BudgetAmount(0, 1)))[1].endswith(
-            "and 0 of 1,000 were left: lower max_reply_tokens or raise max_tokens"
+            "and 0 of 1,000 were left: raise max_tokens"
         )
         assert (await refused(ledger, BudgetAmount(0, 0, 0.1)))[1].startswith(
-            "a reply may cost $0.1 and $0 of $0.5 were left"
+            "the next request, with its prompt, may cost $0.1, and $0 of $0.5 were left"
         )
         ledger.charge(Usage(1), 0.1)
         assert await refused(ledger, BudgetAmount(0, 1)) == (

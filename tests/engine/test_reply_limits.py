@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ramify import RLM, DepthOptions, Limits, Model, Sampling, Scaffold, Stop, S
 from ramify.clients.base import Price, Request
 from ramify.engine.model_requests import request_hash
 from ramify.engine.run_result import Result
-from ramify.errors import ReplyCut, ReplyFiltered
+from ramify.errors import Refused, ReplyCut, ReplyFiltered
 from ramify.testing.scripted import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, Usage
@@ -155,32 +156,69 @@ def test_final_reply_is_as_long_as_what_was_held_for_it(max_tokens: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("limits", "reply", "last", "output"),
+    ("limits", "reply", "last"),
     [
-        ({"max_reply_tokens": 8192}, 512, 512, 0),
-        ({"max_reply_tokens": 1024}, 512, 512, 0),
-        ({"max_reply_tokens": 1022}, 1022, 1022, 0),
-        ({"max_reply_tokens": 100}, 100, 100, PLAIN.max_output_chars),
-        ({"max_reply_tokens": 100, "max_reasoning_tokens": 7}, 107, 107, PLAIN.max_output_chars),
+        ({"max_reply_tokens": 8192}, 512, 512),
+        ({"max_reply_tokens": 1024}, 512, 512),
+        ({"max_reply_tokens": 1022}, 512, 512),
+        ({"max_reply_tokens": 100}, 100, 100),
+        ({"max_reply_tokens": 100, "max_reasoning_tokens": 7}, 107, 107),
     ],
 )
 def test_refusal_says_what_a_turn_and_the_final_reply_may_take(
-    limits: dict[str, int], reply: int, last: int, output: int
+    limits: dict[str, int], reply: int, last: int
 ) -> None:
-    """The prompt of the final reply: this turn's prompt, reply and output, and 1,000 tokens for the
-    request to answer. A reply shortened below 512 tokens is of no use."""
+    """The prompt of the final reply: this turn's prompt and reply, and 1,000 tokens for the request
+    to answer. A reply shortened below 512 tokens is of no use."""
     ample, small = ({"max_tokens": most, **limits} for most in (90_000, 500))
     with rlm([], scaffold=PLAIN, limits=ample, sandbox="inprocess") as r:
         prompt = Request(r.prompt("text", "?").messages).max_input_tokens()
     prompt += len("500") - len("90,000")  # which the prompts state
     with rlm([], scaffold=PLAIN, limits=small, sandbox="inprocess") as r:
         result = r.completion("text", "?")
-    most = prompt + reply + output + 1000 + last
-    assert f"a reply may take {most:,} tokens and 500 of 500 were left" in str(result.error)
+    most = 2 * (prompt + reply) + 1000 + last
+    assert result.error == (
+        "nothing was asked: the next turn and the final reply, with their prompts, may take "
+        f"{most:,} tokens, and 500 of 500 were left: raise max_tokens"
+    )
     assert result.cost is None
+    most += 2 * (len(f"{most:,}") - len("500"))
+    enough = {**limits, "max_tokens": most, "max_turns": 1}
+    with rlm(turns_then_answer, scaffold=PLAIN, limits=enough, sandbox="inprocess") as r:
+        assert r.completion("text", "?").answer == 7
 
 
-@pytest.mark.parametrize(("longest", "least"), [(8192, 512), (1024, 512), (1022, 1022)])
+@pytest.mark.parametrize("max_reply_tokens", [50, 500, 513, 1000, 1500, 2000, 8192])
+def test_lower_reply_limit_needs_no_larger_budget(max_reply_tokens: int) -> None:
+    limits = {"max_tokens": 9000, "max_reply_tokens": max_reply_tokens}
+    with rlm([code("1"), code("FINAL(7)")], limits=limits) as r:
+        result = r.completion("text " * 9000, "How many?")
+    assert (result.stop, result.answer) == (Stop.FINAL, 7)
+
+
+def test_refusal_of_a_first_turn_names_its_dollars() -> None:
+    model = client([code("FINAL(7)")], price=Price(1.0, 10.0))
+    limits = {"max_cost": 0.012, "max_reply_tokens": 500}
+    with rlm(model, limits=limits) as r:
+        result = r.completion("text " * 9000, "How many?")
+    assert (result.stop, model.requests) == (Stop.MAX_COST, [])
+    assert re.fullmatch(
+        r"nothing was asked: the next turn and the final reply, with their prompts, may cost "
+        r"\$0\.0\d+, and \$0\.012 of \$0\.012 were left: raise max_cost",
+        str(result.error),
+    )
+
+
+def test_plain_call_that_is_too_long_for_budget_and_window_names_the_window() -> None:
+    model = client([code("FINAL(7)")], window=1000)
+    with RLM(model, limits=Limits(max_tokens=10_000)) as r:
+        with pytest.raises(Refused, match=r"about 1[23],\d{3} tokens, and the window .* 1,000"):
+            r.completion("text " * 10_000, "How many?", direct="always")
+        result = r.completion("text " * 10_000, "How many?", direct=False)
+    assert result.answer == 7
+
+
+@pytest.mark.parametrize(("longest", "least"), [(8192, 512), (1024, 512), (1022, 512), (100, 100)])
 def test_direct_reply_is_shortened_to_512_tokens_at_least(longest: int, least: int) -> None:
     model = client([cut()] * 2)
     limits = Limits(max_reply_tokens=longest)
