@@ -168,8 +168,8 @@ MODE = CliOptionSpec(
     "mode",
     str,
     "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
-    "(one plain call of any length) or auto (one of them, chosen by rules and at most one "
-    "call); default: direct for a small input, else free",
+    "(one plain call of any length, for input without tools such as sql) or auto (one of them, "
+    "chosen by rules and at most one call); default: direct for a small input, else free",
     "auto|free|plan|direct",
 )
 OF_ONE_QUESTION = (
@@ -424,6 +424,7 @@ def _ask(
             answer_type=schema,
             cite=cite,
             cache=cache,
+            direct=settings.get("direct") is not False,
             mode=mode,
         )
         asked = ask_runner.AskRequest(question, loaded, options)
@@ -555,6 +556,7 @@ def make_rlm(
         examples=read_examples(settings.get("examples")),
         branches=settings.get("branches", 1),
         tools=tools,
+        direct=settings.get("direct") is not False,
         mode=mode,
     )
 

@@ -118,7 +118,8 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Saved with the configuration of the run."""
     direct: DirectChoice = True
     """If False, the root has a session even for a short context. With ``"always"``, one plain call
-    answers a context of any length."""
+    answers a context of any length; a context with tools, such as a table with ``sql``, is
+    refused."""
     strategy: Strategy | None = None
     """Code that answers the question in place of a session, such as a
     ``ramify.plans.PlanStrategy``."""

@@ -87,6 +87,15 @@ def test_small_context_is_answered_by_one_direct_call(shell: Shell) -> None:
     assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
 
 
+@pytest.mark.parametrize("option", [["--no-direct"], ["--mode", "free"]])
+def test_a_session_answers_a_question_without_input(shell: Shell, option: list[str]) -> None:
+    script = ["31 of them", code("FINAL(30 + 1)")]
+    done = shell.ask(script, "how many days has May?", *option)
+    assert (done.code, done.out) == (0, "31\n")
+    dry = shell.ask(script, "how many days has May?", *option, "--dry-run")
+    assert "would be answered by a session" in dry.out
+
+
 def test_a_session_runs_plans_with_their_scaffold(shell: Shell) -> None:
     shell.write("log.txt", "disk full\nall well\n")
     cell = code("from ramify_plans import classify\nFINAL(classify(context, ['disk', 'other']))")
