@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ramify.cli.terminal_text import size
+from ramify.format_quantities import pluralize
 from ramify.printable import clean
 from ramify.sources.base import LoadedContext, SourceItem
 
@@ -53,12 +54,12 @@ def _row(item: SourceItem) -> tuple[str, ...]:
     name = (
         item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
     )
-    contents = item.detail or f"{item.chars:,} characters"
+    contents = item.detail or pluralize(item.chars, "character")
     return name, item.kind, size(item.num_bytes), contents
 
 
 def _sum(name: str, kind: str, items: Sequence[SourceItem]) -> tuple[str, ...]:
-    chars = f"{sum(item.chars for item in items):,} characters"
+    chars = pluralize(sum(item.chars for item in items), "character")
     return name, kind, size(sum(item.num_bytes for item in items)), chars
 
 

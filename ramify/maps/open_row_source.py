@@ -11,9 +11,7 @@ that is asked of a row, and ``ramify.sources`` reads documents.
 
 from __future__ import annotations
 
-import csv
 import sqlite3
-import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -25,6 +23,7 @@ import msgspec
 from ramify.errors import SourceError, did_you_mean
 from ramify.maps.frames import dataframe_row_source
 from ramify.maps.row_source import BATCH, RowSource, UnreadRow
+from ramify.sources.csv_records import csv_records, irregular_record
 
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -183,7 +182,7 @@ def _csv(path: Path) -> RowSource:
 def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
     """Return the column names from the header of a CSV file. Raises SourceError if the header is
     missing or names a column twice."""
-    columns = tuple(next(_csv_records(file, name), ()))
+    columns = tuple(next(csv_records(file, name), ()))
     if not any(column.strip() for column in columns):
         raise SourceError(f"{name} has no header: its first line must name the columns")
     if len(set(columns)) < len(columns):
@@ -195,7 +194,7 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
 def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
     """Yield the rows of a CSV file. A record with more or fewer fields than the header yields an
     ``UnreadRow``."""
-    records = _csv_records(file, name)
+    records = csv_records(file, name)
     columns = next(records)
     for number, record in enumerate(records, start=2):
         if not record:
@@ -203,18 +202,7 @@ def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
         if len(record) == len(columns):
             yield dict(zip(columns, record, strict=True))
         else:
-            yield UnreadRow(
-                f"{name}, record {number} has {len(record)} fields, and the header has "
-                f"{len(columns)}"
-            )
-
-
-def _csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
-    head = file.readline()
-    delimiter = "\t" if name.lower().endswith(".tsv") else max(",;\t|", key=head.count)
-    # A cell may be as long as a document.
-    csv.field_size_limit(sys.maxsize)
-    return csv.reader(chain([head], file), delimiter=delimiter)
+            yield UnreadRow(f"{name}, {irregular_record(number, len(record), len(columns))}")
 
 
 def _parquet(path: Path) -> RowSource:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.format_quantities import pluralize
 from ramify.install_command import install_command
 from ramify.printable import one_line
 from ramify.progress import ProgressTask
@@ -33,6 +34,9 @@ MIN_SEARCHED_CHARS = 100_000
 """Minimum characters of text in a context for which sessions get ``search`` and ``chunks``."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Note on a text that may have been decoded wrongly."""
+NO_TABLE = "not a table for sql"
+"""Note on a CSV or JSONL file that ``sql`` cannot query, before the reason."""
+NO_DUCKDB = "the extra inputs is not installed"
 MAX_RECORDED = 500
 """Maximum number of sources that a run's record names."""
 MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
@@ -226,12 +230,13 @@ class LoadedContext(msgspec.Struct, frozen=True):
         if len(self.items) <= _SHOWN:
             lines = [
                 f"{item.name}: {item.detail or item.kind}"
-                + (f", {item.chars:,} characters" if item.kind != "picture" else "")
+                + (f", {pluralize(item.chars, 'character')}" if item.kind != "picture" else "")
                 + ", stays in its file" * item.in_file
                 for item in self.items
             ]
         else:
-            lines = [f"{len(self.items):,} texts, {chars:,} characters: {_by_suffix(self.items)}"]
+            texts = f"{len(self.items):,} texts, {pluralize(chars, 'character')}"
+            lines = [f"{texts}: {_by_suffix(self.items)}"]
             if num := sum(item.in_file for item in self.items):
                 lines[0] += f"; {num:,} stay in their files"
             lines += [
@@ -253,6 +258,15 @@ class LoadedContext(msgspec.Struct, frozen=True):
         ]
         lines += [f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail][
             :_SHOWN
+        ]
+        no_tables: dict[str, list[str]] = {}
+        for item in self.items:
+            _, note, reason = item.detail.partition(f"{NO_TABLE} (")
+            if note:
+                no_tables.setdefault(reason.rpartition(")")[0], []).append(item.name)
+        lines += [
+            f"{NO_TABLE} ({len(names):,}), {_with_command(reason)}: {listing(names)}"
+            for reason, names in no_tables.items()
         ]
         lines += [
             f"left out ({len(names):,}), {reason}: {listing(names)}"
@@ -442,6 +456,12 @@ def listing(names: list[str]) -> str:
     """Join names for a message, as in ``a, b, c and 12 more``; at most ``_SHOWN`` are listed."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def _with_command(reason: str) -> str:
+    """Return the reason for a note to the user. Models read it without the command, which may contain
+    the path of this installation."""
+    return f"{reason} ({install_command('inputs')})" if reason == NO_DUCKDB else reason
 
 
 def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:

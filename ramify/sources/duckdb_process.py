@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import mmap
 import os
+import re
 import resource
 import signal
 import sqlite3
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +37,7 @@ import msgspec
 
 from ramify.actors.answering_process import answer_requests
 from ramify.actors.message_encoding import decode
+from ramify.format_quantities import pluralize
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,
@@ -123,6 +127,7 @@ def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
         said = str(error)
         for each in asked.tables:
             said = said.replace(each.path, os.path.basename(each.path))
+        said = textwrap.shorten(said, _MAX_SAID_CHARS, placeholder=" …")
         kinds = (PermissionError, TimeoutError, ValueError)
         raise next(kind for kind in kinds if isinstance(error, kind))(said) from None
 
@@ -149,6 +154,8 @@ def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
             tables.close()
 
 
+_MAX_SAID_CHARS = 400
+_CSV_ADVICE = re.compile(r"\n(?:Possible fixes|Possible Solution|The search space used)")
 _SNIFFED = {
     "delim": "Delimiter",
     "quote": "Quote",
@@ -169,6 +176,8 @@ class _Tables:
 
         self._tables = list(tables)
         self._copied: dict[str, tuple[int, ...]] = {}
+        self._notes: dict[str, str] = {}
+        """Name of a CSV table -> what is unusual about its header."""
         self._values: list[Any] = []
         self._contexts: dict[str, Any] = {}
         self._database = duckdb.connect(
@@ -260,14 +269,15 @@ class _Tables:
         """Return the SQL expression that reads a CSV or JSONL file with typed columns."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
-            return self._scan_csv(each.path, whole)
+            return self._scan_csv(each, whole)
         read = f"FROM read_json({_text(each.path)}, format = 'newline_delimited'"
         found = self._database.execute(f"DESCRIBE {read}{whole})").fetchall()
         return f"{read}, columns = {_columns((name, kind) for name, kind, *_ in found)})"
 
-    def _scan_csv(self, path: str, whole: str) -> str:
+    def _scan_csv(self, each: TableLocation, whole: str) -> str:
         # Its column "Prompt" is such a query, too, but does not quote the names of columns.
-        result = self._database.execute(f"SELECT * FROM sniff_csv({_text(path)}{whole})")
+        path = _text(each.path)
+        result = self._database.execute(f"SELECT * FROM sniff_csv({path}{whole})")
         names = [column[0] for column in result.description]
         found = dict(zip(names, result.fetchone() or (), strict=True))
         options = {
@@ -276,10 +286,17 @@ class _Tables:
             if found[name]
         }
         said = ", ".join(f"{option} = {_text(value)}" for option, value in options.items())
-        columns = _columns((each["name"], each["type"]) for each in found["Columns"])
+        columns = _columns((column["name"], column["type"]) for column in found["Columns"])
+        num_skipped = int(found["SkipRows"])
+        self._notes[each.name] = _header_note(num_skipped, bool(found["HasHeader"]))
+        with open(each.path, encoding="utf-8", errors="replace") as file:
+            skipped = list(itertools.islice(file, num_skipped))
+        if skipped and (not found["HasHeader"] or any(found["Delimiter"] in li for li in skipped)):
+            # A title has one field; DuckDB leaves out records, too, until the others are regular.
+            raise ValueError(f"the first {pluralize(num_skipped, 'line')} would be lost")
         return (
-            f"FROM read_csv({_text(path)}, auto_detect = false, {said}, "
-            f"skip = {int(found['SkipRows'])}, header = {bool(found['HasHeader'])}, "
+            f"FROM read_csv({path}, auto_detect = false, {said}, "
+            f"skip = {num_skipped}, header = {bool(found['HasHeader'])}, "
             f"columns = {columns})"
         )
 
@@ -387,7 +404,7 @@ class _Tables:
     def describe(self, max_text_bytes: int) -> list[TableInfo]:
         infos = []
         for each in self._tables:
-            text, note = "", ""
+            text, note = "", self._notes.get(each.name, "")
             if each.kind == "sqlite":
                 with contextlib.suppress(sqlite3.Error):  # a view that does not run, for example
                     infos.append(_sqlite_info(each))
@@ -459,6 +476,13 @@ class _Tables:
         finally:
             self._database.unregister("copied rows")
         self._copied[each.name] = version
+
+
+def _header_note(num_skipped: int, has_header: bool) -> str:
+    """Return what a reader of a CSV file's columns should know about its first lines."""
+    skipped = pluralize(num_skipped, "line")
+    notes = [f"the first {skipped} not in the table"] if num_skipped else []
+    return "; ".join(notes + ["no header line"] * (not has_header))
 
 
 def _sqlite(path: str) -> sqlite3.Connection:
@@ -619,7 +643,7 @@ def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
                 value is None and isinstance(formula, str) and formula.startswith("=")
                 for value, formula in zip(row, formulas, strict=False)
             )
-    note = f"{missing:,} formulas without a stored value" if missing else ""
+    note = f"{pluralize(missing, 'formula')} without a stored value" if missing else ""
     return "\n".join(lines), note
 
 
@@ -704,5 +728,6 @@ def _quoted(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return a DuckDB error's message on one line, without its excerpt from the query."""
-    return " ".join(str(error).split("\nLINE ")[0].split())[:400]
+    """Return a DuckDB error's message on one line, without its excerpt from the query and its advice
+    to set options of ``read_csv``."""
+    return " ".join(_CSV_ADVICE.split(str(error).split("\nLINE ")[0])[0].split())

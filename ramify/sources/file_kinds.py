@@ -20,7 +20,10 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.format_quantities import pluralize
 from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
+from ramify.sources.csv_records import csv_delimiter
+from ramify.sources.sql_table_types import TableInfo
 
 HEAD_BYTES = 8192
 """Number of leading bytes that determine the kind of a file."""
@@ -226,12 +229,11 @@ _MAX_NAMES = 12
 def read(file: SourceFile, loading: SourceCollector) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
-    problem = ""
-    if kind in ("csv", "jsonl"):
+    if kind in ("csv", "jsonl") and loading.has_tools:
         from ramify.sources.tables import add_text_table
 
-        problem = add_text_table(file.name, kind, file.path, text, loading)
-    details = "; ".join(filter(None, (detail, note, problem)))
+        detail = add_text_table(file.name, kind, file.path, text, detail, loading)
+    details = "; ".join(filter(None, (detail, note)))
     loading.add(file.name, text, kind, len(file.data), details)
 
 
@@ -272,7 +274,7 @@ def describe(name: str, text: str) -> tuple[str, str]:
     a, b, c; 1,200 rows"``. Plain text has the kind ``"text"`` and no description."""
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
-        return "csv", _csv(text, "\t" if suffix != "csv" else None)
+        return "csv", _csv(name, text)
     if suffix in ("jsonl", "ndjson"):
         return "jsonl", _jsonl(text)
     if suffix == "json":
@@ -280,29 +282,37 @@ def describe(name: str, text: str) -> tuple[str, str]:
     return "text", ""
 
 
-def _csv(text: str, delimiter: str | None) -> str:
+def describe_csv_table(table: TableInfo) -> str:
+    """Return the one-line description of a CSV file that ``sql`` can query. Its columns and rows
+    are those of the table, which may begin below a title."""
+    columns = _names([name for name, _ in table.columns], "column")
+    note = f"; {table.note}" if table.note else ""
+    return f"CSV: {columns}; {pluralize(table.num_rows, 'row')}{note}"
+
+
+def _csv(name: str, text: str) -> str:
     import csv
 
     first = text[: text.find("\n") + 1] or text
-    delimiter = delimiter or max(",;\t|", key=first.count)
+    delimiter = csv_delimiter(name, first)
     quoted = '"' in text
     if len(text) > _MAX_PARSED_CHARS and quoted:
         columns, num_rows = (
             next(csv.reader([first], delimiter=delimiter), []),
-            f"about {text.count(chr(10)):,}",
+            f"about {pluralize(text.count(chr(10)), 'row')}",
         )
     elif quoted:
         rows = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
         try:
-            columns, num_rows = next(rows, []), f"{sum(1 for row in rows if row):,}"
+            columns, num_rows = next(rows, []), pluralize(sum(1 for row in rows if row), "row")
         except csv.Error as error:
             return f"CSV, damaged at line {rows.line_num}: {error}"
     else:
         columns, num_rows = (
             first.strip("\r\n").split(delimiter),
-            f"{max(0, _count_lines(text) - 1):,}",
+            pluralize(max(0, _count_lines(text) - 1), "row"),
         )
-    return f"CSV: {_names(columns, 'column')}; {num_rows} rows"
+    return f"CSV: {_names(columns, 'column')}; {num_rows}"
 
 
 def _jsonl(text: str) -> str:
@@ -310,9 +320,9 @@ def _jsonl(text: str) -> str:
     try:
         record = msgspec.json.decode(first)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        return f"JSONL: {_count_lines(text):,} lines; the first is not JSON: {error}"
+        return f"JSONL: {pluralize(_count_lines(text), 'line')}; the first is not JSON: {error}"
     keys = f"; {_names(list(record), 'key')}" if isinstance(record, dict) else ""
-    return f"JSONL: {_count_lines(text):,} records{keys}"
+    return f"JSONL: {pluralize(_count_lines(text), 'record')}{keys}"
 
 
 def _json(text: str) -> str:
@@ -339,4 +349,4 @@ def _names(names: list[str], what: str) -> str:
     shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
         " …" if len(names) > _MAX_NAMES else ""
     )
-    return f"{len(names)} {what}{'s' * (len(names) != 1)} {shown}"
+    return f"{pluralize(len(names), what)} {shown}"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.format_quantities import pluralize
 from ramify.sandbox.base import MappedText, mapped_text
 from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
@@ -57,8 +58,13 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
     finally:
         os.close(fd)
     kind, detail = _described(name, text)
-    note = _as_table(name, kind, Path(path), loading) if text.file.encoding == "utf-8" else NOT_UTF8
-    loading.add(name, text, kind, status.st_size, "; ".join(filter(None, (detail, note))))
+    note = "" if text.file.encoding == "utf-8" else NOT_UTF8
+    if kind in ("csv", "jsonl"):
+        from ramify.sources.tables import add_table
+
+        detail = add_table(name, kind, Path(path), b"", detail, loading, is_utf8=not note)
+    details = "; ".join(filter(None, (detail, note)))
+    loading.add(name, text, kind, status.st_size, details)
     return True
 
 
@@ -79,30 +85,13 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":
-        return kind, f"{detail.rpartition('; ')[0]}; about {max(0, num_lines - 1):,} rows"
+        return kind, f"{detail.rpartition('; ')[0]}; about {pluralize(max(0, num_lines - 1), 'row')}"
     if kind == "jsonl":
         first = next((line for line in islice(text.splitlines(), 100) if line.strip()), "")
         try:
             record = msgspec.json.decode(first)
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-            return kind, f"JSONL: {num_lines:,} lines; the first is not JSON: {error}"
+            return kind, f"JSONL: {pluralize(num_lines, 'line')}; the first is not JSON: {error}"
         keys = describe(name, first)[1].partition(";")[2] if isinstance(record, dict) else ""
-        return kind, f"JSONL: {num_lines:,} records{f';{keys}' * bool(keys)}"
+        return kind, f"JSONL: {pluralize(num_lines, 'record')}{f';{keys}' * bool(keys)}"
     return kind, "JSON" if kind == "json" else ""
-
-
-def _as_table(name: str, kind: str, path: Path, loading: SourceCollector) -> str:
-    """Make a large CSV or JSONL file available to the SQL queries of a session. Returns a note for
-    the user if that is not possible.
-    """
-    if kind not in ("csv", "jsonl"):
-        return ""
-    from ramify.sources.tables import describe_file, has_duckdb
-
-    if not has_duckdb():
-        return ""
-    try:
-        describe_file(name, kind, path, b"", loading)
-    except UnreadableSource as error:
-        return f"not a table for sql ({error.remedy or error.reason})"
-    return ""

@@ -11,6 +11,7 @@ import sqlite3
 import time
 from pathlib import Path
 
+from ramify.format_quantities import pluralize
 from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.sqlite_query import run_query
@@ -27,6 +28,10 @@ _MAX_SHOWN_CHARS = 80
 
 
 def read(file: SourceFile, loading: SourceCollector) -> None:
+    if not loading.has_tools:
+        raise UnreadableSource(
+            "is an SQLite database, which only sql reads", "send its rows as CSV or JSONL"
+        )
     if file.path is None:
         raise UnreadableSource(
             "is an SQLite database", "unpack it into a separate file and name that file"
@@ -41,7 +46,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
         with contextlib.suppress(UnreadableSource):  # it can be queried in its own dialect
             describe_file(file.name, "sqlite", path, b"", loading)
     head = f'SQLite database {file.name!r}. Query it with sql("SELECT …", db={file.name!r}).\n\n'
-    detail = f"SQLite: {len(tables)} table{'s' * (len(tables) != 1)}"
+    detail = f"SQLite: {pluralize(len(tables), 'table')}"
     loading.add(file.name, head + "\n\n".join(tables), "sqlite", path.stat().st_size, detail)
 
 
@@ -63,9 +68,8 @@ def _tables(path: Path) -> list[str]:
 def _describe(path: Path, name: str, sql: str) -> str:
     quoted = '"' + name.replace('"', '""') + '"'
     try:
-        count = (
-            f"{run_query(path, f'SELECT count(*) FROM {quoted}', limit_s=_COUNT_S)[0][0]:,} rows"
-        )
+        ((num_rows,),) = run_query(path, f"SELECT count(*) FROM {quoted}", limit_s=_COUNT_S)
+        count = pluralize(num_rows, "row")
     except TimeoutError:
         count = "too many rows to count quickly"
     except (ValueError, PermissionError) as error:

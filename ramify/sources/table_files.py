@@ -7,6 +7,7 @@ the rows are queried.
 
 from __future__ import annotations
 
+from ramify.format_quantities import pluralize
 from ramify.sources.archives import MACROS, check_parts, has_macros
 from ramify.sources.base import (
     SourceCollector,
@@ -67,6 +68,11 @@ def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
 
 
 def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableInfo]:
+    if kind != "xlsx" and not loading.has_tools:
+        raise UnreadableSource(
+            f"is {'an' if kind == 'arrow' else 'a'} {_WHAT[kind]} file, which only sql reads",
+            "send its rows as CSV or JSONL",
+        )
     if not has_duckdb():
         raise UnreadableSource(
             f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file",
@@ -77,5 +83,6 @@ def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableI
 
 def _summary(infos: list[TableInfo]) -> str:
     if len(infos) > 1:
-        return f"{len(infos):,} tables"
-    return f"{len(infos[0].columns):,} columns; {infos[0].num_rows:,} rows"
+        return pluralize(len(infos), "table")
+    columns = pluralize(len(infos[0].columns), "column")
+    return f"{columns}; {pluralize(infos[0].num_rows, 'row')}"

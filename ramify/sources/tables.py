@@ -22,12 +22,15 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
-from ramify.sources.base import SourceCollector, UnreadableSource
+from ramify.format_quantities import pluralize
+from ramify.sources.base import NO_DUCKDB, NO_TABLE, SourceCollector, UnreadableSource
+from ramify.sources.csv_records import csv_records, irregular_record
 from ramify.sources.duckdb_process import describe_tables, query_tables
+from ramify.sources.file_kinds import describe_csv_table
 from ramify.sources.sql_table_types import LoadedTable, TableInfo, TableLocation
 
 MAX_TABLES = 500
@@ -37,8 +40,8 @@ DESCRIBE_S = 20.0
 _ALL_S = 60.0
 """Seconds after which the remaining CSV and JSONL files of a load are loaded as texts only."""
 _MAX_SHOWN = 80
-_CHECKED_LINES = 1_000_000
-"""Number of lines of a damaged JSONL file that are searched for the invalid one."""
+_CHECKED_RECORDS = 1_000_000
+"""Number of records of a damaged CSV or JSONL file that are searched for the wrong one."""
 _KEYWORDS = re.compile(
     "all|and|any|as|asc|both|case|cast|check|column|constraint|create|default|desc|distinct|"
     "do|else|end|except|false|fetch|for|foreign|from|grant|group|having|in|initially|"
@@ -75,12 +78,17 @@ def describe_file(
     except (ValueError, PermissionError) as error:
         raise UnreadableSource(
             f"is a damaged {kind} file, or is not one",
-            (_wrong_line(place) if kind == "jsonl" else "") or str(error).removeprefix("sql: "),
+            _wrong_record(name, kind, place) or str(error).removeprefix("sql: "),
         ) from None
     finally:
         loading.describing_s += time.monotonic() - started
     if version_of(place) != before:
         raise UnreadableSource("changed while it was read", "load it again once it is complete")
+    if kind == "csv" and len(found[0].columns) == 1 and _has_many_columns(name, place):
+        raise UnreadableSource(
+            "is a csv file without the columns that its header names",
+            _wrong_record(name, kind, place) or "its quotes do not match",
+        )
     infos = []
     for info in found[: MAX_TABLES - len(loading.tables)]:
         taken = {each.info.source.name.casefold() for each in loading.tables}
@@ -97,12 +105,37 @@ def describe_file(
     ]
 
 
-def _wrong_line(path: Path) -> str:
-    """Return a description of the first invalid line of a JSONL file, since DuckDB counts lines
-    differently. Returns an empty text if the lines that are searched are valid.
+def _wrong_record(name: str, kind: str, path: Path) -> str:
+    """Return a description of the first wrong record of a CSV or JSONL file, since DuckDB counts
+    lines differently. Returns an empty text for other kinds, and if the records that are searched
+    are right.
     """
+    return _irregular(name, path) if kind == "csv" else _not_json(path) if kind == "jsonl" else ""
+
+
+def _opened_csv(path: Path) -> TextIO:
+    return path.open(newline="", encoding="utf-8-sig", errors="replace")
+
+
+def _has_many_columns(name: str, path: Path) -> bool:
+    """Return True if the header of a CSV file names several columns."""
+    with _opened_csv(path) as file:
+        return len(next(csv_records(file, name), ())) > 1
+
+
+def _irregular(name: str, path: Path) -> str:
+    with _opened_csv(path) as file:
+        records = csv_records(file, name)
+        header = next(records, [])
+        for number, record in enumerate(itertools.islice(records, _CHECKED_RECORDS), start=2):
+            if record and len(record) != len(header):
+                return irregular_record(number, len(record), len(header))
+    return ""
+
+
+def _not_json(path: Path) -> str:
     with path.open("rb") as file:
-        for number, line in enumerate(itertools.islice(file, _CHECKED_LINES), start=1):
+        for number, line in enumerate(itertools.islice(file, _CHECKED_RECORDS), start=1):
             try:
                 if line.strip():
                     msgspec.json.decode(line)
@@ -112,31 +145,54 @@ def _wrong_line(path: Path) -> str:
 
 
 def add_text_table(
-    name: str, kind: str, path: Path | None, text: str, loading: SourceCollector
+    name: str, kind: str, path: Path | None, text: str, detail: str, loading: SourceCollector
 ) -> str:
-    """Make a text of the context available as a table to SQL queries. Returns a note for the user
-    if that is not possible.
+    """Make a text of the context available as a table to SQL queries, like ``add_table``. The file
+    at ``path`` is used if it contains exactly this text.
     """
-    if (
-        not text
-        or not has_duckdb()
-        or len(loading.tables) >= MAX_TABLES
-        or loading.describing_s > _ALL_S
-    ):
-        return ""
+    if not text:
+        return detail
     data = text.encode("utf-8", "replace")
     same = path is not None and path.stat().st_size == len(data)
-    try:
-        describe_file(name, kind, path if same else None, data, loading)
-    except UnreadableSource as error:
-        return f"not a table for sql ({error.remedy or error.reason})"
-    return ""
+    return add_table(name, kind, path if same else None, data, detail, loading)
+
+
+def add_table(
+    name: str,
+    kind: str,
+    path: Path | None,
+    data: bytes,
+    detail: str,
+    loading: SourceCollector,
+    *,
+    is_utf8: bool = True,
+) -> str:
+    """Make a CSV or JSONL file, whose text the context has, available to SQL queries.
+
+    Returns the description of the file. For a CSV file, it is that of the table, so that it names
+    the columns that a query finds. If ``sql`` cannot query the file, it is ``detail``, the
+    description of the text, and the reason.
+    """
+    if not has_duckdb():
+        reason = NO_DUCKDB
+    elif not is_utf8:
+        reason = "it is not UTF-8"
+    elif loading.describing_s > _ALL_S:
+        reason = f"the tables before it took more than {_ALL_S:g} s to describe"
+    else:
+        is_full = len(loading.tables) >= MAX_TABLES
+        try:
+            table = describe_file(name, kind, path, data, loading)[0]
+            return describe_csv_table(table) if kind == "csv" else detail
+        except UnreadableSource as error:
+            reason = error.reason if is_full else error.remedy or error.reason
+    return f"{detail}; {NO_TABLE} ({reason})"
 
 
 def described(info: TableInfo) -> str:
     """Describe a table in lines of text: its name, columns, number of rows and first rows."""
     columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
-    count = f"{info.num_rows:,} rows" if info.num_rows >= 0 else "many rows"
+    count = pluralize(info.num_rows, "row") if info.num_rows >= 0 else "many rows"
     lines = [f"{info.source.name} ({columns})", f"-- {count}"]
     if info.samples:
         lines[-1] += ", the first:"

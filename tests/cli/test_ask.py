@@ -154,7 +154,7 @@ def test_several_sources_are_a_table_with_what_was_left_out(shell: Shell) -> Non
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", "in")
     assert done.err.splitlines()[:5] == [
         "source     kind  size  contents",
-        "a.csv      csv   8 B   CSV: 2 columns x, y; 1 rows",
+        "a.csv      csv   8 B   CSV: 2 columns x, y; 1 row",
         "notes.txt  text  5 B   5 characters",
         "not loaded (1), is binary: bad.bin",
         "left out (1), hidden: .env",
@@ -165,7 +165,7 @@ def test_several_sources_are_a_table_with_what_was_left_out(shell: Shell) -> Non
     assert done.err.splitlines()[:5] == [
         "source      kind  size     contents",
         "20 .md      text  2 kB     2,000 characters",
-        "a.csv       csv   8 B      CSV: 2 columns x, y; 1 rows",
+        "a.csv       csv   8 B      CSV: 2 columns x, y; 1 row",
         "notes.txt   text  5 B      5 characters",
         "22 sources        2.01 kB  2,013 characters",
     ]

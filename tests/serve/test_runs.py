@@ -109,6 +109,8 @@ def test_long_messages_and_files_are_named_in_context() -> None:
                 in first
             )
             assert "Now:\nHow long?\n[the file rows.csv, in `context['rows.csv']`]" in first
+            assert "'rows.csv': CSV: 2 columns a, b; 1 row" in first
+            assert "sql" not in first
 
     run(test)
 

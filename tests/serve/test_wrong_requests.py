@@ -44,6 +44,16 @@ CHAT = [
         "is a picture: give its text",
     ),
     (
+        {"messages": [user("x", file("a.parquet", b"PAR1"))]},
+        "messages[0].content[1].file.file_data",
+        "is a Parquet file, which only sql reads: send its rows as CSV or JSONL",
+    ),
+    (
+        {"messages": [user("x", file("a.db", b"SQLite format 3\0"))]},
+        "messages[0].content[1].file.file_data",
+        "is an SQLite database, which only sql reads: send its rows as CSV or JSONL",
+    ),
+    (
         {"messages": [user("x", file("a", b"", head=""))]},
         "messages[0].content[1].file.file_data",
         "content of the file is missing",

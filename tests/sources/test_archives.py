@@ -47,7 +47,7 @@ def test_zip_members_become_separate_texts(tmp_path: Path):
     (tmp_path / "z.zip").write_bytes(make_zip(FILES))
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/a.txt": "text", "z.zip/sub/b.csv": "x,y\n1,2\n"}
-    assert loaded.items[1].detail == "CSV: 2 columns x, y; 1 rows"
+    assert loaded.items[1].detail == "CSV: 2 columns x, y; 1 row"
     assert loaded.problems == [
         SourceProblem(
             "z.zip/sub/pic.png", "is a picture in an archive: unpack it, and name the picture"

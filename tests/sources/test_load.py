@@ -134,10 +134,10 @@ def test_text_encoding_is_detected(tmp_path: Path, data: bytes, text: str, detai
         ("t.csv", "a,b,c\n1,2,3\n4,5,6\n", "CSV: 3 columns a, b, c; 2 rows"),
         ("t.csv", 'a;"b;c"\n1;"two\nlines"\n2;x\n', "CSV: 2 columns a, b;c; 2 rows"),
         ("t.csv", "a,b\r\n1,2\r\n\r\n3,4", "CSV: 2 columns a, b; 2 rows"),
-        ("t.tsv", "a\tb\n1\t2\n", "CSV: 2 columns a, b; 1 rows"),
+        ("t.tsv", "a\tb\n1\t2\n", "CSV: 2 columns a, b; 1 row"),
         ("t.jsonl", '{"id": 1, "q": "x"}\n\n{"id": 2}\n', "JSONL: 2 records; 2 keys id, q"),
         ("t.jsonl", "oops\n{}\n", "JSONL: 2 lines; the first is not JSON: JSON is malformed"),
-        ("t.jsonl", "[" * 5000 + "]" * 5000, "JSONL: 1 lines; the first is not JSON: maximum"),
+        ("t.jsonl", "[" * 5000 + "]" * 5000, "JSONL: 1 line; the first is not JSON: maximum"),
         ("t.json", '{"a": 1, "b": [2]}', "JSON: an object; 2 keys a, b"),
         ("t.json", "[1, 2, 3]", "JSON: a list of 3"),
     ],
@@ -409,8 +409,8 @@ def test_control_characters_in_names_are_replaced(tmp_path: Path):
     loaded = load([tmp_path])
     assert loaded.describe() == [
         "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b.csv: CSV: 2 columns x y, z; 1 "
-        "rows, 12 characters",
-        "c.txt: text, 1 characters",
+        "row, 12 characters",
+        "c.txt: text, 1 character",
     ]
     assert len(loaded.manifest().splitlines()) == 4  # with the tables for sql
 

@@ -49,7 +49,7 @@ def test_tables_in_their_files_are_described_by_their_lines(tmp_path: Path) -> N
     loaded = load([tmp_path], mapped_bytes=TINY)
     details = {item.name: item.detail.split("; not a table")[0] for item in loaded.items}
     assert all(item.in_file for item in loaded.items)
-    assert details["a.csv"] == "CSV: 2 columns id, name; about 500 rows"
+    assert details["a.csv"] == "CSV: 2 columns id, name; 500 rows"
     assert details["b.jsonl"] == "JSONL: 500 records; 2 keys id, name"
     assert details["c.json"] == "JSON"
     assert details["d.jsonl"].startswith("JSONL: 500 lines; the first is not JSON: ")

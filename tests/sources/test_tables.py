@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sqlite3
@@ -101,9 +102,83 @@ def test_named_sqlite_database_has_its_own_dialect(sql: Callable[..., Any]):
 
 def test_damaged_files_and_missing_values_are_reported(loaded: LoadedContext, folder: Path):
     assert any("bad.parquet" in problem.name for problem in loaded.problems)
-    assert any("1 formulas without a stored value" in item.detail for item in loaded.items)
+    assert any("1 formula without a stored value" in item.detail for item in loaded.items)
     with pytest.raises(SourceError, match="damaged parquet file"):
         load([folder / "bad.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("text", "detail", "columns"),
+    [
+        (
+            "Report\n\nregion,amount\nNorth,10\nSouth,20\n",
+            "CSV: 2 columns region, amount; 2 rows; the first 2 lines not in the table",
+            ["region", "amount"],
+        ),
+        (
+            "1,2\n3,4\n",
+            "CSV: 2 columns column0, column1; 2 rows; no header line",
+            ["column0", "column1"],
+        ),
+        ("a,a\n1,2\n", "CSV: 2 columns a, a_1; 1 row", ["a", "a_1"]),
+        ("a,b\n1,2,\n3,4,\n", "CSV: 2 columns a, b; 2 rows", ["a", "b"]),
+        ('"a,b"\n1\n2\n', "CSV: 1 column a,b; 2 rows", ["a,b"]),
+    ],
+)
+def test_description_of_csv_names_the_columns_that_sql_finds(
+    text: str, detail: str, columns: list[str], tmp_path: Path
+):
+    (tmp_path / "t.csv").write_text(text)
+    for loaded in (load(tmp_path / "t.csv"), load(tmp_path / "t.csv", mapped_bytes=1)):
+        (table,) = loaded.tools["tables"]
+        assert loaded.items[0].detail == detail
+        assert list(table["columns"]) == columns
+        assert (detail in loaded.manifest(), loaded.warnings()) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a,b\n1,2\n3\n4,5\n", "record 3 has 1 field, and the header has 2"),
+        ('id,note\n1,ok\n2,say "hi, there\n', "record 3 has 3 fields, and the header has 2"),
+        ('id,note\n1,"x,y\n2,z\n', "its quotes do not match"),
+        ("a,b\n1\n2,3\n4,5\n6,7\n", "record 2 has 1 field, and the header has 2"),
+        ("a,b\n" + "1,2\n" * 3000 + "1,2,3\n", "record 3,002 has 3 fields, and the header has 2"),
+    ],
+)
+def test_csv_with_irregular_records_is_no_table_and_says_which(
+    text: str, reason: str, tmp_path: Path
+):
+    (tmp_path / "t.csv").write_text(text)
+    for loaded in (load(tmp_path / "t.csv"), load(tmp_path / "t.csv", mapped_bytes=1)):
+        assert "sql" not in loaded.tools
+        assert loaded.items[0].detail.endswith(f"; not a table for sql ({reason})")
+        assert loaded.warnings() == [f"not a table for sql (1), {reason}: t.csv"]
+
+
+def test_warning_names_csv_files_of_a_large_folder_that_are_no_tables(tmp_path: Path):
+    for number in range(20):
+        (tmp_path / f"{number}.csv").write_text("a,b\n1,2\n" + "3\n" * (number in (7, 9)))
+    reason = "record 3 has 1 field, and the header has 2"
+    loaded = load(tmp_path)
+    assert loaded.describe()[1:] == [f"not a table for sql (2), {reason}: 7.csv, 9.csv"]
+    assert len(loaded.tools["tables"]) == 18
+
+
+def test_tables_without_the_extra_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loaded = load(tmp_path)
+    assert "sql" not in loaded.tools
+    assert [item.detail for item in loaded.items] == [
+        "CSV: 2 columns a, b; 1 row; not a table for sql (the extra inputs is not installed)",
+        "JSONL: 1 record; 1 key a; not a table for sql (the extra inputs is not installed)",
+    ]
+    (warning,) = loaded.warnings()
+    assert "pip install" in warning
+    assert warning.endswith(": a.csv, b.jsonl")
+    assert "pip install" not in loaded.manifest()  # it may name a folder of the host
 
 
 def test_names_in_a_file_are_data_and_no_sql(tmp_path: Path):
