@@ -40,4 +40,6 @@ def csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
 def irregular_record(number: int, num_fields: int, num_columns: int) -> str:
     """Return the sentence about record ``number``, counted from 1 for the header, if it has not as
     many fields as the header has columns."""
-    return f"record {number:,} has {pluralize(num_fields, 'field')}, and the header has {num_columns}"
+    return (
+        f"record {number:,} has {pluralize(num_fields, 'field')}, and the header has {num_columns}"
+    )

@@ -85,7 +85,10 @@ def _described(name: str, text: MappedText) -> tuple[str, str]:
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":
-        return kind, f"{detail.rpartition('; ')[0]}; about {pluralize(max(0, num_lines - 1), 'row')}"
+        return (
+            kind,
+            f"{detail.rpartition('; ')[0]}; about {pluralize(max(0, num_lines - 1), 'row')}",
+        )
     if kind == "jsonl":
         first = next((line for line in islice(text.splitlines(), 100) if line.strip()), "")
         try:
