@@ -459,8 +459,8 @@ def listing(names: list[str]) -> str:
 
 
 def _with_command(reason: str) -> str:
-    """Return the reason for a note to the user. Models read it without the command, which may contain
-    the path of this installation."""
+    """Return the reason for a note to the user. Models read it without the command, which may
+    contain the path of this installation."""
     return f"{reason} ({install_command('inputs')})" if reason == NO_DUCKDB else reason
 
 

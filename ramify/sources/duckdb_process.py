@@ -728,6 +728,6 @@ def _quoted(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return a DuckDB error's message on one line, without its excerpt from the query and its advice
-    to set options of ``read_csv``."""
+    """Return a DuckDB error's message on one line, without its excerpt from the query and its
+    advice to set options of ``read_csv``."""
     return " ".join(_CSV_ADVICE.split(str(error).split("\nLINE ")[0])[0].split())
