@@ -41,6 +41,8 @@ MAX_RECORDED = 500
 """Maximum number of sources that a run's record names."""
 MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
 """Advice for sources above the size limit."""
+_MAX_NAMES = 12
+"""Maximum number of columns or keys that a description names."""
 _SHOWN = 6
 """Maximum number of names in a list, before "and 12 more"."""
 
@@ -456,6 +458,13 @@ def listing(names: list[str]) -> str:
     """Join names for a message, as in ``a, b, c and 12 more``; at most ``_SHOWN`` are listed."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def count_with_names(names: Sequence[str], noun: str) -> str:
+    """Return a count followed by names, as in ``3 columns a, b, c``."""
+    shown = [" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]]
+    more = " …" if len(names) > _MAX_NAMES else ""
+    return f"{pluralize(len(names), noun)} {', '.join(shown)}{more}"
 
 
 def _with_command(reason: str) -> str:

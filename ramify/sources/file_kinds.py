@@ -21,9 +21,13 @@ from pathlib import Path
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
+from ramify.sources.base import (
+    NOT_UTF8,
+    SourceCollector,
+    UnreadableSource,
+    count_with_names,
+)
 from ramify.sources.csv_records import csv_delimiter
-from ramify.sources.sql_table_types import TableInfo
 
 HEAD_BYTES = 8192
 """Number of leading bytes that determine the kind of a file."""
@@ -223,7 +227,6 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b\b"))
 _MAX_CONTROLS = 0.02
 _MAX_PARSED_CHARS = 20_000_000
 """Size in characters above which a table or JSON file is described by its first line only."""
-_MAX_NAMES = 12
 
 
 def read(file: SourceFile, loading: SourceCollector) -> None:
@@ -282,14 +285,6 @@ def describe(name: str, text: str) -> tuple[str, str]:
     return "text", ""
 
 
-def describe_csv_table(table: TableInfo) -> str:
-    """Return the one-line description of a CSV file that ``sql`` can query. Its columns and rows
-    are those of the table, which may begin below a title."""
-    columns = _names([name for name, _ in table.columns], "column")
-    note = f"; {table.note}" if table.note else ""
-    return f"CSV: {columns}; {pluralize(table.num_rows, 'row')}{note}"
-
-
 def _csv(name: str, text: str) -> str:
     import csv
 
@@ -312,7 +307,7 @@ def _csv(name: str, text: str) -> str:
             first.strip("\r\n").split(delimiter),
             pluralize(max(0, _count_lines(text) - 1), "row"),
         )
-    return f"CSV: {_names(columns, 'column')}; {num_rows}"
+    return f"CSV: {count_with_names(columns, 'column')}; {num_rows}"
 
 
 def _jsonl(text: str) -> str:
@@ -321,7 +316,7 @@ def _jsonl(text: str) -> str:
         record = msgspec.json.decode(first)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         return f"JSONL: {pluralize(_count_lines(text), 'line')}; the first is not JSON: {error}"
-    keys = f"; {_names(list(record), 'key')}" if isinstance(record, dict) else ""
+    keys = f"; {count_with_names(list(record), 'key')}" if isinstance(record, dict) else ""
     return f"JSONL: {pluralize(_count_lines(text), 'record')}{keys}"
 
 
@@ -333,7 +328,7 @@ def _json(text: str) -> str:
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         return f"JSON that does not parse: {error}"
     if isinstance(value, dict):
-        return f"JSON: an object; {_names(list(value), 'key')}"
+        return f"JSON: an object; {count_with_names(list(value), 'key')}"
     return f"JSON: a list of {len(value):,}" if isinstance(value, list) else "JSON: one value"
 
 
@@ -342,11 +337,3 @@ def _count_lines(text: str) -> int:
     if "\n\n" in text or "\r" in text or text[:1] == "\n":
         return sum(1 for line in text.split("\n") if line.strip())
     return text.count("\n") + (not text.endswith("\n") and text != "")
-
-
-def _names(names: list[str], what: str) -> str:
-    """Return a count followed by names, as in ``3 columns a, b, c``."""
-    shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
-        " …" if len(names) > _MAX_NAMES else ""
-    )
-    return f"{pluralize(len(names), what)} {shown}"

@@ -27,10 +27,15 @@ from typing import Any, TextIO
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sources.base import NO_DUCKDB, NO_TABLE, SourceCollector, UnreadableSource
+from ramify.sources.base import (
+    NO_DUCKDB,
+    NO_TABLE,
+    SourceCollector,
+    UnreadableSource,
+    count_with_names,
+)
 from ramify.sources.csv_records import csv_records, irregular_record
 from ramify.sources.duckdb_process import describe_tables, query_tables
-from ramify.sources.file_kinds import describe_csv_table
 from ramify.sources.sql_table_types import LoadedTable, TableInfo, TableLocation
 
 MAX_TABLES = 500
@@ -183,10 +188,16 @@ def add_table(
         is_full = len(loading.tables) >= MAX_TABLES
         try:
             table = describe_file(name, kind, path, data, loading)[0]
-            return describe_csv_table(table) if kind == "csv" else detail
+            return _describe_csv(table) if kind == "csv" else detail
         except UnreadableSource as error:
             reason = error.reason if is_full else error.remedy or error.reason
     return f"{detail}; {NO_TABLE} ({reason})"
+
+
+def _describe_csv(table: TableInfo) -> str:
+    columns = count_with_names([name for name, _ in table.columns], "column")
+    note = f"; {table.note}" if table.note else ""
+    return f"CSV: {columns}; {pluralize(table.num_rows, 'row')}{note}"
 
 
 def described(info: TableInfo) -> str:
