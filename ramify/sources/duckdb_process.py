@@ -292,7 +292,7 @@ class _Tables:
         with open(each.path, encoding="utf-8", errors="replace") as file:
             skipped = list(itertools.islice(file, num_skipped))
         if skipped and (not found["HasHeader"] or any(found["Delimiter"] in li for li in skipped)):
-            # A title has one field; DuckDB leaves out records, too, until the others are regular.
+            # A title has one field; DuckDB also skips records, until those that follow are regular.
             raise ValueError(f"the first {pluralize(num_skipped, 'line')} would be lost")
         return (
             f"FROM read_csv({path}, auto_detect = false, {said}, "
