@@ -62,10 +62,13 @@ async def answer_plainly(
     kind: AnswerType | None,
     cut: Callable[[str], ReplyCut],
     max_repairs: int = MAX_REPAIRS,
+    *,
+    retry_empty: bool = True,
 ) -> CallOutcome:
     """Ask a model a question without a Python session, and return the outcome. If the reply does
     not match the answer type ``kind``, show the model the error and ask again. Without an answer
-    type, ask again only after an empty reply or a tool call.
+    type, ask again only after an empty reply or a tool call, unless ``retry_empty`` is false: the
+    text of such a reply is then the answer.
 
     ``first`` holds the messages of the first request. Nothing is raised if the model fails: the
     outcome then holds the error.
@@ -86,7 +89,7 @@ async def answer_plainly(
         text, is_cut = reply.message.content, reply.finish == "length"
         if kind is None and is_cut:
             return _cut(cut(text), text or None)
-        if kind is None and text.strip() and reply.finish != "tool_calls":
+        if kind is None and (not retry_empty or (text.strip() and reply.finish != "tool_calls")):
             return CallOutcome(Stop.FINAL, text)
         if kind is None:
             error = "called a tool" if reply.message.tool_calls else "gave an empty reply"

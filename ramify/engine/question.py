@@ -120,6 +120,9 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """If False, the root has a session even for a short context. With ``"always"``, one plain call
     answers a context of any length; a context with tools, such as a table with ``sql``, is
     refused."""
+    retry_empty: bool = True
+    """Ask again, at most twice, if one plain call answers and its reply is empty or calls a tool.
+    False: such a reply is the answer, as in training and evaluation."""
     strategy: Strategy | None = None
     """Code that answers the question in place of a session, such as a
     ``ramify.plans.PlanStrategy``."""
@@ -189,7 +192,7 @@ def _check_kinds(options: RunOptions) -> None:
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
     as_examples(options.examples)
-    for name in ("cite", "cache"):
+    for name in ("cite", "cache", "retry_empty"):
         value = getattr(options, name)
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is a {type(value).__name__}: give True or False")
@@ -225,6 +228,7 @@ class RlmKeywords(TypedDict, total=False):
     on_event: Listener | None
     metadata: Mapping[str, Any] | None
     direct: DirectChoice
+    retry_empty: bool
     strategy: Strategy | None
     mode: Mode | None
     budget: BudgetLedger | None
@@ -268,6 +272,8 @@ class Question(msgspec.Struct, frozen=True):
     direct: DirectChoice = True
     """True if one direct call may answer, False if the root always has a session, ``always`` if it
     never has one."""
+    retry_empty: bool = True
+    """Whether an empty reply of the direct call is asked for again; otherwise it is the answer."""
     mode: Mode | None = None
     """Mode that decides ``direct`` or ``strategy`` when the run begins."""
     chosen_mode: ModeChosen | None = None
@@ -296,10 +302,14 @@ class Question(msgspec.Struct, frozen=True):
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
 
     def asked_with(self, options: RunOptions) -> Question:
-        """Return a copy of the question with the mode, strategy and ``direct`` setting of
-        ``options``."""
+        """Return a copy of the question with the settings of ``options`` that decide how it is
+        answered."""
         return msgspec.structs.replace(
-            self, direct=options.direct, strategy=options.strategy, mode=options.mode
+            self,
+            direct=options.direct,
+            retry_empty=options.retry_empty,
+            strategy=options.strategy,
+            mode=options.mode,
         )
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:

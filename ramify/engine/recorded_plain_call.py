@@ -32,11 +32,12 @@ async def ask_plain(
     pictures: tuple[Picture, ...] = (),
     sampling: Sampling | None = None,
     max_repairs: int = MAX_REPAIRS,
+    retry_empty: bool = True,
 ) -> CallOutcome:
     """Ask the model of ``call`` one question without a session, and record the requests in the run.
     The messages in ``before`` precede the prompt, and ``pictures`` are attached to it. ``sampling``
     may lower the maximum reply length. If the model fails, the outcome holds the error and nothing
-    is raised."""
+    is raised. ``retry_empty`` is that of ``answer_plainly``."""
     run.continue_past_limit(call)
     first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
     schema = kind.enforceable_schema if kind else None
@@ -50,4 +51,6 @@ async def ask_plain(
             return truncation_error(name, most, "reply_tokens of the leaf", text)
         return truncated_reply_error(run.requests, call, text)
 
-    return await answer_plainly(ask, call.client.name, first, kind, cut, max_repairs)
+    return await answer_plainly(
+        ask, call.client.name, first, kind, cut, max_repairs, retry_empty=retry_empty
+    )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ramify.store.base import RunStore
     from ramify.store.recorded_replies import RecordedRunIndex
 
-_OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "mode", *INSTRUCTIONS)
+_OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "retry_empty", "mode", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
 COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
 """Settings of a run that affect its requests, so that a repeated run must have the same."""
@@ -58,7 +58,7 @@ def rerun_options(
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
     unused: dict[str, Any] = dict.fromkeys(("cite", "cache"), False)
-    unused |= {"metadata": None, "direct": True, "mode": None}
+    unused |= {"metadata": None, "direct": True, "retry_empty": True, "mode": None}
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 
 
@@ -235,6 +235,7 @@ def question_of(
         resolved,
         about=config.get("about", ""),
         direct=direct,
+        retry_empty=config.get("retry_empty", True),
         mode=config.get("mode"),
         before=before,
         pictures=dict.fromkeys(pictures),

@@ -365,7 +365,7 @@ class RLM:
         if the settings differ from the recorded ones, or if the program sends a request that
         differs from the recorded one; the journal is left unchanged. ``model`` and ``sub_model``
         may differ if they are given here: the change is noted in the journal. ``cite``, ``cache``,
-        ``metadata`` and ``direct`` are taken from the record.
+        ``metadata``, ``direct`` and ``retry_empty`` are taken from the record.
         """
         chosen = rerun.rerun_options(
             self._options, options, changes

@@ -321,6 +321,7 @@ class RunHandle:
     def _started(self, context: SharedContext | None, way: WayToAnswer) -> None:
         schema = self._question.kind.schema if self._question.kind else None
         before, pictures = self._question.before, self._question.pictures
+        retry_empty = self._question.retry_empty
         is_special = bool(pictures) or self._question.needs_session
         optional = optional_tools(self._question.tools)
         config = {
@@ -336,6 +337,7 @@ class RunHandle:
             **({"context_tools": optional} if optional else {}),
             # The models' vision or the sources decided this, which a repeated run may not have.
             **({"direct": False} if is_special and way == "session" else {}),
+            **({"retry_empty": False} if way == "plain call" and not retry_empty else {}),
         }
         self.recorder.emit(
             RunStarted(

@@ -281,7 +281,15 @@ async def _answer_by_plain_call(
     run.begin_call(call)
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
-        outcome = await ask_plain(run, call, prompt, question.kind, before, pictures)
+        outcome = await ask_plain(
+            run,
+            call,
+            prompt,
+            question.kind,
+            before,
+            pictures,
+            retry_empty=question.retry_empty,
+        )
     finally:
         run.end_call(call, outcome)
     return outcome

@@ -20,7 +20,6 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.engine.observation_messages import count_text_chars
-from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import ALWAYS
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, did_you_mean
@@ -57,15 +56,15 @@ class ModelRoom(msgspec.Struct, frozen=True):
         return tokens + _PROMPT_TOKENS + self.reply <= self.window
 
     def max_cost(self, tokens: int) -> float | None:
-        """Return an upper bound on the cost in dollars of one plain call, including requests that
-        repair its reply. Return None if the model has no price. As in budget reservations, each
-        byte counts as a token."""
+        """Return an upper bound on the cost in dollars of one plain call, whose reply is asked for
+        once. Return None if the model has no price. As in budget reservations, each byte counts as
+        a token."""
         if self.price is None:
             return None
         rates = (self.price.input, self.price.cached, self.price.cache_write)
         bytes_read = CHARS_PER_TOKEN * (tokens + _PROMPT_TOKENS)
         read = bytes_read * max(rate for rate in rates if rate is not None)
-        return (1 + MAX_REPAIRS) * (read + self.reply * self.price.output) / 1e6
+        return (read + self.reply * self.price.output) / 1e6
 
 
 async def room_of(rlm: RLM) -> ModelRoom:

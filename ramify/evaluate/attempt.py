@@ -7,9 +7,9 @@ on it, and score the answer. Evaluation and training both use this module.
 
 This module applies the timeouts and decides what counts as a failure. An attempt that ends in an
 error outside the model's control records it in ``errors`` and gets no reward. What the model caused
-itself (a prompt longer than its window, a session killed three times) is scored like any other
-answer. Only bugs and cancellations are raised. If a task scores all attempts of a training step
-together, the attempts end without rewards, and ``score_attempts`` scores them later.
+itself (an empty reply, a prompt longer than its window, a session killed three times) is scored
+like any other answer. Only bugs and cancellations are raised. If a task scores all attempts of a
+training step together, the attempts end without rewards, and ``score_attempts`` scores them later.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ async def attempt(
         metadata=about,
         direct=direct if mode is None else True,
         mode=mode,
+        retry_empty=False,
         cache=False,
         search=search,
         **options,

@@ -118,9 +118,9 @@ def test_dry_run_says_how_many_attempts_and_at_most_how_many_dollars(shell: Shel
     asked = given(shell, "--lengths", "1k,8k", "--modes", "direct,free", "--items", "10")
     done = shell.run(*asked, "--dry-run", "--max-cost", "0.5")
     assert done.code == ExitCode.ANSWERED
-    # 40 attempts with a session at 0.5 each; of the 20 plain calls that fit, each is sent at most
-    # three times, with four bytes per token and a reply of 2,500 tokens, a quarter of the window.
-    plain = 3 * (4 * (1024 + 200) * 1.0 + 2500 * 2.0) / 1e6
+    # 40 attempts with a session at 0.5 each; of the 20 plain calls that fit, each is sent once,
+    # with four bytes per token and a reply of 2,500 tokens, a quarter of the window.
+    plain = (4 * (1024 + 200) * 1.0 + 2500 * 2.0) / 1e6
     assert done.out == (
         f"80 attempts, of which 20 do not fit and ask nothing; at most ${40 * 0.5 + 20 * plain:.2f}\n"
     )
