@@ -44,9 +44,8 @@ def _is_module(path: str) -> bool:
 def lazy_namespace(
     package: str, folder: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Load the public names of a package lazily: import each name only when it is first used.
-    Return the functions ``__getattr__`` and ``__dir__`` and the list ``__all__`` for the package to
-    define.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package, so that each of its public
+    names is imported only when it is first used.
 
     The public names are the imports in ``folder/__init__.pyi``. That file is the only list of them:
     type checkers and editors read it, and so does this function. The line ``from ramify import

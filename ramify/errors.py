@@ -81,9 +81,9 @@ class Suspended(RamifyError):
 
 
 class LoopBlocked(RamifyError):
-    """Raised if code blocks the run's event loop past the run's deadline, so that the run must be
-    ended from another thread. The message names the line that blocked the loop. ``run_id`` is empty
-    if the run is not stored.
+    """Raised if code blocks the run's event loop beyond the run's deadline, and a watchdog thread
+    has to end the run. The message names the line that blocked the loop. ``run_id`` is empty if the
+    run is not stored.
 
     Example:
         rlm.completion(text, query, on_event=lambda event: time.sleep(1e9))    # blocks the loop
@@ -137,7 +137,8 @@ class ModelError(RamifyError):
 
 
 class RateLimited(ModelError):
-    """Raised if the server asked the client to slow down (429, or 503 with a time to wait).
+    """Raised if the server asked the client to slow down (429, or 503 with a ``Retry-After``
+    header).
 
     >>> inference.RateLimited("429", retry_after_s=1.5).retry_after_s    # seconds
     1.5
@@ -160,8 +161,8 @@ class Unreachable(ModelError):
 
     transient = True
     reason = ""
-    """Cause without the address, such as ``connection refused``. Empty if only the message states
-    it."""
+    """The cause without the address, such as ``connection refused``; empty if only the message
+    states the cause."""
 
 
 class ReplyLost(ModelError):
@@ -287,11 +288,11 @@ class RunInUse(StoreError):
 
 
 class ReplayDiverged(StoreError):
-    """Raised if a run that is repeated from its journal sends a request that the journal does not
-    contain. Also raised if its settings differ from the recorded ones.
+    """Raised if a replayed run sends a request that is not in its journal, or if its settings
+    differ from the recorded ones.
 
     Example:
-        rlm.replay(run_id)    # raises it if the program asks another question than the recorded one
+        rlm.replay(run_id)    # raises it if the program asks a question that was not recorded
     """
 
 

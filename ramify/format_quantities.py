@@ -72,7 +72,7 @@ def seconds(value: float) -> str:
 
 def _two(whole: int, size: int, unit: str, part: str) -> str:
     """Format an amount in two units, such as ``3 min 5 s``. ``whole`` is the amount in the smaller
-    unit, and ``size`` of these make one larger unit. A remainder of 0 is omitted."""
+    unit, and ``size`` is how many of those make one larger unit. A remainder of 0 is omitted."""
     units, rest = divmod(whole, size)
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 

@@ -1,11 +1,11 @@
-"""Regular expressions that are compiled at their first use, so that programs start faster.
+"""Regular expressions that are compiled on first use, so that programs start faster.
 
     _DATE = lazy_pattern(r"\\d{4}-\\d\\d-\\d\\d")
     _DATE.search(text)
 
-A hundred patterns take 15 ms to compile, which every start of a program would pay, although few of
-them are used. Use ``re.compile`` if a pattern is passed to a function of ``re``, or if its type or
-identity matters: the ``re`` attribute of a match is the compiled pattern.
+A hundred patterns take 15 ms to compile, but a program uses only a few of them. Use ``re.compile``
+if a pattern is passed to a function of ``re``, or if its type or identity matters: the ``re``
+attribute of a match is the compiled pattern.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Handlers and formatters that send log records to a terminal, to a file, or to another process.
 
-    ConsoleLogHandler     ``-v``, ``RAMIFY_LOG=engine=debug,info``, and what a command shows
-    FileLogHandler        ``OUT/run.log``, of a run's process and its child processes
-    ForwardingLogHandler  the trainer, from a rollout worker
+    ConsoleLogHandler     prints records on a terminal, as ``-v`` or ``RAMIFY_LOG`` asks
+    FileLogHandler        appends records to ``OUT/run.log``, the log file of a training run
+    ForwardingLogHandler  sends the records of a rollout worker to the trainer
 
-This module decides the log levels of each part of the package, and the form of a line. It also
-ensures that a full disk or a closed terminal never ends a run. A line has a long form for files, a
-short one for terminals, or is a JSON object:
+This module decides the log levels of each part of the package and the format of a log line. It also
+ensures that a full disk or a closed terminal never ends a run. A record is written as a long line
+for files, as a short one for terminals, or as a JSON object:
 
     2026-11-22T09:15:00.123Z WARNING train my-run restart: worker 2 is lost  worker=2
     09:15:00 warning train restart: worker 2 is lost  worker=2
@@ -43,15 +43,16 @@ ROOMS = [
     *("models", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing", "train"),
     "viewer",
 ]
-"""Names of the subpackages that have a logger. ``ramify`` means all of them."""
+"""Names of the subpackages that have their own logger. In a setting, ``ramify`` stands for all of
+them."""
 
 
 # --- levels
 
 
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
-    """Parse a setting of log levels such as ``engine=debug,info``. Returns the level of each logger
-    by name, with ``""`` for all others, and an error message for each invalid item."""
+    """Parse a log-level setting such as ``engine=debug,info``. Returns the level of each logger by
+    name, with ``""`` for all others, and an error message for each invalid item."""
     levels: dict[str, int] = {}
     problems = []
     for part in filter(None, (part.strip() for part in setting.split(","))):
@@ -146,7 +147,7 @@ def one_line_message(record: LogRecord) -> str:
 
 
 def _process_of(record: LogRecord) -> str:
-    """Return the name of the process that wrote a log record, or an empty text for the run's main
+    """Return the name of the process that wrote a log record, or an empty string for the run's main
     process."""
     name = record.processName or ""
     return "" if name == "MainProcess" else name
@@ -233,8 +234,8 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """A handler that shows log records on a terminal, in a short form. It shows the records that a
-    command marks as shown, and those that the log levels ask for."""
+    """A handler that prints log records on a terminal, in a short form. It prints the records
+    logged with ``shown=True``, and those at or above the configured log levels."""
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None

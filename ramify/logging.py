@@ -240,8 +240,8 @@ def in_run(
 ) -> Iterator[None]:
     """Add a run's id to all log records of a ``with`` block, including tasks and threads that
     inherit its context. ``on_warning`` is called with the text of each warning. With
-    ``all_threads``, threads that inherit no context are included, so use it only if this process
-    has a single run."""
+    ``all_threads``, the id is also added to records of threads that do not inherit the context, so
+    use it only if this process has a single run."""
     global _process_runs
     runs, before = (*_runs.get(), id), _process_runs
     if all_threads:

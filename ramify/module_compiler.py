@@ -1,11 +1,11 @@
 """Compiles the modules that the host installs in Python sessions, such as the functions that
 model-written code can call.
 
-A session that runs the same version of Python loads the compiled module, which takes a tenth of a
-millisecond where compiling takes some. Each module is compiled once for all sessions, if possible
-while the first of them is still being started (``compile_in_advance``). Of a file of this package,
-Python keeps the compiled module beside the file, as of files that are imported. How a module is
-installed is in ``sandbox/host/session.py`` and, inside the session, in
+A session that runs the same version of Python loads the compiled module in a tenth of a
+millisecond, while compiling would take a few milliseconds. Each module is compiled once for all
+sessions, if possible while the first of them is still being started (``compile_in_advance``). The
+compiled form of a file of this package is cached beside the file, as Python does for imported
+files. How a module is installed is in ``sandbox/host/session.py`` and, inside the session, in
 ``sandbox/guest/notebook.py``.
 """
 

@@ -2,9 +2,9 @@
 mean …?".
 
 A name is a candidate if it has enough letters in common with the given one
-(``difflib.get_close_matches``). Of the candidates, the one wins that takes the fewest edits: a
-letter added, dropped or replaced, or two neighbours swapped. If several take equally few, the first
-in the order of the known names wins, so callers put the names that are used most first.
+(``difflib.get_close_matches``). The candidate that takes the fewest edits wins. An edit adds, drops
+or replaces a letter, or swaps two neighbours. If several candidates take equally few, the first in
+the order of the known names wins, so callers put the names that are used most first.
 
     nearest_name("modle", ["model", "mode"])  # "model": one swap; "mode" drops one letter
 
@@ -20,8 +20,8 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     """Return the known name that is closest to ``name``, or None if none is similar. The comparison
     ignores case.
 
-    ``cutoff`` is the least share of common letters that a candidate needs, from 0 (any name) to 1.
-    The names of a set are taken in alphabetical order.
+    ``cutoff`` is the minimum fraction of letters that a candidate must have in common with
+    ``name``, from 0 (any name) to 1. The names of a set are taken in alphabetical order.
     """
     from difflib import get_close_matches
 

@@ -185,7 +185,8 @@ MOVED_MODULES = {
     "ramify.inference.http.vllm:VllmServer": "ramify.inference.http.vllm:VllmEngineClient",
     "ramify.train.signals.judge:HintJudge": "ramify.train.signals.judge:HintWritingJudge",
 }
-"""Beginning of a dotted path that an earlier version stored -> its current form."""
+"""Maps the first part of a dotted path that an earlier version stored to the part that replaces it
+now."""
 _OTHERS = "module:name or file.py:name"
 
 
@@ -220,10 +221,10 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """Create a registry. ``kind`` is the noun for an entry in errors, such as "algorithm", and
-        ``group`` is the entry-point group for installed packages. ``table`` maps the core's names
-        to objects or to locations such as ``module:name``. Entries of ``ramify.extras`` are added
-        to it.
+        """Create a registry. ``kind`` is what error messages call an entry, such as "algorithm",
+        and ``group`` is the entry-point group for installed packages. ``table`` maps the names of
+        Ramify's own entries to objects or to locations such as ``module:name``. Entries of
+        ``ramify.extras`` are added to it.
 
         If ``structs`` is true, an entry must be a struct whose tag is its name, so that a
         checkpoint can name it. ``others`` describes in errors which values are accepted in place of
@@ -365,8 +366,8 @@ class Registry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _clash(self, points: list[EntryPoint]) -> str:
-        """Return the reason why several entry points with the same name conflict, or an empty text
-        if one of them can be chosen."""
+        """Return why several entry points with the same name conflict, or an empty string if one of
+        them can be chosen."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -461,7 +462,7 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
 
 def import_location(kind: type) -> str:
     """Return the location from which a class can be loaded again, either ``file.py:Class`` or
-    ``module:Class``. Returns an empty text for Ramify's own classes, which have registered names,
+    ``module:Class``. Returns an empty string for Ramify's own classes, which have registered names,
     and for classes defined inside a function or outside a file."""
     module, name = sys.modules.get(kind.__module__), kind.__qualname__
     file = getattr(module, "__file__", None)
@@ -525,7 +526,7 @@ def load_object(location: str, what: str) -> Any:
 
 
 def _lacks(owner: ModuleType | type, name: str) -> str:
-    """Return a sentence which says that a module or class lacks an attribute, with the nearest
+    """Return a sentence saying that a module or class has no such attribute, with the nearest
     existing name."""
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
@@ -542,8 +543,9 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
 
 
 def _line_in(place: str, error: BaseException) -> str:
-    """Return the last line of a file that ran before an error, as text such as `` in line 3``.
-    Returns an empty text if the line is unknown or the error already mentions it."""
+    """Return the line of a file that was running when an error was raised, for the end of an error
+    message: `` in line 3``. Returns an empty string if the line is unknown or the error already
+    mentions it."""
     if not place.endswith(".py") or isinstance(error, SyntaxError):
         return ""
     path = str(Path(place).expanduser().absolute())

@@ -24,7 +24,8 @@ from typing import TextIO
 from ramify.lazy_pattern import lazy_pattern
 
 _STRINGS = "\x90\x98\x9d\x9e\x9f"
-"""Single-character openings of control strings, such as titles, links and clipboard contents."""
+"""Single-character codes that begin a control string, which sets a title, a link or the
+clipboard."""
 _ESCAPES = lazy_pattern(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
     # A string ends before the next opening: otherwise many openings would take quadratic time. It
@@ -40,7 +41,7 @@ surrogates."""
 _ENCODED_CONTROLS = re.compile(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
 )
-"""The same characters in UTF-8, except those that JSON always escapes."""
+"""UTF-8 encodings of the characters in ``_CONTROLS``, except those that JSON always escapes."""
 _RETURN = lazy_pattern(r"\r\n?")
 
 
@@ -53,14 +54,14 @@ def one_line(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Remove escape sequences and control characters from a text."""
+    """Remove escape sequences and control characters from ``text``."""
     if text.isascii() and text.isprintable():
         return text
     return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
 def clean_line(text: str) -> str:
-    """Remove escape sequences and control characters from a text, and join its lines into one."""
+    """Remove escape sequences and control characters from ``text``, and join its lines into one."""
     return " ".join(clean(text).split())
 
 
@@ -79,8 +80,8 @@ class SanitizingTerminalStream(io.TextIOBase):
         """The unprotected stream, for programs that draw on the terminal, such as a live view."""
 
     def write(self, text: str, /) -> int:
-        """Write a text without escape sequences and control characters. A carriage return becomes a
-        line break, so that progress bars stay readable."""
+        """Write ``text`` with escape sequences and control characters removed. A carriage return
+        becomes a line break, so that progress bars stay readable."""
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 

@@ -100,7 +100,8 @@ class ProgressTask:
         self._recorded_at = -math.inf
 
     def at(self, done: float, note: str | None = None) -> None:
-        """Set the amount of work that is done. A note replaces the previous one, if given."""
+        """Set the amount of work that is done. If ``note`` is given, it replaces the previous
+        note."""
         self.done = done
         if note is not None:
             self.note = note

@@ -23,9 +23,9 @@ NAMESPACES = (
 
 
 def public_name_advice(package: str, name: str) -> str:
-    """Return the end of an error message about an unknown name of ``package``; empty if no public
-    name resembles it. Case and underscores are ignored. A name that exists in another namespace is
-    preferred to one that is only similar."""
+    """Return the end of an error message about an unknown name of ``package``. Returns an empty
+    string if no public name resembles it. Case and underscores are ignored. A name that exists in
+    another namespace is preferred to one that is only similar."""
     from difflib import get_close_matches
 
     here = _names(package)
@@ -46,7 +46,7 @@ def public_name_advice(package: str, name: str) -> str:
 
 
 def _names(package: str) -> Mapping[str, str]:
-    """Return the public names of a package by their folded forms."""
+    """Return the public names of a package, keyed by the name without case and underscores."""
     names: Sequence[str] = importlib.import_module(package).__all__
     return {_folded(each): each for each in reversed(names)}
 

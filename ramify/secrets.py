@@ -1,14 +1,14 @@
 """Redact secrets from everything that journals and logs write. This is the last line of defence for
 keys.
 
-    SecretRedactor().redact(text)    known values: journals, which must keep all other text
-    redact_likely_secrets(text)      also what looks like a secret: logs, errors, configurations
+    SecretRedactor().redact(text)    redacts known secrets: for journals, which keep all other text
+    redact_likely_secrets(text)      also what looks like a secret: for logs, errors, configurations
 
 Ramify itself never writes a key, but a session's output or a provider's error may contain one.
 Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
 ``_SECRET`` or ``_PASSWORD``, values that are given by name, and keys that were given in code, which
-clients and servers pass to ``remember``. They are found as they are, and as URLs, JSON, ``repr``
-and base64 write them, alone or within a longer text such as ``user:secret``.
+clients and servers pass to ``remember``. They are found in plain form and as encoded in URLs, JSON,
+``repr`` and base64, alone or within longer text such as ``user:secret``.
 
 Not covered: other encoded forms such as hexadecimal, keys given in code that are shorter than 8
 characters, and the contexts that a user supplies. Those are stored unchanged.
@@ -92,7 +92,7 @@ class SecretRedactor:
         return False
 
     def redact(self, text: str) -> str:
-        """Replace each known secret in a text by a mark with its name.
+        """Replace each known secret in ``text`` with a placeholder that contains its name.
 
         ``"key sk-123…"`` becomes ``"key «redacted OPENAI_API_KEY»"``.
         """
@@ -115,7 +115,7 @@ class SecretRedactor:
                 start = text.find(value, start + len(value))
 
     def trim_partial_secret(self, text: str) -> str:
-        """Cut off the end of a text if it may be the beginning of a secret, such as ``sk-1`` of
+        """Cut off the end of ``text`` if it may be the beginning of a secret, such as ``sk-1`` of
         ``sk-123…``. Use this for text that is displayed while it arrives."""
         cut = len(text)
         for value in self._names:
@@ -129,7 +129,8 @@ class SecretRedactor:
 
 
 _MIN_BEGINNING = 4
-"""Characters of a secret's beginning that may be displayed. So few also occur by chance."""
+"""Minimum number of characters that count as the beginning of a secret. Fewer characters often
+match by chance, so they may be displayed."""
 
 
 def remember(name: str, value: str) -> None:
@@ -162,9 +163,9 @@ def forms_of(value: str) -> tuple[str, ...]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield the base64 texts that reveal a secret inside a longer encoded text, such as
+    """Yield the base64 fragments that reveal a secret inside longer encoded text, such as
     ``user:secret``. Three bytes become four characters, so each of the three possible offsets has
-    its own text."""
+    its own fragment."""
     for before in range(3):
         encoded = binascii.b2a_base64(bytes(before) + value, newline=False)
         # The first and last characters also depend on the bytes around the value.
@@ -186,8 +187,8 @@ def names_a_secret(name: str) -> bool:
 
 
 def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str:
-    """Redact known secrets in a text, and everything that looks like a secret. This includes logins
-    and keys in URLs, values after names such as ``api_key``, and texts in the format of a
+    """Redact known secrets in ``text``, and everything that looks like a secret. This includes
+    logins and keys in URLs, values after names such as ``api_key``, and strings in the format of a
     provider's keys.
 
     ``"https://me:pw@host/v1?key=k"`` becomes ``"https://«redacted»@host/v1?key=«redacted»"``.
@@ -213,8 +214,8 @@ def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int,
 
 
 def without_url_secrets(text: str) -> str:
-    """Redact logins and keys in the URLs of a text. Call this before known secrets are redacted.
-    The marks that replace secrets contain spaces, which a URL cannot."""
+    """Redact logins and keys in URLs. Call this before redacting known secrets, because their
+    placeholders contain spaces, which would break the URLs."""
     return QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", text))
 
 

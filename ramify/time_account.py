@@ -1,5 +1,5 @@
-"""Measures where the time of a training step goes. Code reports which part of the step it works on,
-and one account adds up the wall and CPU time of each part.
+"""Measures where the time of a training step goes. Code reports which part of the step it is
+working on, and a ``TimeAccount`` totals the wall and CPU time of each part.
 
     with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
     with working("packing"): …           one thread works on a part; awaits nothing meanwhile
@@ -61,8 +61,8 @@ class PartTimes(NamedTuple):
 
 
 class TimeAccount:
-    """Adds up the wall and CPU time of each part of a training step. Open it and read it (``take``)
-    in the thread of the event loop.
+    """Totals the wall and CPU time of each part of a training step. Open it and call ``take`` in
+    the thread of the event loop.
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
@@ -80,7 +80,7 @@ class TimeAccount:
         self._at = time.monotonic()
         """When the account last changed."""
         self._loop_seen_s = 0.0
-        """CPU time of the event loop's thread then."""
+        """CPU time of the event loop's thread when the account last changed."""
         self._children_began_s = 0.0
         self._reset()
 
@@ -100,8 +100,8 @@ class TimeAccount:
         _account = self._outer
 
     def begin_part(self, part: Part) -> None:
-        """Record that a part of the work begins. A part may be in progress several times at once,
-        and ends after as many calls of ``end_part``.
+        """Record that a part of the work begins. The same part may begin several times at once, and
+        each begin needs its own ``end_part``.
         """
         with self._lock:
             self._charge()
@@ -143,12 +143,12 @@ class TimeAccount:
         self._wall = dict.fromkeys((*PARTS, ROLLOUTS, WAITING), 0.0)
         self._cpu: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._in_blocks_s = 0.0
-        """CPU time of the event loop's thread that parts have."""
+        """CPU time of the event loop's thread that is already charged to parts of the step."""
         self._loop_began_s = time.thread_time()
         self._process_began_s = time.process_time()
 
     def _charge(self) -> None:
-        """Count the wall time since the last change for the part that has been in progress since
+        """Charge the wall time since the last change to the part that has been in progress since
         then.
         """
         now = time.monotonic()
@@ -225,8 +225,8 @@ class working:
 
 
 def begin_part(part: Part) -> None:
-    """Record that a part of the work begins, for work that does not fit into a ``with`` block. It
-    ends after as many calls of ``end_part``.
+    """Record that a part of the work begins, for work that does not fit into a ``with`` block. Each
+    begin needs its own ``end_part``.
     """
     if _account is not None:
         _account.begin_part(part)

@@ -1,8 +1,8 @@
 """Read and write ``policy.json``, which records how the policy in a folder was trained. This module
 also finds the policies that ship with the package.
 
-    ramify/models/NAME/policy.json     NAME is a packaged policy, and a complete model name
-    runs/mine/policy/policy.json       a trained one, as ``local:runs/mine/policy``
+    ramify/models/NAME/policy.json     a packaged policy, used as --model NAME
+    runs/mine/policy/policy.json       a trained one, used as --model local:runs/mine/policy
 
     {"scaffold": "bare", "max_turns": 5, "max_depth": 1, "max_reply_tokens": 100,
      "is_from_scratch": true, "task": "ledger"}

@@ -1,5 +1,5 @@
-"""Recognizes what a training run leaves in its folder, for commands that are given it and need
-something else.
+"""Recognizes the files and folders of a training run, so that a command that cannot use one can say
+what it is and which command reads it.
 
     runs/tiny                               the folder of a training run
     runs/tiny/checkpoints/step-000004       a checkpoint of a training run
@@ -13,13 +13,14 @@ from __future__ import annotations
 from pathlib import Path
 
 _FIRST = 4096
-"""Bytes at the beginning of a file from which rollouts are recognized."""
+"""Number of bytes at the beginning of a file that are read to recognize saved rollouts."""
 _IS_ROLLOUT = (b'"question":', b'"schema_version":')
 
 
 def training_run_hint(path: Path) -> str:
-    """Return what ``path`` is and which command reads it, if a training run left it: ``it is a
-    checkpoint of a training run: continue it with …``. Otherwise the text is empty."""
+    """If a training run wrote ``path``, return a hint that says what it is and which command reads
+    it: ``it is a checkpoint of a training run: continue it with …``. Otherwise return an empty
+    string."""
     path = path.expanduser()
     if _is_run(path):
         policy = path / "policy"
@@ -54,14 +55,14 @@ def training_run_hint(path: Path) -> str:
 
 
 def is_shown(folder: Path) -> bool:
-    """Return False for a folder of a training run in which there is nothing to view: its policy, or
-    its checkpoints."""
+    """Return False for the policy and checkpoint folders of a training run, because there is
+    nothing in them to view."""
     hint = training_run_hint(folder)
     return not hint or _is_run(folder.expanduser()) or folder.name == "rollouts"
 
 
 def with_hint(message: str, path: Path) -> str:
-    """Return ``message`` with ``training_run_hint`` as its end, if there is one."""
+    """Append the ``training_run_hint`` for ``path`` to ``message``, if there is one."""
     hint = training_run_hint(path)
     return f"{message}; {hint}" if hint else message
 

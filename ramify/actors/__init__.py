@@ -1,6 +1,6 @@
 """Start and supervise the processes of a run, and carry remote calls between them.
 
-child_process.py      a process of this machine, beside this one or in its place
+child_process.py      processes on this machine: children of this process, or one in its place
 process_guard.py      the program that ends a process with everything that it started
 command_words.py      commands that a user writes with placeholders
 output_pipe.py        the output of a process, read while it runs

@@ -117,7 +117,7 @@ class ChildProcess:
         self._log = log
         self._environment = {**(os.environ if inherits else {}), **(environment or {})}
         self.num_left = 0
-        """Number of processes that it left behind, which were then ended."""
+        """Number of processes that the child left behind and that had to be killed."""
         self._status: int | None = None
         self._reason = ""
         self._received = b""
@@ -261,8 +261,8 @@ class ChildProcess:
         """Record the exit status from the last line that the guard process sent: ``ended STATUS
         NUM_LEFT REASON``.
 
-        If the guard was killed, the line is empty, and the child was killed with it; the child's
-        process group may be left, so it is killed here."""
+        If the guard was killed, the line is empty. The child was then killed with the guard, but
+        other processes of the child's group may still run, so they are killed here."""
         _, _, rest = line.partition(" ")
         status, _, rest = rest.partition(" ")
         num_left, _, self._reason = rest.partition(" ")

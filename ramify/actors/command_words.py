@@ -71,9 +71,9 @@ def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def absolute_word(word: str) -> str:
-    """Return the absolute path of a command's word if it names a file in the current folder.
-    Other words are returned unchanged. This is needed because the command will run in another
-    folder."""
+    """Return the absolute path of a word of a command if the word names a file in the current
+    folder. Other words are returned unchanged. This is needed because the command will run in
+    another folder."""
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word
     if os.sep not in word and shutil.which(word) is not None:

@@ -44,9 +44,9 @@ class AuthenticatedGroupFactory:
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Create a torch.distributed group by calling ``form``, and return it once every member
-        has proved that it has the key. The proof uses the group's own connections, once for each
-        of the ``devices`` (``cpu``, ``cuda``)."""
+        """Create a torch.distributed group by calling ``form``, and return it once every member has
+        proved that it has the key. The members exchange this proof over the group's own
+        connections, separately for each of the ``devices`` (``cpu``, ``cuda``)."""
         with on_loopback(self._is_local):
             group = form()
         for device in devices:

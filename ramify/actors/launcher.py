@@ -2,7 +2,7 @@
 run on this machine, or on other machines through Ray.
 
     launcher.start(RoleInstanceId("trainer", 1), command, environment, log)
-        ->  Process: is it alive, why did it end, end it
+        ->  a Process, which can be polled and ended, and says why it ended
 
     LocalLauncher ──────────────────────────────────── ChildProcess
     RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
@@ -209,8 +209,8 @@ class NodeAgent:
         folder: str,
         stdin: bytes = b"",
     ) -> int | str:
-        """Start a command on the agent's machine. Returns the process id, or an error text if the
-        command cannot be started.
+        """Start a command on the agent's machine. Returns the process id, or an error message if
+        the command cannot be started.
 
         The command runs in ``folder`` if that exists there. If its first word is ``python``, the
         path of the caller's interpreter, the interpreter of the agent's machine is used instead."""

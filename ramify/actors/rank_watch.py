@@ -41,7 +41,7 @@ class RankProgress:
     def __init__(self) -> None:
         self.count = 0
         self.verb = ""
-        """The verb that is running; empty while waiting for work."""
+        """Name of the method that is running; empty while waiting for work."""
         self.thread = 0
         self.waits = False
         """Whether this rank has done its part, and waits for other ranks' results."""
@@ -61,7 +61,7 @@ class RankProgress:
 
     def stack(self) -> str:
         """Return the stack trace of the thread that runs the current method, with the outermost
-        call first. Returns an empty text if there is no such thread."""
+        call first. Returns an empty string if there is no such thread."""
         frame = sys._current_frames().get(self.thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -360,7 +360,7 @@ def _waits(stack: str) -> bool:
 
 def _process_state(pid: int) -> str:
     """Describe the state of a process for an error message, such as `` (State: T (stopped))``.
-    Returns an empty text if the state is unknown."""
+    Returns an empty string if the state is unknown."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines() if pid else ():
             if line.startswith("State:"):

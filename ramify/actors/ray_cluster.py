@@ -1,4 +1,4 @@
-"""Join a Ray cluster, or start one on this machine that ends together with this process's work.
+"""Join a Ray cluster, or start one on this machine that is shut down when this process leaves it.
 
     cluster = RayClusterConnection(address)   the address, RAY_ADDRESS, or a new one on loopback
     cluster.join() ── work ── cluster.leave()
@@ -64,7 +64,7 @@ class RayClusterConnection:
         self._is_joined = False
         self._is_quiet = is_quiet
         self._undo = contextlib.ExitStack()
-        """Undoes what was changed in this process's Ray."""
+        """Reverts the changes that this class made to Ray's settings in this process."""
 
     def leave(self) -> None:
         """Leave the cluster. If it was started here, shut it down. Calling this again has no
@@ -185,8 +185,8 @@ def _speaks_grpc(connection: socket.socket) -> bool:
 def keep_loopback_address() -> Callable[[], None]:
     """Make Ray keep a loopback address, and return a function that undoes the change.
 
-    On Linux, Ray replaces a loopback address with one that other machines can reach. Ray's switch
-    against this is meant for Windows and macOS, and is read when a process imports Ray."""
+    On Linux, Ray replaces a loopback address with one that other machines can reach. The setting
+    that turns this off is meant for Windows and macOS, and is read when a process imports Ray."""
     from ray._private import ray_constants
 
     constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -285,8 +285,8 @@ class RayLauncher:
         )
 
     def _check_first(self) -> None:
-        """Check that the first slot contains the GPU on which this process computes, because
-        this process is rank 0. Raises ConfigError if the slot has another GPU."""
+        """Check that the first slot contains the GPU that this process uses, because this process
+        is rank 0. Raises ConfigError if the slot has another GPU."""
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].gpus_for(

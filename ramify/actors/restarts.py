@@ -56,9 +56,9 @@ class ProcessRestartLimiter:
         """Record in the log that a process was lost or could not be restarted. Returns True if the
         process should be restarted.
 
-        The log record says ``why`` the process was lost and what follows: ``again`` for a restart,
-        or ``given_up``. ``event`` is the name of the record of a restart, and ``fields`` are added
-        to the record.
+        The log record says ``why`` the process was lost, followed by ``again`` if it is restarted
+        and by ``given_up`` if it is not. ``event`` is the name of the record of a restart, and
+        ``fields`` are added to the record.
         """
         is_restarted = self.count_loss(name)
         if name in self._away:
