@@ -1,7 +1,7 @@
 """Train and evaluate agents that were written for other systems, without changing them.
 
     item ──▶ AgentTask ──▶ a command or a function, with a base URL and its own key
-                               │ asks its models over HTTP, as always
+                               │ sends its usual HTTP requests to models
                                ▼
                            ModelEndpoint ──▶ the rollout's tree of calls
     reward(AgentRun) ◀──── exit code, output, files, tree

@@ -58,8 +58,8 @@ class RunningAgent(Protocol):
     """Number of processes that the agent left behind."""
 
     def code_location(self) -> str:
-        """Return the line of code that the agent is running, as the end of an error message: ``,
-        at agent.py:12 (solve)``. Returns an empty text if the line is unknown."""
+        """Return the line of code that the agent is running, as text for the end of an error
+        message: ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown."""
         ...
 
     async def end(self) -> None:
@@ -76,9 +76,9 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
     gets a reward."""
 
     max_seconds: float
-    """Longest time from the start of the agent to its end."""
+    """Maximum time from the start of the agent to its end."""
     first_request_s: float
-    """Longest time from the start of the agent to its first request."""
+    """Maximum time from the start of the agent to its first request."""
     scores_crashes: bool = False
     """Whether an agent that crashed gets a reward, like one that ended normally."""
 

@@ -79,7 +79,7 @@ class CommandTemplate:
         that does not exist.
         """
         self.container: AgentContainer | None = None
-        """Where the command runs; None: here."""
+        """Container in which the command runs; None if it runs on this machine."""
         self._shell = command if shell and isinstance(command, str) else ""
         if shell and not self._shell:
             raise ConfigError("AgentTask: shell=True needs the command as one text")
@@ -237,7 +237,8 @@ class AgentProcess:
         self._loop.add_reader(child, self._look)
 
     def code_location(self) -> str:
-        """Return an empty text, because it is unknown which line another process is running."""
+        """Return an empty string, because the current line of another process cannot be
+        determined."""
         return ""
 
     async def end(self) -> None:

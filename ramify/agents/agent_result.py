@@ -1,5 +1,5 @@
-"""Define how an agent's work on one item ended, both as a stored record and as the input of a
-reward function."""
+"""Defines what is known about an agent after its work on one item: the record that is stored, and
+the object that a reward function receives."""
 
 from __future__ import annotations
 

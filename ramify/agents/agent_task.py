@@ -70,8 +70,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """A task that is solved by an external agent, which is a command or a Python function written
     for another system.
 
-    The agent reads its item, asks models at the address that it is given, and ends. Its reward sees
-    how it ended, its output, its files and the tree of its calls.
+    The agent reads its item, asks models at the address that it is given, and ends. The reward
+    function sees the agent's exit status, output, files and tree of calls.
 
     Example:
         train.AgentTask(agent=solve, items="questions.jsonl", reward="exact")
@@ -81,29 +81,29 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """Name of the task, in a recipe and in errors."""
     command: str | list[str] = ""
     """The agent as a command, with placeholders such as ``{item_file}`` and ``{question}``
-    (docs/agents.md). It is split into words as a shell does, but no shell reads it."""
+    (docs/agents.md). It is split into words by a shell's rules, but is not run by a shell."""
     shell: bool = False
     """Whether a shell runs the command. Values of placeholders are quoted."""
     env: Sequence[str] = ()
     """Additional environment variables of the command. Each is ``NAME=value``, or a name whose
     value is taken from the trainer's environment."""
     agent: Any = None
-    """The agent as a Python function that takes an ``AgentJob`` and returns its answer, async or
-    not; or where to import it: ``file.py:name``."""
+    """The agent as a function, sync or async, that takes an ``AgentJob`` and returns the answer.
+    Alternatively the function's import location, ``file.py:name``."""
     container: str = ""
     """Docker image in which the command runs, with the agent's folder mounted. If empty, the
     command runs on this machine as a plain process."""
     items: Any = ""
-    """The items: a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, a dict from
-    split to one of these, a task, or its name."""
+    """The items: a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, or a list of rows. They may also
+    be a dict from split to one of the former, a task, or the name of a task."""
     item_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options for reading the rows (``question``, ``gold``, ``context`` … as in
     ``tasks.dataset``), or options of the named task."""
     reward: Any = ""
-    """Function that takes an ``AgentRun``, async or not, or where to import it:
+    """A function, sync or async, that takes an ``AgentRun``, or its import location
     ``file.py:name``. It returns a number, numbers by name, numbers by call id, or a ``Score``.
-    Alternatively the name of a score, such as ``exact``, which compares the answer with the
-    item's gold answer."""
+    Alternatively the name of a scoring function, such as ``exact``, which compares the answer with
+    the item's gold answer."""
     weights: dict[str, float] = msgspec.field(default_factory=dict)
     """Reward name -> its weight in the total reward. The default weight is 1."""
     max_seconds: float = 600.0
@@ -247,8 +247,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _compares(self) -> bool:
-        """True if the reward is the name of a score, which compares the agent's answer with the
-        gold answer."""
+        """True if the reward is the name of a scoring function, which compares the agent's answer
+        with the gold answer."""
         return isinstance(self.reward, str) and not is_reference(self.reward)
 
     @functools.cached_property
@@ -299,9 +299,9 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """Convert a function to text from which it can be imported (``file.py:name``), so that a
-    checkpoint or another process can find it. Other values, and functions that cannot be
-    imported, are returned unchanged."""
+    """Return the import location of a function (``file.py:name``), so that a checkpoint or another
+    process can find it. Other values, and functions that cannot be imported, are returned
+    unchanged."""
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":
@@ -326,8 +326,8 @@ def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
 def _score(worth: Any, trajectory: Trajectory) -> Score:
     """Convert a reward function's return value to a ``Score``.
 
-    A name that is the id of a call gives that call a reward. If there are no other names, the
-    reward of the rollout is the mean over these calls."""
+    If the function returned a dict, each key that is the id of a call gives the reward of that
+    call. If there are no other keys, the reward of the rollout is the mean over these calls."""
     if inspect.iscoroutine(worth):
         worth = run_coroutine(worth)
     if not isinstance(worth, Mapping):

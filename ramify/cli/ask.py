@@ -300,8 +300,8 @@ def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> S
     """Create the object that writes a command's messages to stderr. It also receives the warnings
     of this process.
 
-    The first messages warn about environment variables that look like one of the settings in
-    ``kinds`` but are not one.
+    The first messages warn about environment variables whose names look like misspelled settings.
+    ``kinds`` contains the settings that exist.
     """
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.capture_warnings()
@@ -445,7 +445,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     """Start slow initial work in the background, while this thread imports modules and reads files.
 
     The sandbox server starts in its own process. A thread loads the certificate authorities, which
-    mostly runs without Python's lock.
+    mostly runs without the GIL.
     """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_name
     from ramify.sandbox.launch import launch
@@ -597,8 +597,8 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
 
 
 def check_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model has no API key, or if its script cannot be read, before sources
-    are loaded, which may take long."""
+    """Raise ConfigError if a model has no API key, or if its script cannot be read. Call this
+    before sources are loaded, which may take long."""
     from ramify.clients.model_config import Model, check_key
     from ramify.clients.providers import CLIENTS, is_script
 
@@ -611,7 +611,8 @@ def check_keys(settings: Mapping[str, Any]) -> None:
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
-    """Print a notice for each chosen model that only simulates a model."""
+    """Print a notice for each chosen model that is simulated, so that nobody takes its answers for
+    those of a real model."""
     for name in dict.fromkeys(_model_names(settings)):
         if name.startswith("offline:"):
             notes.say(

@@ -2,7 +2,7 @@
 
     run ──> start the RLM's run ──> show its events ──> print the answer ──> exit code
                ^
-               └── Ctrl-C: the first calls ``wrap_up``, the second ``cancel``, the third is Python's
+               └── Ctrl-C calls ``wrap_up``, then ``cancel``, and then raises KeyboardInterrupt
 
 The options are in ``ask.py``, the progress display is in ``progress_display.py``, and ``resume.py``
 restores the settings of a stored run.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
-"""Function that starts a run. It takes a function, which receives the run's events."""
+"""Function that starts a run. It takes a callback, which receives the run's events."""
 
 
 class AskRequest(msgspec.Struct, frozen=True):
@@ -82,8 +82,8 @@ def run_again(
     """Continue a stored run. If the run has already ended, print its recorded answer. A run that
     was ended by a limit continues if that limit is now higher.
 
-    ``limits`` and ``models`` replace recorded ones. ``fork`` is a turn, counted from 0, and the
-    options of ``RLM.start_fork``: it starts a new run from that turn instead.
+    ``limits`` and ``models`` replace recorded ones. ``fork`` is None, or the index of a turn with
+    the options of ``RLM.start_fork``. In that case a new run starts from that turn instead.
     """
     from ramify.cli import resume
     from ramify.engine import rerun

@@ -1,8 +1,9 @@
-"""The command ``ramify calibrate MODEL``: measure how accurately a model answers about texts of
-different sizes. Later plans use the best size for each model call that reads one part of a text.
+"""The command ``ramify calibrate MODEL``: measure how accurately a model answers questions about
+texts of different sizes. Later plans use the best size for each model call that reads one part of a
+text.
 
-    model ──> sizes up to its window ──> what it may cost ──> begin? ──> plain calls about generated
-    texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
+    model ──> sizes up to its window ──> cost estimate ──> confirmation ──> plain calls about
+    generated texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
 
 A calibration that was killed continues with ``--resume``, and pays for no reply twice.
 ``eval_matrix.py`` makes the attempts, and ``plans/calibration.py`` uses the result.

@@ -73,7 +73,8 @@ _SETTINGS = tuple(
 )
 _KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
 _SHARES = 8
-"""Default maximum cost of one demonstration, as a multiple of an equal share of the budget."""
+"""Factor for the default maximum cost of one demonstration: the budget divided by the number of
+demonstrations, times this number."""
 
 
 def collect_demonstrations(

@@ -143,8 +143,8 @@ def _is_installed(module: str) -> bool:
 
 
 def _version_of(module: str) -> str:
-    """Return the installed version of a module. Returns an empty text if another distribution
-    provides the module, such as ``mlflow-skinny``."""
+    """Return the installed version of a module, or an empty string if another distribution provides
+    the module, such as ``mlflow-skinny``."""
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

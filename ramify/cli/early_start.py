@@ -1,9 +1,9 @@
 """Guess from the command-line arguments whether a command will soon need a sandbox session.
 
 If so, ``ramify/__main__.py`` starts the fork server, the process from which sessions are forked,
-before anything else is imported. So this module imports nothing but what every Python process has.
-Options in the configuration file, and how options go together, are not known yet. If the fork
-server turns out not to be needed, it ends with the command.
+before anything else is imported. So this module imports only what Python has loaded anyway. Options
+in the configuration file, and how options go together, are not known yet. If the fork server turns
+out not to be needed, it ends with the command.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import sys
 
 SMALL_BYTES = 32_000
-"""Size in bytes of the largest file that one direct call is likely to answer."""
+"""Size in bytes of the largest file about which a question is likely to take only one direct model
+call."""
 _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
 """Options that make a sandbox session unnecessary, or delay it."""
 

@@ -1,8 +1,8 @@
 """Run an evaluation matrix: all combinations of several task suites, text lengths, models and
 answer modes. The command is ``ramify eval SUITES --lengths … --models … --modes …``.
 
-    axes ──> plan ──> rooms and prices of the models ──> what it may cost ──> begin? ──> attempts
-                                                                           ──> table, JSONL, HTML
+    axes ──> plan ──> windows and prices of the models ──> cost estimate ──> confirmation
+         ──> attempts ──> table, JSONL, HTML
 
 This module checks a matrix before any money is spent, and prints its results. The cells of a matrix
 (its combinations) are defined in ``ramify/evaluate/matrix.py``, and the options in ``eval.py``.
@@ -64,7 +64,8 @@ class MatrixOptions(NamedTuple):
     command: str = "ramify eval"
     """Command that resumes the matrix with ``--resume``."""
     show: Callable[[MatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
-    """Prints the results; None prints the table, and then nothing starts without a confirmation."""
+    """Function that prints the results; None prints a table. If it is set and there is no terminal
+    on which to ask for confirmation, nothing starts without ``--yes``."""
 
 
 class _NotConfirmed(Exception):

@@ -2,11 +2,11 @@
 --with SYSTEM``. A metering endpoint counts and limits each client's spending.
 
     each model ──> one meter, which records every request
-    each cell  ──> the system's attempts, or runs of ours, each at a seat with the same budget
+    each cell  ──> attempts of the system or runs of Ramify, each with its own key and equal budget
 
-The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of our
-runs, and its time is --max-seconds. The attempts are in ``ramify/evaluate/systems/``, and the meter
-is in ``ramify/serve/meter.py``.
+The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of
+Ramify's runs, and its time is --max-seconds. The attempts are in ``ramify/evaluate/systems/``, and
+the meter is in ``ramify/serve/meter.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ are listed below it, with the reason.
     report.pdf  pdf   80 kB   PDF: 12 pages
     not loaded (1), is binary: x.bin
 
-Many sources are summed up by suffix. The sentences about sources that were not read come from
+Many sources are grouped by suffix. The sentences about sources that were not read come from
 ``LoadedContext.warnings``.
 """
 
@@ -20,7 +20,7 @@ from ramify.printable import clean
 from ramify.sources.base import LoadedContext, SourceItem
 
 MAX_ROWS = 12
-"""Maximum number of rows. If there are more sources, they are summed up by suffix."""
+"""Maximum number of rows. If there are more sources, each row totals those with the same suffix."""
 _MAX_NAME_CHARS = 48
 _HEAD = ("source", "kind", "size", "contents")
 

@@ -1,9 +1,9 @@
 """The entry point of the ``ramify`` command. It selects and runs the subcommand, and turns errors
 into messages and exit codes.
 
-A command's module is imported only when that command runs, because start-up takes a good part of
-the time of a short question. An error is one line on stderr. The exit codes and the option parser
-are in ``parser.py``.
+A command's module is imported only when that command runs, because imports take much of the time of
+a short question. An error is one line on stderr. The exit codes and the option parser are in
+``parser.py``.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _unexpected(error: Exception) -> str:
 
 def _place_in_plugin(error: Exception) -> str:
     """Return the line of the user's own code that raised an error, such as a line of a recipe's
-    loss. Returns an empty text if Ramify itself raised the error."""
+    loss function. Returns an empty string if Ramify itself raised the error."""
     import sysconfig
     import traceback
 

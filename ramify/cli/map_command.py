@@ -1,7 +1,7 @@
 """The command ``ramify map``: ask the same question about each row of a table.
 
-    words ──> rows      settings ──> RLM with the limits of a row      ──> MapRun ──> exit code
-              Ctrl-C: the first asks no further row, the second cancels what is in progress
+    arguments ──> rows      settings ──> RLM with the limits of a row      ──> MapRun ──> exit code
+                  Ctrl-C: the first starts no more rows, the second cancels those in progress
 
 The settings of a model, a session and a prompt are those of ``ask`` (see ``ask.py``). The questions
 are asked in ``ramify/maps``.
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from ramify.maps.ray_map import RayMapRun
 
 _OF_ROWS = ("max_cost", "max_calls", "max_tokens", "max_seconds")
-"""Limits that apply to all rows, or to each row, of a map. In ``ask`` they apply to the single
-question."""
+"""Limits of ``ask`` that a map has twice: for all of its rows, and for each row. In ``ask`` they
+apply to the single question."""
 _NOT_HERE = (
     *("branches", "cite", "cache"),
     *OF_SOURCES,

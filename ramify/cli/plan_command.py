@@ -1,7 +1,7 @@
 """The command ``ramify plan``: show the plan for answering a question and its estimated cost, ask
 for confirmation, and run it.
 
-    words, sources ──> plan ──> cost ──> shown ──> yes? ──> as ``ramify ask`` runs a question
+    arguments, sources ──> plan ──> cost estimate ──> confirmation ──> run, as for ``ramify ask``
 
 Nothing is sent before the user agrees, unless ``--yes`` is given. The settings are those of ``ask``
 (see ``ask.py``) without those of sessions. ``ask_runner.py`` runs the plan and prints the answer;

@@ -114,7 +114,7 @@ OPTION = CliOptionSpec(
 INTERVAL_S = 0.1
 """Seconds between two redraws, and between two JSON lines about the same task."""
 PATIENCE_S = 0.3
-"""Seconds before the first drawing. A task that ends sooner is not drawn."""
+"""Seconds before the display appears. A task that ends sooner is never shown."""
 _BAR_CHARS = 24
 
 Picture = Callable[[int, int], "Sequence[Text]"]

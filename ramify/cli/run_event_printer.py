@@ -83,7 +83,7 @@ class RunEventPrinter:
 
 
 def line_of(event: AnyEvent) -> str:
-    """Describe an event of a run in one line. Returns an empty text for an event that tells the
+    """Describe an event of a run in one line. Returns an empty string for an event that tells the
     user nothing new."""
     match event:
         case CallStarted():

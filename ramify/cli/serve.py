@@ -1,7 +1,7 @@
 """The commands ``ramify serve`` and ``ramify mcp``, which start servers that answer each request
 with a recursive run.
 
-``serve`` has the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
+``serve`` offers the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
 answers questions over files. The first Ctrl-C or SIGTERM stops new requests and gives the current
 runs a grace period; the second ends the server at once. The servers themselves are in
 ``ramify/serve/run_server.py`` and ``ramify/serve/mcp_server.py``.

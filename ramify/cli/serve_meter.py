@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 _OF_RUNS = ("keys", "max_runs", "max_body", "grace", "log", "record", "redact", "record_max_gib")
-"""Options for a server that answers with runs. They do not apply to a metering proxy."""
+"""Options of a server that runs an RLM for each request. They do not apply to a metering proxy."""
 _NO_KEY = "open_to_this_machine"
 
 

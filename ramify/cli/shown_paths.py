@@ -31,16 +31,17 @@ _SHOWN_METRICS = ("reward", "validation/reward", "loss")
 
 
 class GivenPath(NamedTuple):
-    """A path that exists and is not the journal of a run, and the line of it that is meant."""
+    """A path that is given in place of a run id, with an optional line number. It exists, and is
+    not the journal of a run."""
 
     path: Path
     line: int | None
-    """From 1; None for the whole file or folder."""
+    """Line number, counted from 1; None for the whole file or folder."""
 
 
 def given_path(name: str) -> GivenPath | None:
-    """Return the path that ``name`` stands for, as ``PATH`` or ``PATH:LINE``. None if there is no
-    such file or folder, or if it is the journal of a run."""
+    """Parse a path that is given in place of a run id, as ``PATH`` or ``PATH:LINE``. Returns None
+    if there is no such file or folder, or if it is the journal of a run."""
     path = Path(name).expanduser()
     if path.is_dir():
         return GivenPath(path, None)
@@ -54,8 +55,8 @@ def given_path(name: str) -> GivenPath | None:
 
 
 def trajectory_at(given: GivenPath) -> Trajectory | None:
-    """Return the trajectory in one line of a file, or None if no line is meant. Raises StoreError
-    if the file has no such line, or if the line has no trajectory."""
+    """Return the trajectory on the given line of a file, or None if no line is given. Raises
+    StoreError if the file has no such line, or if the line has no trajectory."""
     if given.line is None:
         return None
     number = 0
@@ -72,7 +73,8 @@ def trajectory_at(given: GivenPath) -> Trajectory | None:
 
 
 def map_at(given: GivenPath) -> StoredMap | None:
-    """Return the map whose journal is at the path, or None if it is not that of a map."""
+    """Return the map whose journal is at the path, or None if the path is not the journal of a
+    map."""
     from ramify.maps.map_journal import read_header
 
     if given.path.is_dir() or given.path.suffix != ".jsonl" or read_header(given.path) is None:
@@ -99,7 +101,7 @@ def rollouts_at(given: GivenPath) -> list[RunListRow]:
 
 
 def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
-    """Yield a line for each rollout of a file, and how one of them is shown."""
+    """Yield a line for each rollout in a file, and finally a hint how to show a single rollout."""
     yield f"{path}: {pluralize(len(rows), 'rollout')}"
     for number, row in enumerate(rows, start=1):
         if row.problem:
@@ -138,7 +140,7 @@ def training_lines(folder: Path) -> Iterator[Line]:
 
 
 def refuse(given: GivenPath) -> NoReturn:
-    """Raise UsageError, which says what is at a path and which command reads it."""
+    """Raise UsageError with a message that says what is at a path and which command reads it."""
     from ramify.train.metrics import FILE
     from ramify.viewer.run_lookup import kind_of
 

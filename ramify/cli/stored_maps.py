@@ -2,7 +2,7 @@
 runs rm``. A map is one question asked about each row of a table.
 
     ramify runs --maps           one line for each map
-    ramify show MAP              the figures of a map, and its rows
+    ramify show MAP              statistics of a map, and its rows
     ramify show MAP:7            question 7 of a map, as a run
 
 ``ramify view`` shows the page of a map.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ramify.types.trajectory import Trajectory
 
 _MARK = "-map-"
-"""Text that every map id contains, and no run id."""
+"""Text that occurs in every map id but in no run id."""
 _COLUMNS = ("map", "when", "question", "model", "rows", "failed", "requests", "cost", "output")
 _SHOWN_ROWS = 20
 """Number of rows that ``show`` prints without ``--full``. Rows with an error come first."""
@@ -61,9 +61,9 @@ def find_map(store: RunStore, name: str) -> StoredMap:
 
 
 def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
-    """Return the events of one question of a map, given as ``MAP:7``. Returns None if the name
-    is that of a whole map. If the question was answered in a session, the events come from the
-    journal of its run."""
+    """Return the events of one question of a map, given as ``MAP:7``. Returns None if the name has
+    no question number. If the question was answered in a session, the events come from the journal
+    of its run."""
     from ramify.maps.map_table import row_events
 
     id, colon, number = name.partition(":")

@@ -41,8 +41,8 @@ def exporting(notes: StderrMessageWriter) -> Iterator[None]:
 
 
 def _exporter_name() -> str:
-    """Return the name of the exporter that the environment variables select: ``otlp``,
-    ``console``, or an empty text for none."""
+    """Return the name of the exporter that the environment variables select: ``otlp`` or
+    ``console``. Returns an empty string if they select none."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()

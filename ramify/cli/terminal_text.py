@@ -54,7 +54,7 @@ _log = ComponentLogger("cli")
 
 
 def one_line(text: str, width: int = 80) -> str:
-    """Convert a text to one line of at most ``width`` characters. Escape sequences and line
+    """Shorten text to a single line of at most ``width`` characters. Escape sequences and line
     breaks are removed."""
     line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
@@ -124,7 +124,7 @@ def protect_terminal() -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Print a text to stderr, with escape sequences removed."""
+    """Print text to stderr, with escape sequences removed."""
     print(clean(text), file=sys.stderr, flush=True)
 
 
@@ -227,7 +227,7 @@ _STYLES = {
     "odd": "magenta",
     "quiet": "dim",
 }
-"""Meaning of a text -> its terminal style."""
+"""Terminal style for each meaning of a text, such as ``good`` or ``bad``."""
 _TOGETHER = 8
 """Maximum number of plain sub-calls of one call that are listed one by one."""
 

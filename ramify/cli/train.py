@@ -404,8 +404,8 @@ def supervise(
     """Train in child processes, and restart the trainer after each failure. Returns the exit code
     of the last trainer.
 
-    ``options`` are passed to each trainer. ``restarts`` is how many consecutive failures without
-    progress are followed by a restart.
+    ``options`` are passed to each trainer. ``restarts`` is the maximum number of consecutive
+    restarts without progress in training.
     """
     if restarts < 1:
         raise UsageError(f"--restarts {restarts}: give at least 1, or leave it out")

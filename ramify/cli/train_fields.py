@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from ramify.train.config_fields import ConfigField
 
 _MOST_SHOWN = 60
-"""Characters of a value on a terminal."""
+"""Maximum number of characters of a value that are shown on a terminal."""
 COLUMNS = ("name", "value", "default", "type", "class", "meaning")
 
 
 def print_fields(words: Sequence[str], resume: str | None) -> None:
-    """Print fields to stdout. ``words`` are the sections and fields to print (none: all), and
-    optionally a recipe and overrides, whose values are printed. ``resume`` is a run or a
-    checkpoint in place of a recipe. Raises UsageError for an unknown section."""
+    """Print fields to stdout. ``words`` are the sections and fields to print, or all fields if
+    there are none. They may also contain a recipe and overrides, whose values are then printed.
+    ``resume`` is a run or a checkpoint to use instead of a recipe. Raises UsageError for an unknown
+    section."""
     from ramify.train.config import CHOICES, Run
     from ramify.train.config_fields import fields, suggestion
     from ramify.train.override import override
@@ -88,9 +89,9 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
 
 
 def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
-    """Return what is shown of a field, in the order of ``COLUMNS``. The value of a section that is
-    set is ``set``, since its fields follow. A default that does not exist is empty: the field must
-    be given."""
+    """Return the table cells for a field, in the order of ``COLUMNS``. The value of a section is
+    only ``set``, since its fields have rows of their own. The default is empty if the field has
+    none and must be given."""
     from ramify.train.config_fields import public_path
 
     owner = field.owner if field.section is None else field.section

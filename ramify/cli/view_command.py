@@ -82,9 +82,9 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Return the viewer's key of the only run in a file. Empty if the file holds several runs, or
-    none yet. Raises ConfigError for a file of something else, and for the policy or a checkpoint of
-    a training run."""
+    """Return the viewer's key of the only run in a file. Returns an empty string if the file has
+    several runs, or none yet. Raises ConfigError if the file contains something else, or if the
+    path is the policy or a checkpoint of a training run."""
     from ramify.viewer.run_lookup import kind_of
 
     file = Path(path).expanduser().resolve()

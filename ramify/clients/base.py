@@ -129,19 +129,19 @@ class Request(msgspec.Struct, frozen=True):
     """Token ids of the conversation so far, if its replies came with ids. Ignored when requests
     are compared."""
     model: str = ""
-    """Name of the requested model. Its provider's rule limits the tokens of pictures."""
+    """Name of the requested model. It determines how many tokens a picture may cost."""
     read_picture: Callable[[str], bytes] | None = None
     """Returns the bytes of a picture in the messages by the picture's digest; None if there are
     no pictures. Raises Refused if the bytes are gone."""
     whole: bool = False
-    """If True, the reply is not streamed. It is short, and is read when it is complete."""
+    """If True, the reply is not streamed, because it is expected to be short."""
 
     def max_input_tokens(self) -> int:
         """Return an upper bound on the number of prompt tokens, which is known before sending: the
         UTF-8 bytes of the prompt plus template overhead.
 
         No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
-        cover the role markers. Pictures count by the rule of the model (see
+        cover the role markers. How many tokens a picture costs depends on the model (see
         ``picture_token_costs.py``).
         """
         total = 64 + sum(max_message_tokens(message, self.model) for message in self.messages)
@@ -166,8 +166,8 @@ class Request(msgspec.Struct, frozen=True):
         return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
-        """Return an upper bound on the usage of one attempt. A budget reserves this amount
-        before the attempt, and books it if the server reports no usage."""
+        """Return an upper bound on the usage of one attempt. A budget reserves this amount before
+        the attempt, and charges it if the server reports no usage."""
         tokens = self.max_input_tokens()
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
@@ -314,11 +314,11 @@ class RequestReservation(Protocol):
         ...
 
     def settle(self, usage: Usage, cost: float | None) -> None:
-        """Book the actual usage and cost of the attempt, and release the reservation."""
+        """Charge the attempt's actual usage and cost, and release the reservation."""
         ...
 
     def charge_full_reservation(self, error: str) -> None:
-        """Book the full reservation, because the attempt failed but may have been billed."""
+        """Charge the full reservation, because the failed attempt may still have been billed."""
         ...
 
     def release(self, error: str) -> None:

@@ -1,9 +1,9 @@
-"""Use the batch APIs of model providers. They answer many requests from one upload at half the
-price, within a day.
+"""Use the batch APIs of model providers. A batch is a single upload of many requests, which the
+provider answers within a day at half the price.
 
     lines ── create(key) ──> id ── state(id), until it has ended ── results ──> read ──> Reply
-                └── the answer is lost: candidates(key) ── is_ours ──> the id, and nothing is paid
-                    twice
+                └── if no answer arrives: candidates(key) ── is_ours ──> the id of the batch, so
+                    that it is not paid twice
 
 | | OpenAI | Anthropic |
 |---|---|---|

@@ -270,7 +270,7 @@ new_stream = ChatReplyStream
 
 
 def _no_number(constant: str) -> None:
-    """Replace NaN and infinities by null. Some servers write them, although JSON does not allow
+    """Replace NaN and infinities with null. Some servers write them, although JSON does not allow
     them."""
 
 
@@ -419,7 +419,7 @@ def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Replace each lone surrogate in the strings of a value by U+FFFD, because UTF-8 cannot
+    """Replace each lone surrogate in the strings of a value with U+FFFD, because UTF-8 cannot
     encode surrogates."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -3,9 +3,9 @@
     with deadlines.at(now_s + 600) as deadline:      TimeoutError after 600 s
         deadline.reschedule(now_s + 900)
 
-``asyncio.timeout`` makes a timer of the event loop for each block, and its heap then holds one for
-each request of the last minutes. Timeouts of requests are long, nearly all of them end early, and
-a later one seldom falls due before an earlier one. So one timer, which is set for the earliest of
+``asyncio.timeout`` creates an event-loop timer for each block, so the loop's heap holds one for
+each request of the last minutes. Timeouts of requests are long, nearly all of them end early, and a
+later one seldom falls due before an earlier one. So one timer, which is set for the earliest of
 them, is enough: it is set again when it fires. Callers decide how long a request may take.
 """
 

@@ -21,7 +21,7 @@ class ServerSentEventParser:
         self._data: list[bytes] = []
         """Lines of data of the incomplete last event."""
         self._num_waiting = 0
-        """Bytes in both lists."""
+        """Total number of buffered bytes in ``_begun`` and ``_data``."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes from the stream, and return the data of each event that is now complete.

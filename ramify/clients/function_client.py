@@ -2,9 +2,9 @@
 
     FunctionClient(lambda messages: "FINAL(42)", "expert:function")
 
-Each text of a message counts as a quarter of its characters, rounded up. This is simple, the same
-on every machine, and never more than the bytes that a budget reserves. This module also cuts
-replies at their token limit. Scripted models for tests are in ``ramify/testing``.
+Text is estimated at one token for every four characters, rounded up. This is simple, the same on
+every machine, and never more than the bytes that a budget reserves. This module also cuts replies
+at their token limit. Scripted models for tests are in ``ramify/testing``.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def count(text: str | None) -> int:
 
 
 def count_message(message: Message) -> int:
-    """Count the tokens of a message for a model without a tokenizer: its texts, its tool calls,
-    and one token for each 32 × 32 pixels of its pictures."""
+    """Count the tokens of a message for a model without a tokenizer: those of its text and its tool
+    calls, and one token for each 32 × 32 pixels of its pictures."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
     cells = sum((-(-p.width // 32)) * (-(-p.height // 32)) for p in message.pictures)
     return count(message.content) + count(message.reasoning) + calls + cells

@@ -95,7 +95,8 @@ class CallbackHttpServer:
     ) -> None:
         self.host = host
         self.port = port
-        """0 until the server listens, if any free port may be used."""
+        """Port of the server. If it was given as 0, meaning any free port, it stays 0 until the
+        server listens."""
         self._handle = handle
         self._tls = tls
         self._connections: set[_Connection] = set()
@@ -139,8 +140,8 @@ class _Connection(asyncio.Protocol):
         self._received = bytearray()
         self._head: tuple[str, str, dict[str, str]] | None = None
         self._ends = 0
-        """Index in the received bytes at which the current request's body ends, once its head was
-        read."""
+        """Index in the received bytes at which the current request's body ends. It is set once the
+        header has been read."""
         self._starts = 0
         self._busy = False
         self._is_reading = False
