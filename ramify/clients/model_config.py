@@ -137,7 +137,7 @@ class Model:
         """Create a model from its name, such as ``openai:gpt-5-mini``, and its settings. Raises
         ConfigError if a setting is invalid.
 
-        ``price`` is a ``Price`` or a text such as ``"$0.25 in, $2 out per million tokens"``. The
+        ``price`` is a ``Price`` or a string such as ``"$0.25 in, $2 out per million tokens"``. The
         provider's environment variables are read from ``environ`` now, and not again later."""
         check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
@@ -193,7 +193,7 @@ class Model:
 
     def sampled_as(self, run: Sampling) -> Sampling:
         """Combine a run's sampling settings with those of this model. The model's settings take
-        precedence. Stop texts are joined, and the smaller ``max_tokens`` applies."""
+        precedence. The stop sequences of both apply, and so does the smaller ``max_tokens``."""
         own, default = self.sampling, Sampling()
         if own is None:
             return run
@@ -237,8 +237,8 @@ class Model:
 
 def check_key(model: Model) -> None:
     """Raise ConfigError if the provider of ``model`` needs an API key and there is none, or if its
-    address is wrong, before anything slow begins. LiteLLM and providers of other packages find keys
-    themselves, and are not checked."""
+    address is wrong. Call this before anything slow begins. LiteLLM and providers from other
+    packages find keys themselves, and are not checked."""
     key, headers, environ = model.secrets()
     if model.provider in PROVIDERS:
         resolve_endpoint(

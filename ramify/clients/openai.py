@@ -43,7 +43,8 @@ class OpenAIClient:
         self.price = price
         self.vision = known_vision(name)
         self.continues = bool(endpoint.provider.continue_fields)
-        """True if a request that ends with a part of a reply is answered with its rest."""
+        """True if the server can continue an incomplete assistant message at the end of a
+        request."""
         self._endpoint = endpoint
         self._format: ModuleType = chat_json
         if endpoint.url.endswith(RESPONSES_PATH):

@@ -96,8 +96,8 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Count the tiles of a picture by OpenAI's rule. The picture is first scaled to fit 2048 ×
-    2048 pixels, and then until its shorter side is at most 768."""
+    """Count the tiles of a picture by OpenAI's rule. The picture is first shrunk to fit 2048 × 2048
+    pixels, and then further until its shorter side is at most 768 pixels."""
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
     return _cells(round(width * scale), round(height * scale), 512)

@@ -1,9 +1,9 @@
 """List the model providers, with their addresses, key variables and special request fields. A
 provider is the name before the colon in ``provider:model``.
 
-All of them speak OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same
-requests to any other server. The table in ``docs/models.md`` is generated from this one. To add a
-provider, add an entry here, or in a package of yours (``ramify/plugins.py``).
+All of them offer OpenAI's chat completions API. ``provider:model@http://host:port/v1`` sends the
+same requests to any other server. The table in ``docs/models.md`` is generated from this one. To
+add a provider, add an entry here, or in a package of yours (``ramify/plugins.py``).
 
 Prices and context windows come from the packaged ``prices.json``. Unknown models have no price:
 nothing is guessed. The file goes out of date, so each entry records when and from where its numbers
@@ -348,7 +348,7 @@ class MissingKey(ConfigError):
         super().__init__(text)
         self.name = name
         self.variable = variable
-        """Environment variable that would have the key."""
+        """Environment variable in which the API key was expected."""
 
 
 def no_key(name: str, variable: str) -> MissingKey:
@@ -519,7 +519,8 @@ class PriceTable:
 
     def __init__(self, entries: Mapping[str, PriceEntry]) -> None:
         self.entries = dict(entries)
-        """Name -> its entry; an entry that serves several names is there for each."""
+        """Maps each model name to its entry. An entry with several names is listed under each of
+        them."""
         for entry in entries.values():
             for name in entry.also:
                 self.entries.setdefault(name, entry)

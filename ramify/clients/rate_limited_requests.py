@@ -78,8 +78,8 @@ _WAITED_FOR = {
     "outage": "an answer, because its requests failed",
 }
 _MOST_TIMEOUTS = 6
-"""Number of timeouts for which a stream may send keep-alive signs but no text, while a model
-reasons."""
+"""Maximum time, as a multiple of the timeout, for which a reasoning model's stream may send
+keep-alive signals but no text."""
 _LOCAL_WINDOW = 32_768
 """Context window (tokens) that is assumed for a local model if its window is unknown."""
 
@@ -425,9 +425,9 @@ class _Arrival:
 class RequestRetries:
     """Decides how often and for how long a failing request is retried.
 
-    With patience, a transient failure is retried until the request has been failing for that long.
-    A rate limit does not count while other requests of the model get through: a busy server lets
-    its queue through however long it is.
+    If ``patience_s`` is not 0, a transient failure is retried until the request has been failing
+    for that many seconds. Rate limits do not count as failures while other requests to the model
+    succeed, because a busy server will then get to this request too.
     """
 
     def __init__(

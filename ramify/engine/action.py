@@ -54,8 +54,8 @@ _MARK = lazy_pattern(
     r")",
     re.MULTILINE,
 )
-"""Pattern for the end of a section of prose: a code fence, a thinking tag, or an answer. Strings
-in an answer may contain any of these."""
+"""Pattern for whatever ends a section of prose: a code fence, a thinking tag, or a final answer.
+The strings in an answer may contain any of these as well."""
 _MAY_BE_MARK = lazy_pattern(r"\n(?=[ \t]*+[`~<*+\d-])")
 _PAREN = lazy_pattern(r"[()]")
 _MAX_TRIES = 16
@@ -125,7 +125,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces the names of JSON constants, such as ``true``, by their Python values in a syntax
+    """Replaces the names of JSON constants, such as ``true``, with their Python values in a syntax
     tree."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:

@@ -48,7 +48,8 @@ class ModeChoiceInput(msgspec.Struct, frozen=True):
     client: Client
     """The model that answers a plan's calls, each about one part of the text."""
     direct_chars: int
-    """Maximum length in characters of a context that one plain call answers if no mode is set."""
+    """Maximum length in characters of a context that is put into one plain call if no mode is
+    set."""
     limits: Limits
     budget: BudgetAmount
     """Calls, tokens and dollars that the run may still use."""
@@ -78,8 +79,8 @@ class ModeChoiceCall(msgspec.Struct, frozen=True):
 
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
-    """Function that makes the choice from the call's answer, or None, and the reason if there is
-    no answer. It raises no errors."""
+    """Function that makes the choice. It takes the call's answer, or None and the reason why there
+    is no answer. It raises no errors."""
 
 
 def _kinds_of_sources(question: Question) -> set[str]:

@@ -31,9 +31,9 @@ class BranchedCall:
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index
-        of the turn at which this continuation began, and where it must not branch again; -1 if
-        there is none."""
+        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index of
+        the turn at which this continuation began, so that it does not branch there again. For the
+        original call it is -1."""
         self.chosen = call
         """Call whose answer is returned, and whose session the next question continues."""
         self.own: CallOutcome | None = None

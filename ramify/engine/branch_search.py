@@ -1,10 +1,10 @@
 """Decide which turns of a run are sampled several times, and which of the resulting answers is
 chosen.
 
-    RLM(model, branches=4)             four first turns; the majority answer wins
+    RLM(model, branches=4)             samples the first turn 4 times; the majority answer wins
     RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))
-                                       of the third turn; the answer with the highest f(answer)
-    rlm.completion(text, "…", search=4)              for this question only
+                                       samples the third turn; the highest f(answer) wins
+    rlm.completion(text, "…", search=4)              samples the first turn of this question only
 
 A custom ``BranchSearch`` may branch at any turn, also within branches. The continuations themselves
 are run by ``branch.py``.

@@ -108,9 +108,8 @@ class Notebook:
     async def execute(
         self, code: str, answer: Callable[[], Answer], *, died: bool = False
     ) -> CellResult:
-        """Run ``code`` in the session and return its result. The code's calls to models and tools
-        are answered by the function that ``answer`` returns. ``answer`` itself is called only when
-        the code makes such a call.
+        """Run ``code`` in the session and return its result. ``answer`` returns the function that
+        answers the code's calls to models and tools. It is called once for each such call.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
         new session. Pass ``died=True`` to repeat a recorded cell that lost its session: this
@@ -195,8 +194,8 @@ class Notebook:
         return recorded
 
     async def _replace(self, reason: str) -> str:
-        """Replace a session that died by a new one, in which the earlier cells are run again.
-        Returns the error message for the model."""
+        """Replace a dead session with a new one, in which the earlier cells are run again. Returns
+        the error message for the model."""
         await self.close()
         text = f"SessionDied: {reason}"
         is_last = self.num_deaths >= MAX_DEATHS or self.run.ending.closing is not None

@@ -47,7 +47,7 @@ class DirectRequestEvent(msgspec.Struct, frozen=True):
     turn: int
     """0 for the first request of a question; otherwise the number of the repair attempt."""
     new: tuple[Message, ...]
-    """Messages added since the earlier turns."""
+    """Messages added since the previous turn."""
     most: Usage
     """Upper bound on the request's usage, which the budget reserves."""
     cost: float | None
@@ -91,7 +91,7 @@ class DirectCalls:
         self.client = models.rlm(0)
         self.budget = budget
         self.limit = BudgetLedger(setup.limits, priced=self.client.price is not None).limit
-        """What one question may use."""
+        """Maximum calls, tokens and cost of one question."""
         check_prices(setup.limits, models.all)
         self._models = models
         self._pool = models.pool
@@ -170,8 +170,8 @@ class DirectCalls:
             return CallOutcome(Stop.DEADLINE, error=why)
 
     async def send(self, request: Request, account: _DirectAccount) -> Reply:
-        """Send one request, with retries, and return the reply. ``account`` reserves and books
-        its cost. Raises ModelError or LimitReached."""
+        """Send one request, with retries, and return the reply. Its cost is reserved in
+        ``account``, and then charged to it. Raises ModelError or LimitReached."""
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
         )

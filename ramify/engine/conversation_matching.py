@@ -1,9 +1,9 @@
 """Find the turn of an agent's earlier conversations that a new request continues. If there is none,
 determine why the request begins a new call.
 
-    request ─┬─ its messages are those that were sent, and new ones ──> the call's next turn
-             └─ else it is rendered, and each message that is a reply of ours stands for the
-                ids that were sampled
+    request ─┬─ its messages are those of the last turn, plus new ones ──> its next turn
+             └─ else it is rendered to token ids; a message that is an earlier reply keeps the
+                ids that were sampled for it
                   ├─ the ids begin with those of a call's last turn ──> the call's next turn
                   ├─ … of an earlier turn, or of one that waits ──────> a fork of the call
                   └─ … of none ───────────────────────────────────────> a new call
@@ -92,9 +92,10 @@ class RequestPlace(NamedTuple):
     begins a new call."""
 
     call: ExternallyDrivenCall | None
-    """The call with whose turns the request's prompt begins; None if there is none."""
+    """The call whose turns form the beginning of the request's prompt; None if there is no such
+    call."""
     num_turns: int
-    """Number of the call's own turns with which the prompt begins."""
+    """Number of the call's own turns that the prompt begins with."""
     start: int
     """Number of the request's messages that these turns cover."""
     known: KnownPrefix | None
@@ -263,14 +264,15 @@ class _ReplyChain:
         sent: RequestPlace,
     ) -> None:
         self.known: KnownPrefix | None = None
-        """Ids up to the last of those replies."""
+        """Token ids of the request's messages up to the last one that is an earlier reply."""
         self._messages = messages
         self._tools = tools
         self._rendering = rendering
         self._ends: list[tuple[int, int]] = []
-        """(number of messages, number of ids) up to and including each of those replies."""
+        """(number of messages, number of ids) up to and including each earlier reply."""
         self._prompts: dict[int, int] = {}
-        """Index of each of those replies -> number of ids of its prompt."""
+        """Index of each message that is an earlier reply -> number of token ids of the prompt
+        before it."""
         begin = 0
         if sent.call is not None and sent.num_turns:
             turn = sent.call.turns[sent.num_turns - 1]
@@ -340,8 +342,8 @@ def _replies_like(
 
 
 def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
-    """Return True if the stored token ids of the call contain ``turn``. They do not if the chat
-    template later rewrote earlier messages, which begins a new sequence of ids."""
+    """Return True if the call's current sequence of token ids contains ``turn``. It does not if the
+    chat template later rewrote earlier messages, because that begins a new sequence."""
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 

@@ -54,20 +54,22 @@ class LoopWatch:
         on_blocked: Callable[[str], object],
         on_overdue: Callable[[], object],
     ) -> None:
-        """Start to watch the run on the current event loop, with a deadline ``deadline_s``
-        seconds from now. ``on_blocked`` is called with the source line at which the event loop
-        is blocked, or with an empty text if the loop still advances."""
+        """Start to watch the run on the current event loop, with a deadline ``deadline_s`` seconds
+        from now. ``on_blocked`` is called with the source line at which the event loop is blocked,
+        or with an empty string if the loop still advances."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._stall_s = stall_s
         self._on_blocked = on_blocked
         self._on_overdue = on_overdue
         self._looked_s = self.due_s = time.monotonic() + deadline_s
-        """The next look; times are those of ``time.monotonic``."""
+        """Times of the previous check and of the next one, on the clock of ``time.monotonic``. Both
+        start as the deadline."""
         self._is_alive = True
         """True if the loop has answered the last beat."""
         self._past_s = self._blocked_s = 0.0
-        """Seconds past the deadline, and since the last beat that was answered."""
+        """How long the run has exceeded its deadline, and how long the event loop has been blocked,
+        in seconds."""
         self._is_reported = False
         _watchdog.add(self)
 

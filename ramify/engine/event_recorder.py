@@ -1,7 +1,7 @@
 """Record the events of a run. Each event is written to the journal (a file), added to the
 trajectory in memory, and passed to the listeners.
 
-    event ──> EventRecorder ──> journal, then trajectory, then listeners ──> it is acted on
+    event ──> EventRecorder ──> journal, then trajectory, then listeners ──> the run proceeds
 
 A resumed run repeats its events; those that are already in its journal are not written again. The
 meaning of each event is defined in ``types/event.py``, and the journal's file format in ``store/``.
@@ -188,9 +188,9 @@ class EventRecorder:
         journal.append(event)
 
     def seal(self, end: RunEnded, error: LoopBlocked) -> None:
-        """Write the final event ``end`` and release the journal, although the run is still in
-        progress on a blocked event loop. Another thread calls this. Any attempt of the run to
-        record more raises ``error``."""
+        """Write the final event ``end`` and release the journal, while the run is still stuck on a
+        blocked event loop. Another thread calls this. If the run tries to record more, ``error`` is
+        raised."""
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
             if self._journal is not None:

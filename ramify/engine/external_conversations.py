@@ -65,7 +65,7 @@ class RunModelClient:
         self._agents: dict[str, AgentConversations] = {}
         self._num_calls = 0
         self._num_other_sampling = 0
-        """Requests whose temperature or top-p had no effect."""
+        """Number of requests whose temperature, top-p or top-k setting was ignored."""
         # Requests may arrive in tasks of a server that serves several runs. Clients and logs tell
         # runs apart by context variables.
         self._context = contextvars.copy_context()

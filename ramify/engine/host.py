@@ -57,7 +57,7 @@ MAX_QUESTION_CHARS = 20_000
 MAX_PROMPTS = 10_000
 """Maximum number of prompts in one batch."""
 _MOST_CHARS_PER_TOKEN = 5
-"""Characters per token above which a text certainly does not fit a context window."""
+"""Generous estimate of characters per token. A longer prompt cannot fit the context window."""
 
 
 class CellHost:
@@ -328,8 +328,8 @@ class CellHost:
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Answer a function call of the cell with a strategy, which asks models many small
-        questions. They are recorded as children of a call without turns. Its record begins with
-        the first of them."""
+        questions. They are recorded as children of a call that represents the strategy. This call
+        has no turns, and is recorded only when the first question is asked."""
         run = self._run
         with _arguments_of(name):
             strategy = _made(tool, args, kwargs)
@@ -362,8 +362,8 @@ class CellHost:
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
         """Return the calls, tokens and dollars that a strategy (a series of model calls) may use if
-        this cell starts it. In a repeated run, a recorded strategy gets the run's full limit,
-        because its replies are repeated. Any other strategy gets nothing."""
+        this cell starts it. In a replayed cell, a recorded strategy gets the run's full limit,
+        because its replies come from the record. Any other strategy in that cell gets nothing."""
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit

@@ -54,14 +54,14 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     ``max_reasoning_tokens``."""
 
     max_turns: int = 30
-    """Requests of one RLM call. Each child counts its own requests."""
+    """Maximum number of model requests in one RLM call. Each child call counts its own requests."""
     max_depth: int = 1
     """How deeply ``rlm_query`` may nest. With 0, only the root has a session, and its ``rlm_query``
     becomes one plain call."""
     max_calls: int = 1000
-    """Requests to models in the whole tree that were billed, or may have been."""
+    """Maximum number of requests to models in the whole tree that were billed, or may have been."""
     max_tokens: int = 20_000_000
-    """Input and output tokens of the whole tree."""
+    """Maximum number of input and output tokens of the whole tree."""
     max_cost: float | None = None
     """Dollars for the whole tree. None means 5 if any model has a price, and no limit otherwise."""
     max_seconds: float = 1800.0
@@ -77,8 +77,8 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     max_sub_reply_tokens: int | None = None
     """Tokens of one reply to ``llm_query``. None means ``max_reply_tokens``."""
     max_reasoning_tokens: int | None = None
-    """Tokens that every reply may have in addition for hidden reasoning. None means 16,384 for a
-    model that is known to reason (less if its window or the run's budget is small), else 0."""
+    """Additional tokens for hidden reasoning in each reply. None means 16,384 for a model that is
+    known to reason (less if its window or the run's budget is small), else 0."""
     patience_s: float = 600.0
     """How long a request is retried while its model cannot be reached or gives no usable reply:
     refused connections, rate limits, 5xx, web pages. Never past ``max_seconds``."""
@@ -232,7 +232,8 @@ class BudgetLedger:
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
         self.refusals: dict[Stop, str] = {}
-        """Limit -> a sentence about the last request that it refused, with both numbers."""
+        """Limit -> a sentence about the last request that it refused, with the amount requested and
+        the amount left."""
         self.reported: set[tuple[Stop, str]] = set()
         """Limits that were already logged, as (limit, call id); the id is empty if all calls share
         the limit."""
@@ -469,7 +470,8 @@ class Reservation:
         self._most = most
         self._price = price
         self._excess: LargestOverrun | None = None
-        """The reports from which the amount was computed; None before the first time."""
+        """Overrun from which the reserved amount was last computed; None before the first
+        computation."""
         self.recompute()
 
     @property

@@ -73,8 +73,8 @@ class CallMessageHistory(msgspec.Struct):
 
     def max_input_tokens(self, reused: int, new: Request) -> int:
         """Return an upper bound on the prompt tokens of a request. Its prompt is the first
-        ``reused`` messages of the history followed by ``new``. Messages that the server has seen
-        count with its token count, the others with their number of bytes."""
+        ``reused`` messages of the history followed by ``new``. Messages whose tokens the server has
+        already counted are counted as it did. The bound for the others is their number of bytes."""
         num_new = new.max_input_tokens()
         by_bytes = self._max_tokens_of_first(reused, new.model) + num_new
         if self.counted is None or self.counted[0] != reused:
@@ -175,8 +175,8 @@ class LiveCall:
         self.num_turns_before = 0
         """For a branch: the number of turns that the original call took before the branch point."""
         self.shrunk: tuple[int, str] | None = None
-        """Token limit of the next reply if a nearly used budget lowered it, and the name of the
-        limit that did."""
+        """Token limit of the next reply, and the name of the budget limit that lowered it because
+        little is left. None if it was not lowered."""
         self.num_children = 0
         self.num_forks = 0
 
@@ -207,8 +207,8 @@ class LiveCall:
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
         """Return a copy of this call that continues separately from the current state. If
-        ``num_turns`` is given, the copy continues from the end of that turn instead, when the call
-        had ``num_messages`` messages."""
+        ``num_turns`` is given, the copy has only the first ``num_turns`` turns, whose history had
+        ``num_messages`` messages."""
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(

@@ -1,8 +1,8 @@
 """Write the unfinished replies of a run to a file as they arrive, for web pages that show the run
 live.
 
-    no page:   two looks per second for the file that a page creates, and nothing per piece
-    a page:    replies under way ── at most four times a second ──> ``store/live_text.py``
+    no page:   checks twice per second whether a page has created a file; no work per piece
+    a page:    unfinished replies ── at most four times a second ──> ``store/live_text.py``
 
 Pages read the run's journal, which records a reply only once it is complete. The file shows the
 part that has arrived so far, and is deleted when the run ends. Within this process,

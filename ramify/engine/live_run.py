@@ -54,8 +54,8 @@ _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.
 
 
 def store_context(blobs: RunBlobs, context: SharedContext) -> None:
-    """Store a context with its run. A folder of blobs receives it piece by piece, so that memory
-    never holds a second copy."""
+    """Store a context with its run. If it is stored in files, it is written in pieces, so that
+    memory never holds a second copy."""
     if isinstance(blobs, BlobStore):
         blobs.put_pieces(context.pieces(), context.nbytes, context.digest)
     else:

@@ -426,9 +426,9 @@ class TurnRequest:
         """A warning if the reply used more than was reserved, or an empty string."""
 
     def use_recorded_prompt(self, recording: RecordedRunIndex) -> None:
-        """Use the recorded prompt if it differs from the new one only in the limits that both
-        mention. If the limits of the run have changed, system messages are not compared: their
-        other text follows from settings that were compared already."""
+        """Use the recorded prompt if it differs from the new one only in the numbers of the run's
+        limits. If these limits have changed, system messages are not compared, because the rest of
+        their text depends only on settings that were already compared."""
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return
