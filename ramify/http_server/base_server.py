@@ -79,11 +79,13 @@ class HttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """Create a server that does not listen yet. ``keys`` are the accepted keys, or None if the
-        address needs none. ``token`` is an alternative for web pages, sent in a URL or a cookie.
-        Paths in ``public`` need no key. ``statuses`` maps errors of routes to HTTP statuses, and
-        other errors get 500. ``key_help`` tells a client without a key what to do. ``on_response``
-        is called after each response with the route's path and the status.
+        """Create a server that does not listen yet.
+
+        ``keys`` are the accepted keys, or None if the address needs none. Web pages can send
+        ``token`` instead of a key, in a URL or a cookie. Paths in ``public`` need no key.
+        ``statuses`` maps the exceptions that routes raise to HTTP statuses; all other exceptions
+        get status 500. ``key_help`` tells a client without a key what to do. ``on_response`` is
+        called after each response with the route's path and the status.
 
         Raises ConfigError for an address that needs a key if there are no ``keys``.
         """

@@ -30,11 +30,11 @@ from ramify.logging import ComponentLogger
 _log = ComponentLogger("serve")
 MAX_HEAD_BYTES = 64 << 10
 _LINGERING_S = 5.0
-"""Seconds for which the rest of a rejected body is read, so that the client still sees its
-answer."""
+"""Number of seconds for which the rest of a rejected body is read, so that the client can still
+receive the error response."""
 _LINGERING_BYTES = 8 << 20
-"""Maximum bytes of a rejected body that are read. Then the connection is closed, because reading
-takes time from other clients."""
+"""Maximum number of bytes that are read from a rejected body. The connection is then closed,
+because reading takes time from other clients."""
 _EVICT_S = 1.0
 """Seconds after which a connection that has not sent a first head may be closed in favour of a new
 one."""
@@ -215,8 +215,8 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _counts(self, data: bytes) -> bool:
-        """Count received bytes towards the size of the current head. Returns False if the head is
-        too large."""
+        """Add received bytes to the size of the current head. Returns False if the head is too
+        large."""
         if not self._num_head_bytes:
             data = data.lstrip(b"\r\n")  # blank lines before a request
             self.deadline = min(self.deadline, time.monotonic() + self._table.limits.head_s)

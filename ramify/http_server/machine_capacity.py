@@ -22,8 +22,8 @@ descriptor, so it should not be too large."""
 MOST_CONNECTIONS = 4096
 MOST_RUNS = 256
 DESCRIPTORS_OF_A_RUN = 8
-"""File descriptors of one run, measured with the jail: its journal, and its sessions' pipes and
-memory files."""
+"""Number of file descriptors that one run needs in a jailed sandbox, as measured: for its journal,
+and for the pipes and in-memory files of its sessions."""
 _RESERVE = 48
 """File descriptors that the process itself needs for libraries, logs and the fork server."""
 MEMORY_OF_A_RUN = 64 << 20

@@ -42,10 +42,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
         {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     ),
 }
-"""Unsupported field -> values that are accepted because they have no effect."""
+"""Request fields that are not supported, each with the values that are accepted nevertheless
+because they change nothing. Other values are rejected."""
 _TEXT_BLOCKS = {"text": "text"}
 _UNPARSED = "unparsed"
-"""Field name for tool-call arguments that are not a JSON object."""
+"""Key of the object that wraps tool-call arguments which are not a JSON object."""
 _STOP_REASONS = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
@@ -227,8 +228,8 @@ class MessagesExchange:
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_sequence(self, reply: Reply) -> str | None:
-        """Return the stop sequence that ended the reply, or None. In the sampled text, it directly
-        follows the message's text."""
+        """Return the stop sequence that ended the reply, or None. The decoded token ids still
+        contain it, directly after the message's text."""
         stops = self.request.sampling.stop
         if not stops or not reply.token_ids:
             return None
@@ -317,7 +318,8 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _reply(turn: _Turn) -> list[Message]:
-    """Convert an assistant turn to one message. The turn is a text or a list of content blocks."""
+    """Convert an assistant turn to a single message. The turn's content is a string or a list of
+    content blocks."""
     if isinstance(turn.content, str):
         return [Message("assistant", turn.content)]
     content, reasoning = "", None
@@ -337,8 +339,8 @@ def _reply(turn: _Turn) -> list[Message]:
 
 
 def _given(turn: _Turn) -> list[Message]:
-    """Convert a turn not written by the model to messages. Each tool result becomes a message, and
-    so does any text between tool results."""
+    """Convert a user turn, or any other turn that the model did not write, to messages. Each tool
+    result becomes a message, and so does any text between tool results."""
     role = turn.role
     if isinstance(turn.content, str):
         return [Message(role, turn.content)]

@@ -57,9 +57,9 @@ class ServedModel(Protocol):
     def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield the replies to a request as they grow. Each value is a reply's number with the
-        message so far, or with the whole reply at its end. Raises RamifyError or RequestRejected on
-        failure."""
+        """Yield the replies to a request as they grow. Each value is the index of a reply, with the
+        message so far or, at its end, with the whole reply. Raises RamifyError or RequestRejected
+        on failure."""
         ...
 
     def num_tokens(self, request: Request) -> int:
@@ -292,8 +292,8 @@ class ReplyDeltaTracker:
 
     def gained(self, message: Message) -> tuple[str | None, str]:
         """Return the reasoning and content added to a message since the last call. The reasoning is
-        None if nothing was added, and its first part may be empty. If already sent text has
-        changed, nothing is sent again."""
+        None if none was added, and an empty string if it has just begun. If text that was already
+        sent has changed, nothing is returned for it."""
         reasoning: str | None = None
         if message.reasoning is not None:
             reasoning = _gain(self._reasoning or "", message.reasoning)

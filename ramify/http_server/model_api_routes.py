@@ -62,7 +62,8 @@ class CallerModel(msgspec.Struct, frozen=True):
 
 
 Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModel]]
-"""Context manager that admits a request until its block ends. Raises RequestRejected."""
+"""Context manager that admits a request until its block ends. Raises RequestRejected if the request
+is not admitted."""
 
 
 class ModelApiRoutes:
@@ -145,7 +146,8 @@ class ModelApiRoutes:
 
 @contextlib.contextmanager
 def errors_as_rejections() -> Iterator[None]:
-    """Return a context manager that converts errors of a model or a request to error responses."""
+    """Return a context manager that turns errors raised while a request is handled into error
+    responses."""
     try:
         yield
     except RamifyError as error:

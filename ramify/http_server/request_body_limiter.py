@@ -25,7 +25,7 @@ from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 
 SMALL_BYTES = 64 << 10
-"""Largest body that needs no reservation."""
+"""Size in bytes of the largest body for which no memory has to be reserved."""
 
 
 class RequestBodyLimiter:

@@ -48,7 +48,7 @@ _TEXT_PARTS = {
     "summary_text": "text",
 }
 _UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Why a reply ended early -> the reason in an incomplete response."""
+"""Why a reply ended early -> the value of ``reason`` in an incomplete response."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -73,8 +73,8 @@ class StoredResponses:
         return self._stored.get(id)
 
     def keep(self, id: str, response: StoredResponse) -> None:
-        """Store a response. The oldest ones are removed while there are too many or they are too
-        large."""
+        """Store a response. If there are then too many, or their total size is too large, the
+        oldest ones are removed."""
         self._stored[id] = response
         self._num_bytes += response.num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
@@ -491,8 +491,8 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an item not written by the model to a message. Raises Refused or RequestRejected if
-    it is not supported."""
+    """Convert an input item that does not come from the model to a message. Raises Refused or
+    RequestRejected if it is not supported."""
     if item.type == "function_call_output":
         id = model_api.original_call_id(item.call_id)
         return Message("tool", _text(item.output), tool_call_id=id)

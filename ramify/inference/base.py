@@ -1,8 +1,8 @@
 """The interface of inference engines: model clients whose weights can be updated while a policy is
 trained.
 
-    local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
-    NAME                            the same, over a policy that ships with the package
+    local:PATH, local:HUB-NAME      the engine in this process, with a checkpoint from disk
+    NAME                            the same, with a policy that ships with the package
 
 Importing this module imports no tensor library, so a model name costs nothing until a client is
 connected to it.
@@ -27,13 +27,14 @@ PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides exchange their versions first."""
 TAGS = ("weights", "kv_cache")
-"""Kinds of engine memory that can sleep, named as in vLLM and SGLang, in wake-up order. The weights
-wake first, then the update runs. The KV cache wakes last, so that the update can use its memory."""
+"""Kinds of engine memory that can be released while an engine sleeps, in wake-up order. The names
+are those of vLLM and SGLang. The weights wake first and are updated. The KV cache wakes last, so
+that the update can use its memory."""
 
 
 class EngineLost(ModelError):
-    """Raised when the engine that should answer is gone. If it comes back, it gets the weights that
-    are current by then.
+    """Raised if the engine that was to answer a request is gone. If it comes back, it first gets
+    the current weights.
 
     Example:
         except inference.EngineLost:    # asked again at another engine of the fleet
@@ -45,7 +46,7 @@ class CachePressure(msgspec.Struct, frozen=True):
     -> CachePressure | None``. That method returns None if the server does not report its load."""
 
     full: float
-    """Fraction of the cache that running sequences use."""
+    """Fraction of the cache in use by running sequences."""
     waiting: int
     """Number of queued sequences."""
     evicted: int

@@ -29,8 +29,8 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def parse_kv_cache_pressure(text: str) -> CachePressure | None:
-    """Parse the KV cache load from a server's Prometheus metrics. Returns None if they mention no
-    cache."""
+    """Parse the KV cache load from a server's Prometheus metrics. Returns None if they contain no
+    cache metrics."""
     values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
@@ -56,8 +56,8 @@ def format_kv_cache_metrics(pressure: CachePressure) -> str:
 
 
 def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Combine the KV cache loads of several servers: the fill of the fullest cache, and total
-    numbers of waiting and evicted sequences. Returns None if no server reports its load."""
+    """Combine the KV cache loads of several servers: the utilization of the fullest cache, and
+    total numbers of waiting and evicted sequences. Returns None if no server reports its load."""
     known = [load for load in loads if load is not None]
     if not known:
         return None
@@ -79,10 +79,10 @@ class ServerInfo(NamedTuple):
     """Data type such as ``float32``. Empty if not reported."""
     vocabulary: int | None
     logprobs_mode: str
-    """``processed_logprobs`` if log-probabilities belong to the distribution that was sampled from.
-    Empty if not reported."""
+    """``processed_logprobs`` if log-probabilities are those of the distribution from which tokens
+    are sampled; empty if not reported."""
     levels: tuple[int, ...] = (1, 2)
-    """Sleep levels that the server supports, as far as reported."""
+    """Sleep levels that the server supports; both if it does not report them."""
 
 
 class SampledIds(NamedTuple):
@@ -98,18 +98,18 @@ class SampledIds(NamedTuple):
     """Which version of the weights sampled which tokens. None if the server does not report it."""
     kept: tuple[tuple[int, ...], ...] | None
     routed: Any = None
-    """The server's report about experts, in a format of ``reported_experts.py``. None if there is
-    none."""
+    """The server's report of which experts processed each token, in one of the formats described in
+    ``reported_experts.py``. None if there is none."""
 
 
 class EngineClient(Protocol):
-    """A client of one engine server, implemented for each engine software. All methods raise
-    ModelError that names the server and the request."""
+    """A client of one engine server. Each engine software has its own implementation. Every method
+    raises a ModelError that names the server and the request."""
 
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Ask the server for its version and capabilities. Raises ConfigError if it has another
+        """Ask the server for its version and capabilities. Raises ConfigError if it speaks another
         version of the protocol or cannot receive weights."""
         ...
 
@@ -122,8 +122,8 @@ class EngineClient(Protocol):
     ) -> SampledIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability at temperature 1 of each token except the first, given the
-        tokens before it."""
+        """Return the log-probability, at temperature 1, of each token of a sequence given the
+        tokens before it. The first token has none, and is left out."""
         ...
 
     async def pressure(self) -> CachePressure | None:
@@ -166,8 +166,8 @@ class EngineClient(Protocol):
         ...
 
     async def is_asleep(self) -> bool:
-        """Return True if the server is asleep, for example since an earlier run. Returns False if
-        that is not reported."""
+        """Return True if the server is asleep, for example because an earlier run left it asleep.
+        Returns False if the server does not report it."""
         ...
 
     async def close(self) -> None: ...

@@ -157,9 +157,9 @@ class BaseEngineClient:
 
 
 def seed_at(seed: int, affinity: str, num_ids: int) -> int:
-    """Derive the seed for sampling a call's next reply. Engines restart their random numbers
-    with each request, so the seed depends on the number of prompt tokens and differs from turn
-    to turn."""
+    """Derive the seed for sampling the next reply of a call from the number of tokens in its
+    prompt. Engines restart their random numbers with each request, so each turn of the call needs
+    another seed."""
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 
@@ -177,9 +177,9 @@ _FLAGS = {
 async def until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
-    """Wait until a server answers. If ``process``, which was started for it, is killed before that,
-    it is restarted up to ``restarts`` times. Raises ConfigError if the server does not answer
-    within ``wait_s`` seconds."""
+    """Wait until a server answers. If its ``process`` is killed in the meantime, restart it, at
+    most ``restarts`` times. Raises ConfigError if the server does not answer within ``wait_s``
+    seconds."""
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:

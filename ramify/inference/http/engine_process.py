@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 """Engine -> command that starts it if ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
-"""Folder of the only file that vLLM loads."""
+"""Folder of the only Ramify module that runs inside vLLM."""
 _HOST = "127.0.0.1"
 _END_S = 10.0
 _POLL_S = 0.01
@@ -113,8 +113,8 @@ async def engine_exit_status(engine: EngineProcess | None) -> int | None:
 
 
 async def wait_briefly_for_exit(engine: EngineProcess | None) -> int | None:
-    """Return an engine's exit status after its connections broke. Its process gets a moment to
-    exit. Returns None if it still runs or was not started by this process."""
+    """Return the exit status of an engine whose connections broke, after giving its process a
+    moment to exit. Returns None if it still runs or was not started by this process."""
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 

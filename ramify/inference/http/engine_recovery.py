@@ -40,16 +40,17 @@ _log = ComponentLogger("inference")
 
 
 class EngineMembership:
-    """Keeps track of lost engines and of those that come back. It belongs to one event loop."""
+    """Tracks which engines are lost and which have come back. It belongs to one event loop."""
 
     def __init__(
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
-        """Start without any losses. ``restarts`` is how often one engine may be lost before it
-        takes a new version of the weights. ``bring`` is called with an engine's address and returns
-        the engine once it answers and passes all checks. It raises RamifyError if that fails."""
+        """Create a tracker without any losses. ``restarts`` is how often one engine may be lost
+        between two weight updates before it is given up. ``bring`` is called with the address of a
+        lost engine. It returns the engine once it answers and passes all checks, and raises
+        RamifyError if that fails."""
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Called to give the newest weights to engines that are back. It handles its own errors."""
@@ -78,9 +79,9 @@ class EngineMembership:
         return bool(self._coming)
 
     def handle_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
-        """Log the loss of an engine, and start to bring it back unless it was lost too often. In
-        the log, ``rest`` says which engines remain, ``again`` how the engine comes back, and
-        ``fields`` are added."""
+        """Log the loss of an engine, and start to bring it back unless it was lost too often.
+        ``rest`` says in the log message which engines remain, and ``again`` says how this one comes
+        back. ``fields`` are added to the log record."""
         self.num_lost += 1
         self.reasons.append(why)
         if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
@@ -143,8 +144,8 @@ class EngineMembership:
 
 
 class AvailableEngineUrls:
-    """The list of engines that a sampling client may use while another process updates their
-    weights. It belongs to one event loop."""
+    """The engines that a client may use if it only samples, while another process updates their
+    weights and reports which of them are available. It belongs to one event loop."""
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
         """Create an empty list. ``gone`` is called with the address of an engine that does not

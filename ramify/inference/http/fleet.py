@@ -89,7 +89,7 @@ class EngineFleet:
         self.in_flight: dict[str, int] = {}
         """URL -> number of requests in flight at that server."""
         self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
-        """Tree of calls -> the server on which it began."""
+        """Tree of calls -> the server that gets its requests."""
         self.membership = EngineMembership(spec.restarts, self._bring)
         self._asleep: dict[str, list[str]] = {}
         """URL -> kinds of memory (``TAGS``) that sleep at that server."""
@@ -171,10 +171,10 @@ class EngineFleet:
     def routed_experts(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts that predicted each sampled token, for a mixture-of-experts model.
-        They are the experts that processed the token before it. All are empty if experts were not
-        requested, or if a pause ended the reply before they were reported. Raises
-        MalformedResponse."""
+        """Return the experts that predicted each sampled token of a mixture-of-experts model. They
+        are the experts that processed the token before it. For each token an empty tuple is
+        returned if experts were not requested, or if a pause ended the reply before they were
+        reported. Raises MalformedResponse."""
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num
@@ -212,7 +212,7 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _leave(self, server: EngineClient) -> None:
-        """Leave a server able to answer requests: wake it and resume sampling. Errors are
+        """Wake a server and resume its sampling, so that it can answer requests. Errors are
         ignored."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
@@ -257,9 +257,10 @@ class EngineFleet:
                 self.membership.reconnect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act`` on every server concurrently. Raises EnginesDropped if servers were lost, or
-        else EngineStateConflict if a server is in another state. These two may cause other errors,
-        so they come first. Otherwise the first error is raised."""
+        """Call ``act`` on every server concurrently. If calls fail, only the most important error
+        is raised: EnginesDropped if servers were lost, or else EngineStateConflict if a server was
+        not in the expected state, or else the first error. The former two may be the cause of the
+        others."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -281,8 +282,8 @@ class EngineFleet:
     # --- servers that go and come
 
     def metrics(self) -> dict[str, float]:
-        """Return how many engines are live, were lost, and came back. Empty if none was ever
-        lost."""
+        """Return as metrics how many engines are live, were lost, and came back. Returns an empty
+        dict if none was ever lost."""
         if not self.membership.num_lost:
             return {}
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)

@@ -1,5 +1,5 @@
-"""A client of inference engines behind HTTP. It behaves like a single engine: any number of servers
-gives the same ids and log-probabilities.
+"""A client of inference engines behind HTTP. It behaves like a single engine: the sampled ids and
+log-probabilities do not depend on the number of servers.
 
     complete ─▶ wait until open ─▶ pick a server ─▶ send ids, get ids ─▶ Reply
                                     ▲    server gone: pick the next │
@@ -42,7 +42,8 @@ _MAX_ABORTS = 64
 """Maximum number of weight updates that may interrupt one reply."""
 T = TypeVar("T")
 Routes = tuple[tuple[int, ...], ...]
-"""For each sampled token, the experts in all layers that processed the token before it."""
+"""For each sampled token, the experts of all layers that predicted it. They are the ones that
+processed the token before it."""
 
 
 class HttpEngines:
@@ -69,13 +70,13 @@ class HttpEngines:
 
     @property
     def engines(self) -> list[SingleEngineClient]:
-        """One client per engine, for checks that every engine must pass."""
+        """One client per engine, so that each engine can be checked separately."""
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def takes_checkpoint_names(self) -> bool:
-        """True if engines expect tensors under a checkpoint's names, and False for the names of a
-        model in memory."""
+        """True if engines expect tensors under the names in a checkpoint; False if they expect the
+        names of the model in memory."""
         return self.fleet.spec.engine != "ramify"
 
     @property
@@ -99,7 +100,7 @@ class HttpEngines:
         ``save`` writes a checkpoint below the folder ``out``, from which new servers load the
         model. ``launcher`` starts those servers; the default starts them on this machine.
 
-        Pass ``gone`` if another process updates the weights and this client only samples. It is
+        If another process updates the weights and this client only samples, pass ``gone``. It is
         called with the address of an engine that does not answer. The other process then reports
         through ``listed`` which engines may be used.
 
@@ -139,8 +140,8 @@ class HttpEngines:
             await self.fleet.drop_if_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Resume requests to engines that came back. Another process updates their weights, so they
-        are assumed to be current. Replies from older weights are rejected."""
+        """Send requests again to engines that came back. Another process updates their weights, so
+        they are assumed to be current. If they are not, their replies are rejected."""
         self.fleet.take_back()
         self.fleet.mark_all_updated()
         self.membership.notify()
@@ -276,8 +277,8 @@ class HttpEngines:
         return next(iter(fingerprints.values()), None)
 
     async def pressure(self) -> CachePressure | None:
-        """Return the load on the servers' KV caches: the fill of the fullest, and total numbers of
-        waiting and preempted sequences. Returns None if no server reports it."""
+        """Return the load on the servers' KV caches: the utilization of the fullest cache, and
+        total numbers of waiting and preempted sequences. Returns None if no server reports it."""
 
         async def of(server: EngineClient) -> CachePressure | None:
             try:
@@ -294,8 +295,8 @@ class HttpEngines:
         return await self.sync.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """Return how many engines are live, were lost, and came back. Empty if none was ever
-        lost."""
+        """Return as metrics how many engines are live, were lost, and came back. Returns an empty
+        dict if none was ever lost."""
         return self.fleet.metrics()
 
     # --- weights
@@ -314,8 +315,8 @@ class HttpEngines:
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Create the configured weight sync with options that suit the engine. Raises ConfigError for
-    an option that it does not have."""
+    """Create the configured weight sync, with default options that suit the engine. Raises
+    ConfigError for an option that the weight sync does not have."""
     options = dict(spec.weight_sync_options)
     if (
         spec.weight_sync_name == "shared"
@@ -348,7 +349,8 @@ class SingleEngineClient:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Wait for an answer from this engine. Raises EngineLost if the engine is gone."""
+        """Await this engine's answer to a request, and return it. Raises EngineLost if the engine
+        is gone."""
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -370,8 +372,8 @@ class ReplyAccumulator:
         self.logprobs: list[float] = []
         self.kept: list[tuple[int, ...]] = []
         self.routes: list[tuple[int, ...]] = []
-        """Experts of the token that predicts each sampled one. Empty if the engine reported
-        none."""
+        """For each sampled token, the experts that predicted it, which are those that processed the
+        token before it. Empty if the engine reported none."""
         self.versions: list[VersionSpan] = []
         self.cached = 0
         self.end = ""

@@ -31,7 +31,8 @@ VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "vllm": ((0, 29), (0, 34)),
     "sglang": ((0, 5, 23), (0, 6)),
 }
-"""Engine -> (first version with this protocol, first version that was not tested)."""
+"""Engine -> (first version that has this protocol, first version that is too new to have been
+tested)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
 EXPERTS_OPTION = "--enable-return-routed-experts"
 """Command-line option that makes vLLM, SGLang and `ramify serve-policy` report experts."""
@@ -72,8 +73,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weight_sync_options: dict[str, str | int | float | bool] = {}
     """Options of the weight sync, such as ``{"by": "nccl"}`` for ``delta``; see docs/engines.md."""
     key_variable: str = KEY_VARIABLE
-    """Environment variable with the servers' API key. If it is not set, started servers get a key
-    generated for the run, and ``urls`` get none."""
+    """Environment variable with the servers' API key. If it is not set, servers that the run starts
+    get a generated key, and no key is sent to ``urls``."""
     start_s: float = 600.0
     """Timeout in seconds until a started server answers."""
     request_s: float = 600.0
@@ -87,23 +88,24 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weights. Engines started by the run are restarted, others are waited for. 0: continue without
     it."""
     return_s: float = 120.0
-    """Seconds to wait for a lost engine of ``urls``. Engines that are restarted have
-    ``start_s``."""
+    """Seconds to wait for a lost engine of ``urls`` to return. For engines that the run restarts,
+    ``start_s`` applies instead."""
     report_experts: bool = False
     """True if replies report the experts of each token, as ``rl.rollout.replay_routes`` requires.
     Servers that are started get the option --enable-return-routed-experts. Others must already have
     it."""
     sleep: Literal["auto", "learn", "never"] = "auto"
-    """learn: engines release device memory while the trainer learns, and allocate it again for new
-    weights. auto: do so if they share a GPU with the trainer."""
+    """learn: engines release device memory during training steps, and allocate it again for new
+    weights. auto: as learn if they share a GPU with the trainer, and otherwise as never."""
     sleep_level: Literal[1, 2] | None = None
     """1: weights move to main memory. 2: they are dropped, and each update sends all of them. None:
     2 for engines that end with the run, 1 for those that outlive it (``urls``) or receive only
     differences (``delta``)."""
     tolerance: float | None = None
-    """Maximum difference between a log-probability of engine and trainer in the check after a
-    weight sync. The mean difference may be a tenth of it. None: in fp32, 1e-4 for `ramify` and 1e-3
-    for others. Otherwise 0.3, or 1/32 of the path's largest log-probability if that is more."""
+    """Maximum difference between the engine's and the trainer's log-probability of a token, in the
+    check after a weight sync. The mean difference may be a tenth of that. None: in fp32, 1e-4 for
+    `ramify` and 1e-3 for others. Otherwise 0.3, or 1/32 of the largest log-probability in the check
+    if that is more."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES.ours:

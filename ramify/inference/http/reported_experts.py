@@ -31,7 +31,8 @@ def read_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
     """Decode an engine's report about experts. For each sampled token, return the ids of the top-k
-    experts in all layers that predicted it. These are the experts of the position before the token.
+    experts in all layers that predicted it. They are the experts that processed the token before
+    it.
 
     ``reported`` may have any of the encodings of vLLM and SGLang. Raises MalformedResponse if it
     does not fit the model or the reply.
@@ -102,8 +103,8 @@ def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
 
 
 def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
-    """Raise MalformedResponse for expert ids that no router could have chosen. Rows that an engine
-    never filled are all zero, so they are found because an expert repeats."""
+    """Raise MalformedResponse for expert ids that no router could have chosen. This includes an
+    expert that is chosen twice for a token, as in rows of zeros that the engine never filled."""
     sorted_TLk = np.sort(chosen_TLk, -1)
     is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
     if is_outside.any():

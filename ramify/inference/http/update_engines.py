@@ -44,7 +44,8 @@ class EngineWeightSync:
         self.is_open.set()
         self._updating = asyncio.Lock()
         self._needs_all = False
-        """True if an engine lacks the weights that a differences-only update would build on."""
+        """True if an engine lacks the weights that an update with only differences would build
+        on."""
 
     async def open(self) -> None:
         """Prepare all engines for weight updates. Raises ConfigError if an engine is lost or cannot
@@ -110,7 +111,8 @@ class EngineWeightSync:
 
     async def _slept(self) -> bool:
         """Try once to put all engines to sleep. Returns False if engines were lost or came back in
-        the meantime. An engine that is still starting takes memory, so this waits for it."""
+        the meantime. If an engine is still starting, wait for it and return False, because it takes
+        memory."""
         fleet = self._fleet
         if fleet.membership.is_any_returning:
             await fleet.membership.wait_for_change(fleet.spec.start_s)
@@ -221,8 +223,8 @@ class EngineWeightSync:
                 await joined
 
     async def _reopened(self) -> bool:
-        """Prepare the remaining engines for weight updates again. Always returns True, because all
-        weights must then be sent."""
+        """Prepare the remaining engines for weight updates again. Returns True to signal that all
+        weights must now be sent."""
         while True:
             self.weight_sync.close()
             try:

@@ -138,7 +138,8 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that seed the engine's random numbers."""
+        """Return the request fields that set the seed for sampling. There are none if the settings
+        have no seed."""
         return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
@@ -219,8 +220,8 @@ class RamifyEngineClient(VllmEngineClient):
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
         """Send one chunk of new weights in a single request, which can also begin and end the
-        update. vLLM needs three requests, but most updates with only differences are a single
-        chunk."""
+        update. vLLM needs three requests for that. The difference matters because most updates with
+        only differences are a single chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 

@@ -13,8 +13,8 @@ from ramify.trained_policy_settings import packaged_policy_folder
 
 
 def check_local_model_available(name: str) -> None:
-    """Raise ConfigError if a local model or a package that it needs is missing. Nothing heavy
-    happens: no weights are read, and no tensor library is imported."""
+    """Raise ConfigError if a local model or a package that it needs is missing. This is quick: no
+    weights are read, and no tensor library is imported."""
     require_train_extra(f"model '{name}'")
     from ramify.models.model_config_files import check_tokenizer_file, local_model_folder
 

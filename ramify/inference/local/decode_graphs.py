@@ -44,14 +44,14 @@ class CudaGraphShape(NamedTuple):
 
     tokens: int
     slots: int
-    """Number of slots up to the last one that decodes."""
+    """Number of cache slots up to and including the last one that decodes."""
     length: int
     """Number of cache positions that are read per slot."""
 
     @classmethod
     def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
-        """Return the shape in which a step is computed. Its sizes are rounded up, so that only few
-        shapes occur."""
+        """Return the graph shape for a step. Its sizes are rounded up, so that only a few different
+        graphs are recorded."""
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
         length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
@@ -74,8 +74,8 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
-        """Run a step without prompt tokens. Returns the fp32 logits [n, V] after each of its
-        tokens. The next call overwrites them."""
+        """Run a step that only decodes and has no prompt tokens. Returns the fp32 logits [n, V]
+        after each of its tokens. The next call overwrites them."""
         self._check_weights()
         shape = CudaGraphShape.of(step, self._cache)
         given = _packed(step, shape)

@@ -94,7 +94,7 @@ class LocalEngine:
 
     def add(self, generation: Generation) -> None:
         """Queue a sequence. Its maximum length is reduced to what the cache can hold. Raises
-        Refused if even the prompt and one token do not fit."""
+        Refused if the cache cannot hold the prompt and at least one more token."""
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
@@ -213,8 +213,8 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order of arrival. A sequence that waits for another one to
-        compute the same prompt lets others pass."""
+        """Admit waiting sequences in order of arrival. A sequence may be overtaken only while it
+        waits for another one to compute the same prompt."""
         passed: list[Generation] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -228,8 +228,9 @@ class LocalEngine:
 
     def _make_room(self) -> None:
         """Adapt the number and length of cache slots to the running sequences and the next ones in
-        the queue. Each slot holds one sequence. If memory allows, every slot gets the full length.
-        Otherwise there are fewer slots, and more again once sequences are shorter."""
+        the queue. Each slot holds one sequence. If memory allows, each slot is as long as these
+        sequences may become. Otherwise there are fewer slots, until shorter sequences make room for
+        more."""
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]

@@ -1,8 +1,8 @@
 """One request inside the inference engine: its prompt and reply so far, when it ends, and how its
 tokens are sampled.
 
-A generation does not depend on the part of the cache that it uses, so a preempted one only loses
-time.
+A generation does not depend on the part of the cache that it uses, so preemption costs time but
+does not change the result.
 
 One uniform random number per row selects a token by inverting the cumulative distribution (drawing
 an exponential variate per vocabulary entry would cost more than the rest of sampling). The number
@@ -66,7 +66,7 @@ class SampledTokens(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     kept: list[tuple[int, ...] | None]
-    """Per row, the ids that could be drawn, most likely first. None if all could."""
+    """Per row, the ids that could be drawn, most likely first; None if all ids could be drawn."""
     top: list[TokenLogprobs | None]
     """Per row, the most likely ids. None unless the row's settings ask for them."""
 
@@ -129,9 +129,9 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """Sample one id per row by inverting the cumulative distribution. A row's id is the first whose
-    cumulative probability exceeds the row's uniform number (float64, in [0, 1)). The result has
-    shape [n].
+    """Sample one id per row by inverting the cumulative distribution. The sampled id is the first
+    one at which the cumulative probability exceeds the row's uniform random number (float64, in [0,
+    1)). The result has shape [n].
 
     The sum is computed in float64. In single precision, a number close to 1 could be rounded up to
     the total, beyond the last id.
@@ -191,9 +191,9 @@ class Generation:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Create a generation without sampled tokens. Equal ``seed`` texts give equal random
-        numbers. A reply ends at any text in ``stop``. ``decode`` turns ids into text, so that
-        such a text can be found."""
+        """Create a generation with no tokens sampled yet. Generations with the same ``seed`` get
+        the same random numbers. A reply ends at any of the strings in ``stop``, which are searched
+        for in the text that ``decode`` makes of token ids."""
         self.ids = list(prompt_ids)
         """Prompt ids, followed by sampled ids."""
         self.num_prompt = len(self.ids)
@@ -205,13 +205,14 @@ class Generation:
         self.top: list[TokenLogprobs] = []
         """Per sampled token, the most likely ids. Empty unless ``draw`` asks for them."""
         self.routes: list[tuple[int, ...]] = []
-        """Per sampled token, the experts of the token before it. Empty unless recorded."""
+        """Per sampled token, the experts that predicted it, which are those that processed the
+        token before it. Empty if experts are not recorded."""
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None
         """Why the reply ended. None while it is being generated."""
         self.stopped_at: str = ""
-        """The stop text that ended the reply, or an empty string."""
+        """The stop sequence that ended the reply, or an empty string."""
         self.num_reused = 0
         """Number of prompt tokens whose keys and values were already cached."""
         self.cancelled = False
@@ -234,8 +235,8 @@ class Generation:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which version of the weights sampled which part of the reply. Empty if no token was
-        sampled."""
+        """The spans of the reply, in order, each with the version of the weights that sampled it.
+        Empty if no token was sampled."""
         if not self._versions:
             return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
@@ -270,7 +271,7 @@ class Generation:
             self.end = "length"
 
     def _stop_text(self) -> str:
-        """Return the stop text that the last token completed, or an empty string. If there are
+        """Return the stop sequence that the last token completed, or an empty string. If there are
         several, the one that begins first is returned."""
         assert self._decode is not None
         tail = self._decode(self.sampled[-self._tail :])

@@ -63,9 +63,11 @@ class KeyValueCache:
         self.rows = [
             (k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)
         ]
-        """Per layer, keys and values as rows, [S K C, d] each."""
+        """Per layer, the keys and the values as one row per slot, head and position: [S · K · C,
+        head size]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
-        """Per layer, keys and values by slot and head, [S K, C, d] each."""
+        """Per layer, the keys and the values as one matrix per slot and head: [S · K, positions,
+        head size]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
         """Return the cache row of each token's first head, given the token's slot and position."""
@@ -96,8 +98,8 @@ class KeyValueCache:
             target.copy_(saved)
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
-        """Return a new cache of another size. Its first slots hold the contents of this cache's
-        slots ``stay``."""
+        """Return a new cache of another size. Its first slots get the contents of those slots of
+        this cache that are listed in ``stay``."""
         new = KeyValueCache(self.layout, num_slots, capacity)
         width = min(self.capacity, capacity)
         for index, slot in enumerate(stay):
@@ -145,8 +147,8 @@ class _FirstSlots:
     ``length`` positions of each slot."""
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """Prepare attention for one query token per slot, at the positions ``last_n``. This tensor
-        must be on the cache's device."""
+        """Prepare attention for one query token per slot. ``last_n`` has the position of each of
+        these tokens, and must be on the cache's device."""
         self._cache = cache
         self._n, self._length = len(last_n), length
         hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
@@ -180,15 +182,15 @@ class _FirstSlots:
 
 class DecodeAttention:
     """The attention of decoding sequences, with one query token each. It runs over all slots up to
-    the last one that decodes, and drops the results of the others."""
+    the last one that decodes, and discards the results of slots that do not decode."""
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
     ) -> None:
         """Prepare attention for one query token per decoding slot. ``slots_T`` is each token's
-        slot, or None if token i is in slot i. A slot may repeat with the same token. ``last_n`` is
-        the last position that each slot attends to. ``length`` is the number of positions read. All
-        tensors must be on the cache's device."""
+        slot, or None if token i is in slot i. Padding may repeat a slot, always with the same
+        token. ``last_n`` is the last position that each slot attends to. ``length`` is the number
+        of positions read. All tensors must be on the cache's device."""
         self._n = len(last_n)
         self._attend = _FirstSlots(cache, last_n, length)
         self._slots = slots_T
@@ -228,8 +230,8 @@ def _chunk(cache: KeyValueCache, spans: list[SlotTokenSpan]) -> _Prompts | _Chun
 
 
 class _Prompts:
-    """The causal attention of new prompts of equal length, in one call. Nothing of them was cached
-    before, so they attend only to their own keys and values."""
+    """The causal attention of new prompts of equal length, in one call. None of their tokens are
+    cached yet, so the prompts attend only to their own keys and values."""
 
     def __init__(self, spans: Sequence[SlotTokenSpan]) -> None:
         self._num, self._length = len(spans), len(spans[0].ids)

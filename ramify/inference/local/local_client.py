@@ -76,10 +76,10 @@ class LocalClient:
         """
         self.policy = policy
         self._weights: dict[str, Tensor] = {}
-        """Name -> weight, filled by the first weight sync. The tensor objects stay the same even if
-        their memory changes."""
+        """Name -> weight, filled by the first weight sync. A sync may move a tensor to other
+        memory, but does not replace the tensor object."""
         self._lent: set[str] = set()
-        """Names of weights whose memory other engines also compute with."""
+        """Names of weights whose memory is shared with other engines."""
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -144,8 +144,8 @@ class LocalClient:
         """Stream a reply: yield its message as it grows, about twenty times a second, and finally
         the whole reply.
 
-        A text at the end that may be the beginning of a stop text, and incomplete characters, are
-        held back until more is known.
+        Incomplete characters are held back, and so is text at the end that may be the beginning of
+        a stop sequence.
         """
         started = time.perf_counter()
         generation = self._generation(request)
@@ -393,8 +393,9 @@ class LocalClient:
             self.engine.forget(version)
 
     def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """Return the model's weight with this name. Raises ValueError if there is none, or if its
-        shape or type differs from that of ``tensor``."""
+        """Return the model's weight that a received ``tensor`` with this name belongs to. Raises
+        ValueError if there is none, or if it differs from ``tensor`` in its type or, with
+        ``whole``, in its shape."""
         weight = self._weights.get(name)
         if weight is None:
             raise ValueError(

@@ -219,8 +219,9 @@ class ModuleRunner:
         return logits_TV
 
     def _after(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
-        """Return the fp32 logits [V] after a span's last token. ``memory`` caches the tokens before
-        the span. If it cannot be cut to the right length, they are recomputed."""
+        """Return the fp32 logits [V] after a span's last token. ``memory`` is the model's cache of
+        the tokens before the span. If it cannot be cut at the beginning of the span, the tokens
+        before are recomputed."""
         new = list(span.ids)
         if not memory.cut(span.start, self._can_cut):
             new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
@@ -242,7 +243,8 @@ class ModuleRunner:
 
     @torch.inference_mode()
     def _try_out(self) -> None:
-        """Find out which operations the model's cache supports, by comparing logits."""
+        """Find out which operations the model's cache supports, by comparing the logits with those
+        computed without a cache."""
         vocabulary = self._module.config.get_text_config().vocab_size
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
@@ -323,8 +325,8 @@ class ModelRunner(Protocol):
         ...
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        """Change the number and length of cache slots. The first new slots hold the contents of the
-        old slots ``stay``."""
+        """Change the number and length of cache slots. The first new slots get the contents of the
+        old slots that are listed in ``stay``."""
         ...
 
     def invalidate_cache(self) -> None:
@@ -437,9 +439,9 @@ class _PreparedRunner(FlatRunner):
 
 
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
-    """Return the fastest runner that gives the same results as ``model``. With ``fixed_shapes``,
-    return a runner with fixed shapes and matrix products in that precision. Raises ConfigError if
-    the model does not support that."""
+    """Return the fastest runner that gives the same results as ``model``. If ``fixed_shapes`` is a
+    data type, return a runner that computes in fixed shapes, with matrix products in that type.
+    Raises ConfigError if the model does not support that."""
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
@@ -495,8 +497,8 @@ def _flat(module: Any) -> FlatRunner | None:
 
 
 def _agrees(runner: FlatRunner, module: Any) -> bool:
-    """Return True if two sequences computed in parts and side by side get the same logits as when
-    computed alone."""
+    """Return True if two sequences get the same logits when they are computed in chunks and in one
+    batch as when each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)

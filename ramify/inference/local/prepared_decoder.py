@@ -32,11 +32,12 @@ _MOST_BYTES = 32 << 20
 """Maximum size of weights in bytes for which the copies are worth their memory. In larger models,
 arithmetic dominates."""
 _LEAST_ROWS = 48
-"""Number of tokens from which oneDNN products may be faster."""
+"""Minimum number of tokens at which matrix products may be faster with oneDNN than with PyTorch."""
 _FEW_ROWS = 256
-"""Number of tokens below which they are rounded up to multiples of 16, which wastes less."""
+"""Number of tokens below which row counts are rounded up to multiples of 16. The larger multiples
+that are used otherwise would waste too much work."""
 _LEAST_MULTIPLICATIONS = 1 << 21
-"""Number of multiplications in a product from which oneDNN is faster."""
+"""Minimum number of multiplications in a matrix product at which oneDNN is faster than PyTorch."""
 _KEPT_SIZES = 16
 """Maximum number of different token counts for which workspaces are kept."""
 
@@ -127,8 +128,9 @@ class PreparedDecoder:
         return onednn_products.product(h_ND, self._output_DV.t())[:num]
 
     def _is_prepared(self) -> bool:
-        """Renew the copies if the weights have changed. Returns False if they cannot be copied,
-        because they are computed (adapters) or have another type or device by now."""
+        """Renew the copies if the weights have changed. Returns False if the weights cannot be
+        copied, because they are computed (adapters), or because their data type or device has
+        changed."""
         # A weight that is computed is not a parameter of its module.
         weights: list[Any] = [each.get("weight") for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
@@ -223,8 +225,8 @@ def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
-    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, … Two numbers that are rotated together
-    then form one complex number."""
+    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, … Two numbers that the rotary embedding
+    rotates together are then neighbours, and form one complex number."""
     halves = rows.view(-1, 2, size // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
@@ -236,7 +238,8 @@ def _stored(weight: Tensor) -> Tensor:
 
 
 def _rounded_rows(num: int) -> int:
-    """Round a number of tokens up to one for which oneDNN has a kernel, or soon will."""
+    """Round a number of tokens up to one of a few sizes, so that oneDNN can reuse the kernels that
+    it compiles for each size."""
     if num < _LEAST_ROWS or not onednn_products.is_faster():
         return num
     return -(-num // 16) * 16 if num < _FEW_ROWS else onednn_products.rounded_rows(num)

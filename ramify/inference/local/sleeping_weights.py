@@ -49,8 +49,8 @@ class SleepingWeights:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Release the memory of all weights. With ``keep``, they move to main memory. Weights that
-        are already there then stay."""
+        """Release the memory of all weights on their device. With ``keep``, they are first moved to
+        main memory, so nothing happens if the device is the CPU."""
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
@@ -77,8 +77,8 @@ class SleepingWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Return True if a parameter's values are missing, under whichever name they were
-        dropped."""
+        """Return True if a parameter's values were dropped. A tied parameter counts as dropped
+        under each of its names."""
         return id(parameter) in self._missing
 
     def arrived(self, parameter: Tensor) -> None:

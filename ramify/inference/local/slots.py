@@ -48,8 +48,8 @@ class SlotTokenSpan(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """The input of one pass through the model: one token per decoding sequence, stored in columns,
-    and some longer spans of prompts."""
+    """The input of one pass through the model: one token for each decoding sequence, and longer
+    spans of prompt tokens."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Slot of each decoding token, in ascending order."""
@@ -63,8 +63,8 @@ class EngineStep:
 
 
 _WORTH_WAITING = 32
-"""Minimum number of tokens for which a prompt waits until another sequence has computed them, so
-that they can be copied."""
+"""Minimum number of tokens that a prompt must share with a sequence being computed, so that it
+waits for them and copies them."""
 _HOLES = 0.25
 """Maximum number of empty slots between running ones, as a fraction of the running slots."""
 
@@ -91,7 +91,7 @@ class SlotTable:
         self.capacity = capacity
         self.owner: list[Generation | None] = [None] * num_slots
         self.length_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
-        """Number of tokens in each slot whose keys and values are cached."""
+        """Number of tokens per slot whose keys and values are cached."""
         self._tokens_SC: NDArray[np.int32] = np.full((num_slots, capacity), -1, dtype=np.int32)
         self._used_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self._affinity: list[str] = [""] * num_slots
@@ -172,8 +172,8 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
-        """Change the number of slots and their capacity in tokens. Returns the old slots that stay,
-        in their new order, and the sequences that lost their slot.
+        """Change the number of slots and their capacity in tokens. Returns the old slots that are
+        kept, in their new order, and the sequences that lost their slot.
 
         Running slots are kept before idle ones, and recently used slots before others. What an idle
         slot holds beyond the new capacity is forgotten.
@@ -207,8 +207,8 @@ class SlotTable:
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
         """Compare a new request's ids with the contents of every slot. Returns how many of its
-        first tokens each slot has cached, and how many the best slot will have once its running
-        sequence is computed.
+        first tokens each slot has cached, and how many of them some slot will have cached once its
+        running sequence is computed.
 
         The last token is always left to compute, since its logits are needed.
         """

@@ -17,10 +17,10 @@ class EngineStepTotals(msgspec.Struct, kw_only=True):
     """Totals over all steps with about the same number of sequences."""
 
     sequences: int
-    """Upper bound on the number of sequences that got a token, a power of two or 0. More than half
-    as many did."""
+    """Number of sequences that got a token in each of these steps, rounded up to a power of two; 0
+    if none did."""
     reads: bool
-    """True if the steps also processed prompt tokens."""
+    """True if the steps also processed prompt tokens (prefill)."""
     steps: int = 0
     tokens: int = 0
     """Number of sampled tokens, one per sequence and step."""
@@ -51,6 +51,6 @@ class EngineStepTimingRecorder:
         timing.cpu_s += cpu_s
 
     def taken(self) -> list[EngineStepTotals]:
-        """Return the totals since the last call, and start new ones."""
+        """Return the totals since the last call, and reset them."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

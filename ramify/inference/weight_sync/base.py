@@ -60,7 +60,7 @@ Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Calling it
+    """A matrix with a low-rank adapter (LoRA, arXiv:2106.09685): base + scale * b @ a. Calling it
     computes that sum."""
 
     base: Callable[[], Tensor]
@@ -111,7 +111,8 @@ class LazyWeight(NamedTuple):
     full: Callable[[], Tensor]
     """Returns the whole tensor, contiguous and detached."""
     adapted: AdaptedMatrix | None = None
-    """The base and adapter that ``full`` adds up, for weight syncs whose engines can add them."""
+    """The base matrix and the adapter whose sum ``full`` returns, for weight syncs whose engines
+    can compute the sum themselves. None if there is no adapter."""
 
     @property
     def num_bytes(self) -> int:
@@ -132,11 +133,11 @@ class WeightPiece(NamedTuple):
     places: Tensor | None = None
     """Positions of the values in the flattened parameter. None if ``tensor`` is whole."""
     stays: bool = False
-    """True if the memory stays unchanged until the engine has taken another sync. The engine may
-    then compute with it without a copy."""
+    """True if the memory stays unchanged until the engine has received the next sync. The engine
+    may then compute with it without a copy."""
     holds: bool = False
-    """True if the memory stays unchanged until the engine has taken the chunk. The engine may then
-    copy several tensors together."""
+    """True if the memory stays unchanged until the engine has received the whole chunk. The engine
+    may then copy several tensors together."""
 
 
 class WeightChunk(msgspec.Struct, eq=False):
@@ -172,7 +173,7 @@ class WeightSync(Protocol):
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
         """Yield version ``version`` of the weights in chunks, in order. A chunk's bytes stay valid
-        until the next chunk but one is requested. With ``whole``, all weights are sent, as if
+        until the second chunk after it is requested. With ``whole``, all weights are sent, as if
         engines had none."""
         ...
 
@@ -182,8 +183,8 @@ class WeightSync(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The half of a weight sync that runs in an engine. ``WeightSync.receiver`` creates it from the
-    trainer's first information.
+    """The engine's half of a weight sync. ``WeightSync.receiver`` creates it from the setup message
+    that the trainer sends first.
 
     Example:
         for piece in receiver.unpack_chunk(chunk.info):
@@ -226,8 +227,8 @@ def in_chunks(
 
 
 def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
-    """Describe tensors by name, precision and shape, in the format of vLLM's update request. The
-    version of the weights is added."""
+    """Describe tensors by name, dtype and shape, along with the version of the weights, in the
+    format of vLLM's update request."""
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -316,7 +317,8 @@ def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Laz
 
 def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
     """Convert one parameter to the form in which it is sent to engines. If ``make`` is given, the
-    tensor that it returns is sent instead, such as the parameter with its adapter added."""
+    tensor that it returns is sent instead of the parameter. An example is the sum of the parameter
+    and its adapter."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
@@ -332,8 +334,8 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 
 def frozen_param_version(tensor: Tensor) -> Hashable:
     """Return a value that changes whenever a frozen parameter is written to, or None for any other
-    tensor. PyTorch's version counter does not cover trained parameters, because the fused AdamW
-    does not count its writes (2.13)."""
+    tensor. Trained parameters have no such value: the fused AdamW of PyTorch 2.13 writes them
+    without increasing their version counter."""
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
     local = tensor if type(tensor) in _WHOLE else getattr(tensor, "_local_tensor", tensor)
@@ -391,7 +393,7 @@ PREFIX = "ramify-weights-"
 MEMORY = Path("/dev/shm")
 """Folder whose files are kept in memory, on Linux."""
 _HELD = "held-"
-"""Marks files and folders on which the process that made them holds a lock."""
+"""Part of the name of each file or folder that is locked by the process that created it."""
 
 
 def new_name() -> str:

@@ -115,8 +115,8 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines. Raises RuntimeError and closes the group if an engine
-        is gone, because the engines that have not begun to receive would otherwise wait until the
+        """Broadcast a buffer to all engines. If an engine is gone, closes the group and raises
+        RuntimeError. The engines that have not begun to receive would otherwise wait until the
         timeout."""
         try:
             _broadcast(self._group, buffer)

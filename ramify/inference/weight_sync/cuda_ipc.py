@@ -2,7 +2,7 @@
 over HTTP, and engines use them to open its GPU memory.
 
 A handle consists of bytes and numbers, sent as base64 and JSON, so nothing is unpickled. The
-trainer holds each chunk's memory until the next chunk but one is requested. No test covers this
+trainer holds each chunk's memory until the second chunk after it is requested. No test covers this
 module, because it needs a GPU that two processes share.
 """
 

@@ -104,14 +104,14 @@ class SmallTensorBundles:
         self._names: list[str] = []
         self._lengths: list[int] = []
         self._had_N = torch.empty(0)
-        """The engines' values, one tensor after the other, in main memory."""
+        """The values that the engines have, concatenated into one tensor in main memory."""
 
     def bundle_changed(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
-        """Concatenate the tensors whose current values the engines lack. Returns the bundle and a
-        table of names and shapes with which engines split it again, or None if the engines have all
-        values.
+        """Concatenate the tensors whose current values the engines lack. Returns the bundle, and
+        the table of names and shapes by which engines take it apart. Returns None if the engines
+        have all current values.
 
         ``sources`` are then recorded as what the engines have, and all earlier tensors are
         forgotten.
@@ -166,8 +166,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
-"""Maximum fraction of changed values for which positions and values are sent. A position takes four
-bytes, and a value two or four."""
+"""Maximum fraction of changed values at which only these values and their positions are sent, and
+not the whole tensor. A position takes four bytes, and a value two or four."""
 _MOST_PLACES = 2**31 - 1
 _SMALL = SAMPLE
 """Maximum number of values in a tensor that is bundled with others."""
@@ -207,17 +207,17 @@ class DeltaSync:
         """The tensors that the engines have, except small ones."""
         self._stamps: dict[str, Hashable] = {}
         self._small: dict[tuple[torch.dtype, int], SmallTensorBundles] = {}
-        """(precision, number) -> a bundle of up to 1024 small tensors."""
+        """(dtype, index) -> a bundle of up to 1024 small tensors with that dtype."""
         self._later: list[tuple[Tensor, Tensor]] = []
-        """Pairs of (old, new) tensors. They are copied while the engines read the chunk, so that
-        the copy delays nothing."""
+        """Pairs of (old, new) tensors to copy. This happens while the engines read the chunk, so
+        that it takes no extra time."""
         self._tables: dict[str, dict[str, Any]] = {}
         """Bundle name -> table, for the bundles of the current sync."""
         self._bases: set[str] = set()
-        """Names of adapted matrices whose base the engines have."""
+        """Names of matrices with low-rank adapters whose base matrix the engines already have."""
         self._sums: dict[str, tuple[float, str, str]] = {}
-        """Name of the adapter's matrix b -> (scale, precision of the sum, precision of the
-        matrix)."""
+        """Name of the adapter's matrix b -> (scale, dtype of the base plus adapter, dtype of the
+        matrix that engines need)."""
         self._last_sync = ""
         """Id of the sync that the engines took last."""
         self.num_bytes = 0
@@ -318,8 +318,8 @@ class DeltaSync:
     def _joined(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Concatenate the small tensors that have changed into one tensor. The list is empty if
-        none has changed."""
+        """Concatenate the small tensors that have changed into one tensor. Returns a list with that
+        tensor, or an empty list if none has changed."""
         changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed(
             sources, len(self._tables)
         )
@@ -457,8 +457,8 @@ def _source(name: str, tensor: Tensor) -> LazyWeight:
 
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix in the engine's precision if the conversion is lossless, as it is for a
-    checkpoint stored in that precision. Otherwise return the matrix unchanged."""
+    """Convert a matrix to the engine's dtype if that loses nothing, as for a checkpoint stored in
+    that dtype. Otherwise return the matrix unchanged."""
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base
 

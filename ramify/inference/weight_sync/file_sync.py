@@ -1,5 +1,5 @@
-"""Weight sync by safetensors files, for engines that can read the trainer's disk. A small file that
-is replaced atomically points to the newest weights.
+"""Weight sync through safetensors files, for engines that can read the trainer's disk. A small file
+that is replaced atomically points to the newest weights.
 
     FOLDER/v000012/model-00001.safetensors …      the weights of one version, never changed
     FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can
@@ -211,7 +211,7 @@ class CurrentWeightsFile(msgspec.Struct):
 
 
 class FileSync:
-    """A weight sync by files in a folder that the engines can read."""
+    """A weight sync through files in a folder that the engines can read."""
 
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""

@@ -116,9 +116,9 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack output matrices that share their weights with the embeddings. On a CPU, vLLM keeps a
-    packed copy that a reload does not renew. Without this, it would keep answering with old
-    weights."""
+    """Repack output matrices that share their weights with the embeddings. On a CPU, vLLM computes
+    with a packed copy, which it does not renew when weights are reloaded. Without this, it would
+    keep answering with old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
