@@ -65,18 +65,19 @@ from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
 _MAX_TRIES = 3
-"""Number of batches in which a row may get no result before it fails."""
+"""Maximum number of batches that may return no result for a row before the row counts as failed."""
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 """Maximum number of seconds between two requests for a batch's state."""
 _MAX_ATTEMPTS = 5
 """Maximum number of attempts at an upload or a download."""
 _BREATH = 200
-"""Number of results after which the event loop may run other tasks."""
+"""Number of results to process before the event loop may run other tasks."""
 _log = ComponentLogger("maps")
 _Value = TypeVar("_Value")
 OnStop = Callable[[str, Any], None]
-"""Callback with two arguments: the reason, and how the map stops."""
+"""Callback that is called if the map must stop early, with the reason as text and a ``MapStop``
+value such as ``limit``."""
 
 
 class BatchQuestion(msgspec.Struct, frozen=True):
@@ -134,10 +135,10 @@ class MapBatchJobs:
         self._halted = asyncio.Event()
         self._on_stop: OnStop = lambda reason, stop: None
         self.ended: set[int] = set()
-        """Numbers of the questions that got a reply or an error in this start of the map."""
+        """Numbers of the questions that got a reply or an error in this invocation of the map."""
         self.failed: dict[int, int] = {}
-        """Digest of each question that failed in this start -> offset of the journal line with its
-        error."""
+        """Digest of each question that failed in this invocation -> offset of the journal line with
+        its error."""
 
     @property
     def pending_batches(self) -> list[tuple[str, int]]:
@@ -156,9 +157,9 @@ class MapBatchJobs:
     async def run(
         self, on_stop: OnStop, meanwhile: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Upload the rows that are not in a batch yet, and wait for the results of all batches,
-        while ``meanwhile`` runs. ``on_stop`` is called with the reason if the map must stop early.
-        Raises ConfigError before any upload if the budget does not cover all rows."""
+        """Upload the rows that are not in a batch yet, and wait for the results of all batches.
+        ``meanwhile`` is run at the same time. ``on_stop`` is called with the reason if the map must
+        stop early. Raises ConfigError before any upload if the budget does not cover all rows."""
         self._on_stop = on_stop
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
@@ -340,8 +341,9 @@ class MapBatchJobs:
                 return
 
     async def _is_ours(self, id: str, key: str) -> bool:
-        """Return True if a batch on the provider's list was uploaded with this key. Waits until the
-        provider can tell, and returns False if the map is stopped first."""
+        """Return True if a batch on the provider's list was uploaded with this key. If the provider
+        does not know yet, it is asked again until it does. Returns False if the map is stopped
+        first."""
         waited = 0
         while not self._halted.is_set():
             is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")

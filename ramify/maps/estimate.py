@@ -24,7 +24,8 @@ _Z = statistics.NormalDist().inv_cdf(0.975)
 _MIN_FOR_LINE = 8
 """Minimum sample size for fitting a line. A smaller sample gives only a mean."""
 _MIN_ROUNDS = 4
-"""Minimum ratio of sample size to concurrency for measuring the rate directly."""
+"""Minimum ratio of sample size to concurrency at which the duration is estimated from the rate at
+which rows were finished. For smaller samples it is estimated from the times of single rows."""
 _NUM_BLOCKS = 8
 
 
@@ -46,8 +47,8 @@ class MeasuredRow(msgspec.Struct, frozen=True):
     """Cost in dollars."""
     seconds: float
     ended_s: float
-    """Seconds from the start of the sample to the end of the question. Negative if the question
-    does not count for the rate, because it was the first or its answer was already known."""
+    """Seconds from the start of the sample to the end of the question. Negative if the question is
+    left out of the rate, because it was the first or its answer was already known."""
     cpu_s: float = 0.0
     """CPU time of this process, in seconds, from the start of the sample to the end of the
     question."""
@@ -106,9 +107,9 @@ def estimate(
 def extrapolate_total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Estimate the sum of a value, such as the cost, over all questions from a sample. A line
-    fitted to the sample predicts a question's value from its size. ``size_of_all`` is the total
-    size of all ``num_all`` questions."""
+    """Extrapolate the sum of a value, such as the cost, from a sample to all questions. A line
+    fitted to the sample predicts a question's value from its size. ``num_all`` is the number of all
+    questions, and ``size_of_all`` is their total size."""
     num = len(values)
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)

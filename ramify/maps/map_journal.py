@@ -62,8 +62,9 @@ RAY_MAPS = "ray_maps"
 
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
-    """The part of a map's header that is only used on a Ray cluster, where the rows are in output
-    files. It contains the columns, and the name of the file that records spending."""
+    """The part of a map's header that is only used on a Ray cluster, where answers are written to
+    output files and not to the journal. It names the columns, and the file that records
+    spending."""
 
     record: str
     """Name of the spending record in ``ROOT/ray_maps`` (see shared_budget.py)."""
@@ -98,7 +99,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     before: tuple[str, ...] = ()
     """System message of a direct call, or empty."""
     asked: str = ""
-    """Text of a direct prompt after the row and the question, which describes the form of the
+    """Text that follows the row and the question in a direct prompt, and describes the form of the
     answer."""
     parts: RayMapMetadata | None = None
     """Location of the rows if they are not in this journal."""
@@ -134,7 +135,7 @@ class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
     question: str | None
     """The question, or None if every row has the same one."""
     context: Any
-    """The part of the row that the model reads, as one text or as texts by column. None for a
+    """The part of the row that the model reads, as one string or as strings by column. None for a
     template."""
     max_input_tokens: int
     max_output_tokens: int
@@ -194,7 +195,7 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording the end of a question for which no line has a reply. Either a run
+    """A journal line recording the end of a question that has no line with its reply. Either a run
     answered the question, or the question failed."""
 
     number: int
@@ -240,8 +241,8 @@ class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a batch is finished. Each of its requests has a reply, an error
-    or an end in the journal."""
+    """A journal line recording that a batch is finished. The outcome of each of its requests is in
+    the journal."""
 
     part: int
     status: str

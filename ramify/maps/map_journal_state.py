@@ -183,14 +183,14 @@ class MapJournalState:
         return question
 
     def _saw(self, row: int) -> None:
-        """Record that all rows up to ``row`` were read, unless this start of the map asked only a
-        sample."""
+        """Record that all rows up to ``row`` were read. Nothing is recorded if this invocation of
+        the map asked only a sample."""
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
-        """Mark a question as open again, and return it. The reply that counted as its answer
-        becomes an earlier reply."""
+        """Reopen a question, and return it. If it had an answer, that reply is kept as one of its
+        earlier replies."""
         digest = self.digests[number]
         found = self.open.get(digest)
         if found is None:

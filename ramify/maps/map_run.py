@@ -103,15 +103,15 @@ class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None = None
     """Path of the output file, or None for a table in memory."""
     retry_failed: bool = False
-    """Ask again the rows that have an error."""
+    """Ask again about the rows that failed with an error."""
     strict: bool = False
     """Stop at the first row with an error."""
     sample: int | None = None
-    """Ask only this many rows, drawn at random, and estimate the whole map. The output is then a
-    table in memory. None asks all rows."""
+    """Number of rows to draw at random and ask about, in order to estimate the whole map. The
+    output is then a table in memory. None means all rows."""
     is_part: bool = False
-    """True if this is a part of a larger map. All of its rows are then returned, whatever stopped
-    it."""
+    """True if this is a part of a larger map. All of its rows are then returned, even if it stops
+    early."""
     batch: bool = False
     """Use the provider's batch API for rows that a single request can answer."""
     batch_rows: int | None = None
@@ -140,8 +140,8 @@ class MapResult(msgspec.Struct, frozen=True):
     num_questions: int
     """Number of questions asked by this call. Equal rows are asked once."""
     num_known: int
-    """Number of rows whose answer was known from an earlier start of the map, or from an equal
-    row."""
+    """Number of rows whose answer was already known, from an earlier invocation of the map or from
+    an equal row."""
     usage: Usage
     """Tokens and calls, including those of earlier starts."""
     cost: float | None
@@ -186,7 +186,7 @@ class MapRun:
     ) -> None:
         """Prepare to ask about the rows in ``source``. ``rlm`` answers the rows, and its limits
         apply to each row separately. If this map is part of a larger one, ``budget`` replaces the
-        budget of the request. Raises ConfigError if the request contradicts the table."""
+        budget of the request. Raises ConfigError if the request does not fit the table."""
         self.rlm = rlm
         self.source = source
         self.request = request
@@ -210,11 +210,11 @@ class MapRun:
         self._room = asyncio.Event()
         self._batches: MapBatchJobs | None = None
         self._given: set[int] = set()
-        """Numbers of questions that were answered before the pass over the rows, and whose first
-        row is not written yet."""
+        """Numbers of questions that were answered before the rows are processed in order, and whose
+        first row is not written yet."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._is_warm = False
-        """True once the first row of the sample has been asked, alone."""
+        """True once the first row of the sample has been asked, on its own."""
         self._measured: list[MeasuredRow] = []
         """The questions of the sample, in the order in which they ended."""
         self._estimate: MapEstimate | None = None
@@ -229,7 +229,7 @@ class MapRun:
         """The first errors, kept as long as no row has been answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Stop asking new rows. Requests in flight are finished first."""
+        """Stop starting new rows. Requests in flight are finished first."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()

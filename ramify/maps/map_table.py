@@ -259,7 +259,7 @@ class DirectRowAsRun:
         self._table = table
         self._number = number
         self._read: tuple[int, list[bytes]] = (-1, [])
-        """(size of the journal, lines) at the time of the last reading."""
+        """(size of the journal, lines) as of the last read."""
 
     def __str__(self) -> str:
         return f"row {self._table.rows[self._number].row} of map {self._table.id}"

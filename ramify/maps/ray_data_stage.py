@@ -85,7 +85,7 @@ class Asker:
     def __call__(self, batch: Any) -> Any:
         """Ask the question about each row of a batch. Returns the batch with columns for the answer
         and the column ``error``. A NumPy batch becomes an Arrow table. Raises RamifyError if a
-        person must act first, for example because a key is missing."""
+        problem must be fixed first, such as a missing key."""
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task

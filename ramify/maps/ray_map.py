@@ -112,7 +112,7 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Stop asking new rows. Requests in flight are finished first."""
+        """Stop starting new rows. Requests in flight are finished first."""
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
@@ -400,8 +400,9 @@ def _here(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Configure Ray Data for one pipeline. Each block holds one part of the rows, and Ray prints
-    neither progress bars nor advice. The earlier settings are restored at the end."""
+    """Context manager that configures Ray Data for one pipeline. Each block holds one part of the
+    rows, and Ray prints neither progress bars nor advice. The earlier settings are restored at the
+    end of the ``with`` block."""
     from ray.data import DataContext
 
     warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)

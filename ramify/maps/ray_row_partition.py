@@ -37,7 +37,7 @@ from ramify.sources.url_recognition import shown_url
 PART_ROWS = 500
 """Maximum number of rows in a part. If a worker is lost, its current part is asked again."""
 PART_BYTES = 8 << 20
-"""Encoded size in bytes after which a part takes no further row."""
+"""Encoded size in bytes at which a part is closed, so that further rows go to the next part."""
 _FORMATS = "a .jsonl, .csv, .tsv or .parquet file, or a folder of text files"
 _encode = msgspec.json.Encoder(decimal_format="string").encode
 

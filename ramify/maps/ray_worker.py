@@ -66,9 +66,9 @@ class RowEngine:
     def answer(
         self, part: str, source: RowSource, known: PartCounts
     ) -> tuple[MapResult | None, str]:
-        """Answer the rows of ``source``, which belong to one part. ``known`` counts the rows of the
-        part that already have an answer. Returns the result and an empty reason, or None and the
-        reason if the map is stopping."""
+        """Answer the rows of ``source``, which belong to one part. ``known`` counts those rows of
+        the part that already have an answer. Returns (result, empty string), or (None, reason) if
+        the map is stopping."""
         return event_loop_thread.run(self._answer(part, source, known))
 
     def skip_answered_part(self, part: str, known: PartCounts) -> None:

@@ -53,7 +53,7 @@ MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class AskedRow(msgspec.Struct):
-    """A question that is being answered. Several rows may share it if they ask the same."""
+    """A question that is being answered. Rows with identical questions share it."""
 
     row: int
     """Index of the first row that asks the question, from 0."""
@@ -77,8 +77,8 @@ class RowOutcome(msgspec.Struct, frozen=True):
     offset: int = -1
     """Byte offset of the outcome in the journal, or -1 if the question is not finished."""
     cause: BaseException | None = None
-    """Reason the question is unfinished if the map must stop: a budget, a network, a key or a full
-    disk."""
+    """Error that left the question unfinished and stops the map: an exhausted budget, a network
+    failure, a missing key, or a full disk."""
     cost: float = 0.0
     """Dollars spent on the question in this start of the map."""
     seconds: float = 0.0
@@ -362,5 +362,6 @@ def create_row_answerers(
 
 
 def _rounded(cost: float | None) -> float | None:
-    """Round a cost in dollars to twelve decimal places. A sum of floats may have up to twenty."""
+    """Round a cost in dollars to twelve decimal places, so that rounding errors of a sum of floats
+    do not show."""
     return None if cost is None else round(cost, 12)

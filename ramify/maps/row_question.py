@@ -121,8 +121,8 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Convert a cell to the text that the model reads. A missing value becomes an empty text, and
-    other values become their usual text or JSON."""
+    """Convert a cell to the string that the model reads. A missing value becomes an empty string,
+    and other values become their usual text or JSON."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 BATCH = 1000
-"""Number of rows read at once, and number of rows that determine the columns of a JSONL file."""
+"""Number of rows read at once. For a JSONL file it is also the number of rows from which the
+columns are determined."""
 Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str | None]], Any]
 """Function (row numbers, name -> values of a new column, name -> JSON schema type of the column) ->
 table of these rows with the new columns."""
@@ -23,7 +24,8 @@ class UnreadRow(msgspec.Struct, frozen=True):
 
     error: str
     values: dict[str, Any] = {}
-    """Columns that are known anyway, such as the name of a file."""
+    """Column -> value, for the columns that are known although the row could not be read, such as
+    the name of a file."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -32,7 +34,8 @@ class Row(msgspec.Struct, frozen=True):
     number: int
     """Index of the row in the table, from 0."""
     values: dict[str, Any]
-    """Column -> value. An unreadable row has only the columns that are known anyway."""
+    """Column -> value. A row that could not be read has only the columns that are known
+    nevertheless."""
     error: str = ""
     """Reason the row could not be read, or None."""
 
@@ -50,7 +53,7 @@ class RowSource(msgspec.Struct, frozen=True):
     shown: tuple[str, ...] = ()
     """Columns that a model reads by default. Empty means all columns."""
     kept: tuple[str, ...] | None = None
-    """Columns that the output repeats. None means all columns."""
+    """Input columns that are copied to the output. None means all columns."""
     schema: Any = None
     """Arrow schema of the rows, if the table has one."""
     extend: Extend | None = None

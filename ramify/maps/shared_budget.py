@@ -39,9 +39,10 @@ _BEAT_S = 5.0
 _POLL_S = 1.0
 _RECORD_BYTES = 1024
 _TAKE_OVER_S = 60.0
-"""Seconds to wait for an earlier start of the map to end."""
+"""Seconds to wait for an earlier invocation of the map to end."""
 UNLIMITED = 10**15
-"""Calls, tokens or dollars of a ledger whose limits another ledger enforces."""
+"""Number of calls, tokens or dollars that is practically infinite. It is the limit of a ledger if
+another ledger enforces the real limits."""
 
 Operation = tuple[Any, ...]
 """One of ("reserve", ticket, amount), ("settle", amount, usage, cost), ("free", amount) and
@@ -60,7 +61,7 @@ class PartCounts(msgspec.Struct, frozen=True):
     missing: int = 0
     """Number of rows that were not asked."""
     asked: int = 0
-    """Number of questions that this start asked."""
+    """Number of questions that this invocation of the map asked."""
     known: int = 0
     """Number of rows whose answer was already known."""
 
@@ -79,7 +80,7 @@ class MapSpending(msgspec.Struct, frozen=True):
     rest of its budget."""
 
     usage: Usage = Usage()
-    """Usage so far, including the upper bound of reserved requests."""
+    """Usage so far, in which each reserved request counts with its upper bound."""
     cost: float | None = None
     """Cost in dollars, or None if no model has a price."""
     unwritten: int = 0
@@ -99,7 +100,7 @@ class RayMapStatus(msgspec.Struct, frozen=True):
     counts: PartCounts
     num_paid_again: int
     stop: str
-    """``done``, or the reason why no further row is asked."""
+    """``done``, or the reason why no more rows are started."""
     reason: str
 
 
@@ -133,9 +134,10 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Create the budget of a map. ``record`` is the file that stores the spending of all starts
-        of the map, or None. ``counts_again`` resets the row counts, because all parts will be
-        written again. Raises RunInUse if another process has the file open."""
+        """Create the budget of a map. ``record`` is the file that stores the spending of all
+        invocations of the map; it is empty if nothing is stored. With ``counts_again``, the row
+        counts start at 0, because all parts will be written again. Raises RunInUse if another
+        process has the file open."""
         self._fd = _open_record(record) if record else -1
         before = (read_spending(record) if record else None) or MapSpending()
         if counts_again:
@@ -158,7 +160,7 @@ class SharedBudget:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin_attempt(self, attempt: str, part: str) -> str:
-        """Register a worker's attempt to answer a part of the rows. Returns an empty text, or the
+        """Register a worker's attempt to answer a part of the rows. Returns an empty string, or the
         reason if the map is stopping."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_attempts())
@@ -178,8 +180,8 @@ class SharedBudget:
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
         """Apply a worker's reservations, settlements and charges in order. ``pause_remaining_s`` is
-        how many more seconds a rate limit pauses this worker. Returns the decisions on reservations
-        so far, and the reason if the map is stopping."""
+        the number of seconds for which a rate limit still makes this worker wait. Returns the
+        decisions on reservations so far, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
@@ -242,7 +244,7 @@ class SharedBudget:
         self._keep()
 
     async def stop(self, stop: str, reason: str) -> None:
-        """Stop the map, so that no worker asks another row."""
+        """Stop the map, so that no worker starts another row."""
         if self._stop == "done":
             self._stop, self._reason = stop, reason
 
@@ -296,8 +298,8 @@ class SharedBudget:
             self._gate.slow_down(attempt.round, pause_remaining_s)
 
     def _lose(self, name: str) -> None:
-        """Give up an attempt that has gone silent or whose part was begun again. Its reservations
-        count as spent."""
+        """Give up an attempt, because it has gone silent or another worker has begun the same part.
+        Its reservations count as spent."""
         attempt = self._attempts.pop(name)
         for task in attempt.tasks:
             task.cancel()
@@ -402,14 +404,14 @@ class RemoteBudget(BudgetLedger):
         self._asked: dict[int, tuple[BudgetAmount, asyncio.Future[tuple[str, str] | None]]] = {}
         self._operations: list[Operation] = []
         self._lost: RamifyError | None = None
-        """Error that is raised because the shared budget cannot be reached, or None."""
+        """Error to raise because the shared budget can no longer be reached, or None."""
         self._sender: asyncio.Task[None] | None = None
         self._waiter: asyncio.Task[None] | None = None
         self._beat: asyncio.Task[None] | None = None
 
     async def begin_attempt(self, part: str) -> str:
-        """Register an attempt to answer ``part`` with the shared budget. Returns an empty text, or
-        the reason if the map is stopping."""
+        """Register an attempt to answer ``part`` with the shared budget. Returns an empty string,
+        or the reason if the map is stopping."""
         reason: str = await self._call("begin_attempt", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())

@@ -38,7 +38,7 @@ class RayMapOutputTable(StoredMap):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._read: tuple[object, ...] = ()
-        """(name, size in bytes, modification time) of each part at the time of the last reading."""
+        """(name, size in bytes, modification time) of each part as of the last read."""
 
     @property
     def rows(self) -> list[MapTableRow]:

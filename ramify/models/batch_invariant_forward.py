@@ -32,7 +32,8 @@ from ramify.models.dense import DenseModel
 from ramify.types.sequence import Segment
 
 BLOCK = 64
-"""Number of rows in every matrix product. The number of attended keys is a multiple of it."""
+"""Number of rows in every matrix product. The number of attended keys is rounded up to a multiple
+of it."""
 
 
 def round_up_to_block(num_keys: int) -> int:

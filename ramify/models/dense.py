@@ -269,7 +269,9 @@ class _Layer(nn.Module):
         self.input_layernorm = _Norm(shape.width, shape.norm_eps)
         self.post_attention_layernorm = _Norm(shape.width, shape.norm_eps)
         self.compiler: str | None = None
-        """torch's compiler for the layer's two parts in training (``compile_layers``)."""
+        """Backend of ``torch.compile`` for the layer's two parts before and after attention, or
+        None if they are not compiled. It is only used in training, and is set by
+        ``compile_layers``."""
 
     def forward(
         self,
@@ -413,9 +415,9 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Rotate the pairs of dimensions (i, i + d/2) of each head by the angle of the token's
-    position. The signs are already in the sines. Under autocast, the angles are more precise than
-    the result."""
+    """Apply the rotary embedding: rotate the pairs of dimensions (i, i + d/2) of each head by an
+    angle that depends on the token's position. The sines already contain the signs. Under autocast,
+    the sines and cosines have a higher precision than the input and the result."""
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 

@@ -59,7 +59,8 @@ class DescendantAttentionBlock(NamedTuple):
     keys: tuple[int, int]
     """Range [start, end) of the key tokens."""
     queries: tuple[int, int]
-    """Range of the query tokens. If only some tokens have queries, the range counts only those."""
+    """Range [start, end) of the query tokens. It is counted among the tokens that have queries,
+    which may be only some of all tokens."""
     level: int
     """Depth of the segment: the number of segments above it."""
 
@@ -70,7 +71,8 @@ class ForestAttentionPlan(NamedTuple):
     attend to it."""
 
     own: list[int]
-    """Lengths of the causal blocks, one for each segment that has tokens, in order."""
+    """Lengths of the causal blocks, one for each segment that has tokens, in the order of the
+    segments."""
     below: list[DescendantAttentionBlock]
     """Blocks in which descendants attend to a segment. A segment's block precedes those of its
     descendants."""
@@ -308,8 +310,8 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """Allocate a tensor of the same shape as ``x``. It is zero-filled if no causal block writes
-        some of its rows."""
+        """Allocate a tensor of the same shape as ``x``. It is zero-filled if some of its rows are
+        written by no causal block."""
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
@@ -367,8 +369,8 @@ class _Level(NamedTuple):
 
 
 class _Levels:
-    """Runs an attention plan in few kernel calls: one for all causal blocks, and one for each level
-    of the forest. It first gathers the queries and keys of a level into one tensor."""
+    """Runs an attention plan in only a few kernel calls: one for all causal blocks, and one for
+    each level of the forest. It first gathers the queries and keys of a level into one tensor."""
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device

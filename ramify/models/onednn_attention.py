@@ -45,7 +45,7 @@ _TILE = 512
 """Maximum number of rows in a tile. A tile of queries may have twice as many if there are few
 keys."""
 _QUERY_STEP, _KEY_STEP = 128, 64
-"""The numbers of rows in query and key tiles are multiples of these numbers."""
+"""The numbers of rows in tiles of queries and of keys are rounded up to multiples of these."""
 _LEAST_SCORES = 1 << 15
 """Minimum number of scores per key head for which a block is computed in tiles."""
 _LEAST_ROWS, _LEAST_KEYS = 96, 48
@@ -174,11 +174,13 @@ class _Backward(NamedTuple):
     k: Tensor
     """Keys, [K, T, d]."""
     v: Tensor
-    """Values, multiplied by ln(2) so that the gradients are those of the scaled queries."""
+    """Values, multiplied by ln(2). This is the factor by which the derivative of 2 ** x differs
+    from 2 ** x, since scores are in base 2."""
     minus_lse: Tensor
     """Negative log-sum-exp in base 2, [K, T, g]."""
     minus_delta: Tensor
-    """[K, T, g]: sum of the output times its gradient, times -ln(2)."""
+    """[K, T, g]: sum over the head's dimensions of the output times its gradient, times -ln(2). The
+    gradient of the softmax needs this sum."""
     o: Tensor
 
 
@@ -271,10 +273,10 @@ def _transposed_mask(groups: int) -> Tensor:
 
 
 def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
-    """Let the queries of a block attend to its keys, in place. The result is merged into their
-    output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e]. In a tiled causal
-    block, the output already contains each token's own key. Flash attention computes small causal
-    blocks from scratch."""
+    """Add a block's contribution to the attention output of its queries, in place. It is merged
+    into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e], which holds
+    the negative log-sum-exp. In a tiled causal block, the output already contains each token's own
+    key. Flash attention computes small causal blocks from scratch."""
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
     if not _takes(block, groups):
@@ -338,8 +340,8 @@ def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple
 
 
 def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
-    """Return the scores [N, M] of queries and keys in base 2, relative to the queries' log-sum-exp.
-    Scores in padding rows are meaningless."""
+    """Return the scores [N, M] of queries and keys in base 2, minus each query's log-sum-exp so
+    far. Scores in padding rows are meaningless."""
     scores_NM = product(q_Ne, tile.k_Me)
     if mask_Nm is not None:
         scores_NM[: len(mask_Nm), : tile.end - tile.start] += mask_Nm[:, tile.start : tile.end]

@@ -76,8 +76,8 @@ class ChatTemplateMarkers(msgspec.Struct, frozen=True):
     prelude: str = ""
     """Text before the first message if the tokenizer has no template to define it."""
     wraps_tools: bool = False
-    """True for Qwen's style of tool use, if the template agrees. Results are in a user message, and
-    calls are JSON in ``<tool_call>``."""
+    """True if tools are written in Qwen's style: results in a user message, and calls as JSON in
+    ``<tool_call>``. It has no effect if the model's template does otherwise."""
 
 
 def _chatml() -> ChatTemplateMarkers:
@@ -389,9 +389,9 @@ def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
 
 
 def make_prompt_renderer(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> PromptRenderer:
-    """Return the functions that a client needs to render prompts. The result is a function from a
-    request to token ids, a function from a token id to text, and whether conversations only grow at
-    their end."""
+    """Return what a client needs to render prompts: a function from a request to token ids, a
+    function from a token id to text, and whether a longer conversation always begins with the same
+    ids."""
     return PromptRenderer(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,
@@ -403,7 +403,7 @@ def parse_reply(
     renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
     """Convert sampled token ids to a reply. Its text ends before the first occurrence of any of the
-    ``stop`` texts.
+    ``stop`` sequences.
 
     If ``tool_calls`` is false because the request offers no tools, a call that the model wrote
     anyway stays in the text, since the caller would not look for it elsewhere.

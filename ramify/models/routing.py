@@ -50,7 +50,8 @@ class RoutedCounts(NamedTuple):
     added."""
 
     chosen_LE: Tensor
-    """fp64 [layers, experts]: how often each expert was chosen, weighted by token."""
+    """fp64 [layers, experts]: how often each expert was chosen, where each choice counts with the
+    token's weight."""
     probability_E: Tensor
     """fp64 [experts]: each expert's probability, summed over tokens and layers."""
     num_tokens: Tensor
@@ -66,8 +67,8 @@ class RoutedCounts(NamedTuple):
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
-        """Return the gradient of the load-balancing loss with respect to one token's expert
-        probabilities, as one number per expert."""
+        """Return the gradient of the load-balancing loss with respect to the expert probabilities
+        of a single token. It has one number per expert."""
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -93,9 +94,10 @@ class ExpertLoad(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """Return metrics of how evenly the routers of a training step used the experts.
 
-        ``router_loss`` is the weighted load-balancing loss, if it has a weight. ``expert_load_max``
-        is the load of a layer's busiest expert divided by the layer's mean load, in the worst
-        layer. ``experts_idle`` is the number of experts, over all layers, that got no token.
+        ``router_loss`` is the load-balancing loss times its weight, and is left out if the weight
+        is 0. ``expert_load_max`` is the load of a layer's busiest expert divided by the layer's
+        mean load, in the worst layer. ``experts_idle`` is the number of experts, over all layers,
+        that got no token.
         """
         chosen_LE = self.counts.chosen_LE
         mean_L = chosen_LE.mean(1).clamp(min=1e-9)
@@ -335,8 +337,8 @@ class RouterLoadBalancingLoss:
     """The load-balancing loss for a model's routers, computed for one optimizer step at a time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """Create the loss for a model's routers. ``total`` sums a tensor over all ranks that
-        compute different batches."""
+        """Create the loss for a model's routers. ``total`` sums a tensor over the data-parallel
+        ranks."""
         self._routers = routers
         self._total = total
         self._weight = 0.0
@@ -345,9 +347,10 @@ class RouterLoadBalancingLoss:
     def count(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
-        """Begin an optimizer step. If the step has several batches and the loss has a nonzero
-        weight, run all forward passes once in advance, because the gradient needs the counts of the
-        whole step. ``run`` runs the forward pass of one batch."""
+        """Count, at the beginning of an optimizer step, how often its batches choose each expert,
+        because the gradient needs the counts of the whole step. This runs all forward passes once
+        in advance. It is skipped if there is only one batch or the loss has no weight. ``run`` runs
+        the forward pass of one batch."""
         self._weight = weight
         self._step = None
         if len(batches) < 2 or not weight:

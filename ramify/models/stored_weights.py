@@ -28,8 +28,8 @@ from ramify.errors import StoreError
 from ramify.models.weights import IGNORED, weight_files
 
 _AT_ONCE = 64 << 20
-"""Bytes that are read before files are closed. Pages that were read count as process memory until
-then."""
+"""Number of bytes to read before the files are closed. Until then, the pages that were read count
+as memory of the process."""
 _STACK, _JOIN = "MergeModulelist", "Concatenate"
 """Two conversions of transformers: stacking the experts' tensors into one, and joining gate and up
 projections side by side."""
@@ -145,7 +145,7 @@ def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
     """Return a checkpoint's tensors, keyed by their names in a model, without reading their values.
-    ``names`` gives the names to match if adapters have changed the model's own.
+    If adapters have changed the names in the model, ``names`` are its original names.
 
     Tensors that match nothing in the model keep their names on disk. Raises StoreError if the files
     are missing or broken.

@@ -196,13 +196,13 @@ _TALK = (
     Message("user", "Sure? Ümläut 1,234"),
 )
 _NUM_REPLIES = 24
-"""Number of replies in a long test conversation. Templates that rewrite only replies further back
-are not detected."""
+"""Number of replies in a long test conversation. A template that rewrites only replies further back
+than that is not detected."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """Return a test conversation with many replies, each of which begins with the given
-    thinking."""
+    """Return a test conversation with many replies, each of which begins with the thinking section
+    ``thought``."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -297,8 +297,9 @@ class TemplateRenderer:
     def __init__(
         self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
     ) -> None:
-        """Test the template on a few conversations, and record whether it can extend them. Raises
-        ConfigError if the tokenizer lacks tokens that its template writes."""
+        """Test the template on a few conversations, and record whether the text of a conversation
+        stays the same when messages are added. Raises ConfigError if the tokenizer lacks tokens
+        that its template writes."""
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
         self._template = template
@@ -343,7 +344,7 @@ class TemplateRenderer:
 
     def _why_unstable(self) -> str:
         """Compare extended conversations with newly rendered ones, and describe the first
-        difference. Returns an empty text if they are equal."""
+        difference. Returns an empty string if they are equal."""
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
@@ -354,7 +355,7 @@ class TemplateRenderer:
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
         """Compare two renderings of a conversation: one extended after the reply at index
         ``reply``, and one rendered from the beginning. Describes the first difference, or returns
-        an empty text."""
+        an empty string."""
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])

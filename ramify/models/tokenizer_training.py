@@ -43,8 +43,8 @@ def train_tokenizer(
     """Train a tokenizer with ``vocab_size`` tokens: 4 special tokens, 256 bytes, and the most
     frequent merges of the texts.
 
-    The same texts always give the same tokenizer. If the texts contain fewer merges than needed,
-    the model's embedding would have rows that no id reaches, so ConfigError is raised; if
+    The same texts always give the same tokenizer. If they contain fewer merges than needed,
+    ConfigError is raised, because the model's embedding would have rows that are never used. If
     ``is_exact`` is false, the vocabulary is smaller instead.
     """
     least = len(SPECIAL_TOKENS) + _NUM_BYTES

@@ -80,8 +80,8 @@ class ModelWithoutLoss(Protocol):
 
 
 def trunk_of(model: Any) -> ModelWithoutLoss:
-    """Return the object with which the trainer runs a model. The model must be in evaluation mode.
-    Raises ConfigError if its output cannot be computed from its hidden states."""
+    """Wrap a model in the interface through which the trainer runs it. The model must be in
+    evaluation mode. Raises ConfigError if its output cannot be computed from its hidden states."""
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
     return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
@@ -285,8 +285,8 @@ class _CurrentAttention:
 NAME = "ramify_forest"
 """Name under which the attention function is registered in transformers."""
 _MEANINGLESS = {"sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
-"""Arguments of attention functions that have no effect here, as those that request more output
-(``output_…``). Any other argument that is set is rejected."""
+"""Arguments of attention functions that have no effect here. The same holds for arguments that
+request more output (``output_…``). Any other argument that is set is rejected."""
 
 
 def register() -> None:
@@ -418,9 +418,9 @@ def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor
 
 
 class _LogprobsOnCpu(torch.autograd.Function):
-    """Computes the log-probabilities [n, j] of targets, and the entropies [n] as plain values. It
-    computes probabilities once for all uses, as powers of 2, which takes a CPU a fourth of the time
-    of ``exp``."""
+    """Computes the log-probabilities [n, j] of targets, and the entropies [n], which have no
+    gradient. The probabilities are computed once for all purposes, and as powers of 2, because a
+    CPU computes ``exp2`` in a fourth of the time of ``exp``."""
 
     @staticmethod
     def forward(

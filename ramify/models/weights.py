@@ -110,7 +110,7 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
 
 def config_difference(ours: Any, theirs: Any) -> str:
     """Describe the first relevant field in which two Hugging Face configurations differ. Returns an
-    empty text if there is none."""
+    empty string if there is none."""
     mine, other = ours.to_dict(), theirs.to_dict()
     for name in ["model_type", *sorted(mine.keys() | other.keys())]:
         if name not in _UNCHECKED and mine.get(name) != other.get(name):
@@ -203,8 +203,8 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Return the weighted sum of the 64-bit words in whole rows, as a part of a fingerprint.
-    ``first`` is the index of the first row."""
+    """Return a weighted sum of the 64-bit words of whole rows, as a part of a fingerprint.
+    ``first`` is the index of the first row in ``bytes_N``."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

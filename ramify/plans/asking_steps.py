@@ -44,9 +44,9 @@ class AskingStep(PlanStep, frozen=True):
     are called leaves."""
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
-        """Estimate this step before the plan runs. Adds the step's model calls to ``sheet``, and
-        returns the bounds of its result. ``shape`` gives the bounds of the input, and ``given`` the
-        type of the input."""
+        """Estimate this step before the plan runs, and return the bounds of its result. The step's
+        model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and ``given``
+        its type."""
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
@@ -64,7 +64,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
 
     by: By = "lines"
     tokens: int = 4000
-    """Maximum size of a part, in tokens of three bytes."""
+    """Maximum size of a part in tokens, counting three bytes as one token."""
     overlap: int = 0
     """Maximum number of tokens that a part repeats from the end of the previous one."""
     separator: str = ""
@@ -367,8 +367,8 @@ class ReductionGrouping(NamedTuple):
     later: int
     """Number of answers that a call of each later level reads."""
     asks_single: bool
-    """True if the first level also asks about a group of one item, because that item is not yet an
-    answer."""
+    """True if a group of one item on the first level also needs a model call, because the item is
+    not yet an answer."""
 
     def groups(self, items: Sequence[T], *, is_first: bool) -> list[Sequence[T]]:
         size = self.first if is_first else self.later
@@ -382,7 +382,7 @@ class ReductionGrouping(NamedTuple):
     def calls_per_level(self, num: int) -> list[int]:
         """Return the number of model calls on each level of the tree for ``num`` items.
 
-        >>> ReductionGrouping(4, 4, False).waves(17)
+        >>> ReductionGrouping(4, 4, False).calls_per_level(17)
         [4, 1, 1]
         """
         found: list[int] = []
@@ -398,8 +398,9 @@ class ReductionGrouping(NamedTuple):
 
 
 def _check_items(step: str, leaf: Leaf, shape: ValueBounds) -> None:
-    """Raise ConfigError if an item is known in advance and too large for the model call. Parts of a
-    text are not checked here, because their type already has a size limit."""
+    """Raise ConfigError if the items are known before the plan runs and one of them is too large
+    for the model call. Parts of a text are not checked here, because their type already has a size
+    limit."""
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
@@ -417,8 +418,8 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
-    """Return the bounds of a model's answers before it is asked. ``leaf`` is the question, and
-    ``shape`` gives the bounds of the items that it is about."""
+    """Return the bounds of a model's answers, which are computed before it is asked. ``leaf`` is
+    the question, and ``shape`` gives the bounds of the items that it is about."""
     most = leaf.max_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)

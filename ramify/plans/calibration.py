@@ -39,7 +39,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The accuracy and cost of a model's answers for text parts of one size."""
 
     tokens: int
-    """Size of the text part in tokens of three bytes, as in ``split``."""
+    """Size of the text part in tokens, counting three bytes as one token as in ``split``."""
     items: int
     """Number of questions that were scored."""
     accuracy: float
@@ -67,15 +67,16 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     points: tuple[CalibrationPoint, ...]
     """One or more measurements, in ascending order of size."""
     tolerance: float = TOLERANCE
-    """Accuracy that a larger part may lose compared with the smallest one, from 0 to 1."""
+    """Accuracy that a part size may lose compared with the most accurate one, from 0 to 1."""
     version: int = VERSION
     """Version of the file format."""
 
     @property
     def part_tokens(self) -> int:
-        """Return the best size of text parts in tokens, by accuracy and cost. Among the sizes
-        within ``tolerance`` of the best accuracy, it is the smallest that reads a text at nearly
-        the lowest price. If prices are unknown, it is the largest, which needs the fewest calls.
+        """Return the best size of text parts in tokens, by accuracy and cost. Only sizes within
+        ``tolerance`` of the best accuracy are considered. The smallest of them is returned at which
+        reading a text costs nearly as little as possible. If prices are unknown, it is the largest,
+        which needs the fewest calls.
 
         The measured accuracies are smoothed first, on the assumption that larger parts are never
         answered more accurately than smaller ones.

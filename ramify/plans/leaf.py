@@ -44,8 +44,8 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     schema: Any = None
     """JSON schema of the answer, or a type such as ``bool``; None for text."""
     tokens: int = 4000
-    """Maximum size of the value that the model reads, in tokens of three bytes, without the
-    prompt."""
+    """Maximum size of the value that the model reads, without the prompt, in tokens. Three bytes
+    count as one token."""
     reply_tokens: int = 512
     """Maximum number of reply tokens. With ``each``, the limit is per value."""
     each: bool = False
@@ -85,9 +85,9 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return BYTES_PER_TOKEN * self.tokens
 
     def read_by(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the answer if the question is asked about a value of the type
-        ``given``. Raises ConfigError if the question cannot be asked about such a value. The error
-        names the plan step ``step``."""
+        """Return the type of the answer to this question for an input of type ``given``. Raises
+        ConfigError if the question cannot be asked about such an input. The error names the plan
+        step ``step``."""
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
                 f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
@@ -206,8 +206,8 @@ def _check_size(value: Any, most: int) -> None:
 
 
 def json_bytes(value: Any) -> int:
-    """Return the size of a value in bytes when written as JSON. Texts count with escapes but
-    without quotes, because they may become keys of a JSON object."""
+    """Return the size of a value in bytes when written as JSON. A string is counted with its
+    escapes but without quotes, because it may become a key of a JSON object."""
     size = len(msgspec.json.encode(value))
     return size - 2 if isinstance(value, str) else size
 

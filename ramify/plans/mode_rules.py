@@ -37,8 +37,8 @@ _COUNTED_BY_CODE = re.compile(
 text."""
 
 _BETTER_THAN_FREE = ("aggregate", "pairwise", "summarise")
-"""Ready-made plans that read the whole text, and that the words of a question suffice to choose.
-For a question about a few places, code that searches is often enough."""
+"""Ready-made plans that read the whole text, and that are chosen by the words of a question alone.
+For a question about a few places in the text, code that searches is often enough."""
 
 
 _SESSION = "session"
@@ -59,8 +59,8 @@ _WAYS = {
 }
 """Way to answer -> what it does, and for which questions it is suited."""
 _MAX_QUESTION, _MAX_SHAPE, _MAX_REASON = 3_000, 6_000, 200
-"""Maximum bytes of the question and of the preview of the context in the choosing call, and maximum
-characters of the recorded reason."""
+"""Limits of the call in which a model chooses the mode: maximum bytes of the question, maximum
+bytes of the preview of the context, and maximum characters of the recorded reason."""
 _REPLY_TOKENS = 300
 _MAX_LABELS = 30
 _ANSWER = {
@@ -92,7 +92,7 @@ def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
 
 def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     """Decide by rules whether one plain call, a Python session or a plan answers a question, and
-    which plan. If the rules do not decide, return a call in which a model chooses."""
+    which plan. If the rules do not decide, return the model call that makes the choice."""
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -166,7 +166,7 @@ def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
 
 
 def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
-    """Return the reason why a plan cannot read the context within the budget, or an empty text if
+    """Return the reason why a plan cannot read the context within the budget, or an empty string if
     it can."""
     question = facts.question
     try:

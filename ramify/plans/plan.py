@@ -119,7 +119,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     async def run(self, value: Any, shapes: list[ValueBounds], flow: PlanLeafRunner) -> Any:
         """Apply the steps to a value one after another, and return the answer. ``shapes`` gives the
-        bounds computed in advance. A step whose result they already contain is not run again."""
+        bounds computed in advance. If they already contain the result of a step, that step is not
+        run again."""
         for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value

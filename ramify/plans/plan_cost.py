@@ -90,8 +90,8 @@ class PlanCost(msgspec.Struct, frozen=True):
     dollars: float | None
     """Maximum cost in dollars, or None if the model has no price."""
     retries: CallBound
-    """Maximum additional cost if every reply is rejected as often as possible. Attempts lost in
-    transit are not included, because the run's limits bound them."""
+    """Maximum additional cost if every reply is rejected and asked for again as often as allowed.
+    Attempts lost in transit are not included, because the run's limits bound them."""
     steps: tuple[PlanStepCalls, ...]
     """The steps that call a model, in order."""
 

@@ -36,7 +36,7 @@ class PlanLeafRunner:
     def __init__(self, calls: LeafCalls) -> None:
         self.question = calls.question.text
         self.num_leaves = 0
-        """Number of questions that were asked, or that a limit did not allow."""
+        """Number of questions that were asked or were refused because of a limit."""
         self.failures: list[str] = []
         """One line for each failed question, with its subject and the reason."""
         self.stop: Stop | None = None

@@ -77,7 +77,8 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class Relevance(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
 ):
-    """A predicate that keeps the parts that match some words best by BM25, in their original order.
+    """A predicate that keeps the parts that match the words of a query best, in their original
+    order. Parts are ranked by BM25.
 
     >>> plans.Relevance(top=3).top
     3
@@ -142,7 +143,7 @@ class Comparison(
     field: str = ""
     """Field to compare. Empty means the item itself."""
     op: Operator = ""
-    """Comparison operator. Empty keeps the items whose field is true."""
+    """Comparison operator. Empty keeps the items whose field is ``True``."""
     value: Any = None
 
     def __post_init__(self) -> None:

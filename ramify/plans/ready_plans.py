@@ -32,7 +32,7 @@ _FACT_TOKENS = 32
 """Tokens for one key and its value."""
 _SIDES_TOKENS = 2_048
 _COUNT_BYTES = 100
-"""Maximum bytes of a count, without its key and value."""
+"""Maximum bytes that an entry of a count takes in addition to its key and value."""
 _MAX_RECORDS = 100
 """Maximum number of records in a part if the model gives a value for each record."""
 _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
@@ -116,9 +116,10 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """Return a plan for questions that ask for pairs. For each record, a model names the subject
-    and the value that decides the condition, and code counts these. A second call decides from the
-    counts which subjects fit each side. Code then forms the pairs.
+    """Return a plan for questions that ask for pairs. For each record, a model names its subject
+    and the value on which the question's condition depends, and code counts how often each subject
+    has each value. From these counts, a second call decides which subjects can be the first and
+    which the second of a pair. Code then forms the pairs.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'
@@ -241,7 +242,7 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
 
 
 class ChosenPlan(NamedTuple):
-    """A ready-made plan that was chosen for a question, by name, with the reason."""
+    """The name of the ready-made plan that was chosen for a question, and the reason."""
 
     name: str
     reason: str
@@ -319,8 +320,8 @@ def strategy_for(
     name, the words of the question choose the plan. Set ``is_table`` if the context is CSV, whose
     first line names the columns.
 
-    The strategy records as its reason ``why`` the plan was named, or which rule chose it. If the
-    model has a calibration, the reason also says how large the parts are.
+    The reason that the strategy records is ``why``, or the rule that chose the plan if no name was
+    given. If the model has a calibration, the reason also says how large the parts are.
 
     Example:
         strategy = plans.strategy_for("How many of these are complaints?", labels=("yes", "no"))

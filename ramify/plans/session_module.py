@@ -33,7 +33,7 @@ class SessionTextPart(str):
     place: str
     """Where it is: ``lines 1-120``."""
     preview: str
-    """What a filter reads in its place; empty if it reads all of it."""
+    """What ``filter`` reads instead of the whole part; empty if it reads all of it."""
     _spans: str
 
     def __new__(
@@ -56,8 +56,8 @@ class SessionTextPart(str):
 
 
 class _Options:
-    """Base of the options that code in a session passes to plan functions. They are sent to the
-    host, which knows the kind of options by the name ``_by``. ``_name`` is the name in the
+    """Base class of the options that code in a session passes to plan functions. They are sent to
+    the host, where ``_by`` says which kind of option they are. ``_name`` is the name in the
     session."""
 
     _by = ""
@@ -69,10 +69,10 @@ class _Options:
 
 
 class SessionLeafQuestion(_Options):
-    """A bounded question about one item. ``{question}`` in the prompt stands for your question.
-    ``schema``: a JSON schema or type of the answer, None for text. It reads at most ``tokens``
-    tokens (of 3 bytes) and replies with at most ``reply_tokens``. ``each=True``: one value for each
-    record of a part."""
+    """A question about one item, with limits. ``{question}`` in the prompt stands for your
+    question. ``schema`` is a JSON schema or a type of the answer, None for text. It reads at most
+    ``tokens`` tokens (3 bytes each) and replies with at most ``reply_tokens``. With ``each=True``,
+    it gives one value for each record of a part."""
 
     _by = "leaf"
     _name = "Leaf"
@@ -107,7 +107,8 @@ class SessionRegexFilter(_Options):
 
 
 class SessionBm25Filter(_Options):
-    """Keeps the ``top`` parts that fit some words best (BM25); by default the question's."""
+    """Keeps the ``top`` parts that match the words of ``query`` best (BM25); by default the words
+    of the question."""
 
     _by = "bm25"
     _name = "Relevance"
@@ -118,8 +119,8 @@ class SessionBm25Filter(_Options):
 
 
 class SessionFieldFilter(_Options):
-    """Keeps items whose ``field`` is true, or compares with ``value`` by ``op``: ==, !=, <, <=,
-    >, >=, in or contains."""
+    """Keeps items whose ``field`` is True, or for which ``field op value`` holds. The operator
+    ``op`` is one of ==, !=, <, <=, >, >=, in or contains."""
 
     _by = "field"
     _name = "Comparison"
@@ -178,7 +179,7 @@ def pairwise(parts: Any = None, question: str | None = None, **options: Any) -> 
 
 
 def summarise(text: Any = None, question: str | None = None, **options: Any) -> Any:
-    """A summary of everything, with the question in mind."""
+    """A summary of the whole text, with the question in mind."""
     return _ready("summarise", text, question, options)
 
 
@@ -226,7 +227,7 @@ def filter(items: Any, predicate: Any) -> list[Any]:
 
 
 def reduce(items: Any, leaf: Any) -> Any:
-    """One value that ``leaf`` merges of all items, in a tree: each call reads as many as fit."""
+    """All items merged into one value by ``leaf``, in a tree: each call reads as many as fit."""
     items, leaf = _ordered("reduce", items, leaf)
     return _run("reduce", items, {"leaf": leaf})
 
@@ -254,14 +255,15 @@ def _ordered(name: str, items: Any, leaf: Any) -> tuple[Any, Any]:
 
 
 def concat(items: Any) -> Any:
-    """One list of lists, or one text of texts."""
+    """A list of lists joined into one list, or a list of texts joined into one text."""
     return _run("concat", items, {})
 
 
 def cross(
     items: Any, key: str = "", left: Any = None, right: Any = None, *, ordered: bool = False
 ) -> Any:
-    """The pairs of the values of ``key``, of items that satisfy two Comparisons."""
+    """The pairs of values of ``key``, one from an item that satisfies the Comparison ``left`` and
+    one from an item that satisfies ``right``."""
     return _run("cross", items, {"key": key, "left": left, "right": right, "ordered": ordered})
 
 
@@ -271,7 +273,7 @@ def best(items: Any, by: str = "") -> Any:
 
 
 def top(items: Any, k: int, by: str = "") -> Any:
-    """The ``k`` highest items, or counts."""
+    """The ``k`` items with the highest values of ``by``, or the ``k`` highest counts."""
     return _run("top", items, {"k": k, "by": by})
 
 
@@ -296,7 +298,7 @@ def distinct(items: Any, field: str = "") -> Any:
 
 
 def periods(items: Any, field: str = "", per: str = "day") -> Any:
-    """The same with the day, week, month or year in place of each date."""
+    """The items with each date replaced by its day, week, month or year."""
     return _run("periods", items, {"field": field, "per": per})
 
 
@@ -311,7 +313,8 @@ def combine(left: Any, right: Any, how: str = "union") -> Any:
 
 
 def join(left: Any, right: Any, on: str) -> Any:
-    """The dicts of two lists with the same value of ``on``, as one dict each."""
+    """The dicts of two lists that have the same value of ``on``, merged into one dict for each
+    match."""
     return _run("join", _Pair(left, right), {"on": on})
 
 
@@ -339,7 +342,8 @@ def _option(value: Any) -> Any:
 
 
 def _sent(name: str, value: Any) -> Any:
-    """Return ``value`` in the form that is sent. The session's own context need not be sent."""
+    """Return the form of ``value`` that is sent to the host. The session's own context need not be
+    sent."""
     if value is _context and value is not None:
         return {"of": "context"}
     if isinstance(value, _Pair):
@@ -383,8 +387,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to plain lists, dicts and texts, in place of subclasses and of other types
-    that behave like them, such as a set or a text that stays in its file."""
+    """Convert ``value`` to plain lists, dicts and strings. This replaces subclasses, and other
+    types that behave like them, such as a set or text that is read from its file."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):

@@ -144,7 +144,7 @@ class PlanFunctionCall:
 
     @property
     def may_ask(self) -> bool:
-        """Return True if this call may ask a model."""
+        """Return True if this call can lead to model calls."""
         by = self._options.get("predicate")
         is_leaf = isinstance(by, dict) and by.get("by") == "leaf"
         return self.title in ("map", "reduce", "ask", *_READY) or is_leaf
@@ -246,7 +246,7 @@ def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
 
 
 _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Comparison}
-"""Options that sessions send as dicts."""
+"""Name of an option that sessions send as a dict -> the class to which it is converted."""
 
 
 def _built(name: str, value: Any) -> Any:

@@ -157,7 +157,7 @@ def count(*by: str) -> Plan:
 
 
 def spread() -> Plan:
-    """Count how many values share each count, which gives a histogram of counts.
+    """Count how many keys have the same count, which gives a histogram of counts.
 
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -193,7 +193,7 @@ def distinct(field: str = "") -> Plan:
 
 
 def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
-    """Combine the two lists that ``both`` returned as sets, by union, intersection or difference.
+    """Combine the two lists in the result of ``both`` by set union, intersection or difference.
 
     >>> plans.combine("union").steps[0].apply((["a"], ["b"]))
     ['a', 'b']
@@ -202,7 +202,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
 
 
 def join(on: str) -> Plan:
-    """Join the records of the two lists that ``both`` returned on a common field.
+    """Join the records of the two lists in the result of ``both``, on a common field.
 
     >>> plans.join("id").steps[0].apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]

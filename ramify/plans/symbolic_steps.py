@@ -40,7 +40,7 @@ from ramify.plans.value_types import (
 )
 
 MAX_PAIRS = 5_000_000
-"""Maximum number of pairs that a cross may produce. More are an error."""
+"""Maximum number of pairs that a cross may produce. It raises an error if there are more."""
 _NUMBER_BYTES = 32
 _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m-%dT%H:%M:%S")
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
@@ -54,8 +54,8 @@ class SymbolicStep(PlanStep, frozen=True):
         raise NotImplementedError
 
     def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
-        """Return the bounds of the step's result if its input depends on model replies. ``shape``
-        gives the bounds of the input, and ``given`` its type."""
+        """Return the bounds of the step's result for an input that depends on model replies.
+        ``shape`` gives the bounds of the input, and ``given`` its type."""
         raise NotImplementedError
 
     def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
@@ -98,8 +98,8 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """A step that forms pairs of values of a field. Both values of a pair differ. They are from
-    items that meet one condition each, or from all items if there are no conditions.
+    """A step that forms pairs of different values of a field. If conditions are given, the first
+    value comes from an item that meets the one, and the second from an item that meets the other.
 
     >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]

@@ -311,9 +311,9 @@ class FileSync:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _reuse_old_version(self, fresh: Path) -> bool:
-        """Rename the folder of the version before the last to ``fresh``, and return False if that
-        is not possible. Overwriting its files avoids new memory pages, which cost as much as
-        several copies. Engines no longer need that version."""
+        """Rename the folder of the version before the last to ``fresh``, so that its files are
+        overwritten. Returns False if that is not possible. Engines no longer need that version, and
+        reusing its memory is much cheaper than allocating new pages."""
         old = self._folder / self._before
         if (
             not self._before

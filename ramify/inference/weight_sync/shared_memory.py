@@ -1,5 +1,5 @@
-"""Weight sync by shared memory, for engines on the trainer's machine. It alternates between two
-buffers: one is written while engines read the other.
+"""Weight sync through shared memory, for engines on the trainer's machine. It alternates between
+two buffers: one is written while engines read the other.
 
     in_place     each buffer holds all weights, and engines compute with them in place: an update
                  is one copy in all and one request per engine, which has either the old weights
@@ -50,13 +50,14 @@ from ramify.inference.weight_sync.base import (
 
 
 class SharedMemorySync:
-    """A weight sync by memory that the trainer shares with engines on the same machine."""
+    """A weight sync through memory that the trainer shares with engines on the same machine."""
 
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """Create the trainer's half of this weight sync. ``folder`` holds the buffers, which are in
-        memory by default. ``in_place`` is ignored if both buffers would take more than half of the
+        """Create the trainer's half of this weight sync. The buffers are files in ``folder``, by
+        default files in memory. With ``in_place``, each buffer holds all weights, and engines
+        compute with them directly. This is ignored if both buffers would take more than half of the
         free space."""
         self._chunk_bytes = chunk_bytes
         self._in_place = in_place
@@ -125,8 +126,8 @@ class SharedMemorySync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Return one of the two buffers, enlarged to at least ``length`` bytes. A changed length
-        makes engines map the buffer again."""
+        """Return one of the two buffers, after enlarging it to at least ``length`` bytes if
+        necessary. Engines see the new length and map the buffer again."""
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
