@@ -64,8 +64,8 @@ class MatrixOptions(NamedTuple):
     command: str = "ramify eval"
     """Command that resumes the matrix with ``--resume``."""
     show: Callable[[MatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
-    """Function that prints the results; None prints a table. If it is set and there is no terminal
-    on which to ask for confirmation, nothing starts without ``--yes``."""
+    """Function that prints the results; None prints a table. If it is set and the user cannot be
+    asked for confirmation on a terminal, nothing starts without ``--yes``."""
 
 
 class _NotConfirmed(Exception):

@@ -90,7 +90,7 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
 
 def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
     """Return the table cells for a field, in the order of ``COLUMNS``. The value of a section is
-    only ``set``, since its fields have rows of their own. The default is empty if the field has
+    only ``set``, since each of its fields has a separate row. The default is empty if the field has
     none and must be given."""
     from ramify.train.config_fields import public_path
 

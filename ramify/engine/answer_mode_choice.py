@@ -79,8 +79,8 @@ class ModeChoiceCall(msgspec.Struct, frozen=True):
 
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
-    """Function that makes the choice. It takes the call's answer, or None and the reason why there
-    is no answer. It raises no errors."""
+    """Function that makes the choice. It takes the call's answer, or None and the reason why the
+    answer is missing. It raises no errors."""
 
 
 def _kinds_of_sources(question: Question) -> set[str]:

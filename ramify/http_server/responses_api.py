@@ -38,7 +38,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "context_management": ([],),
 }
-"""Unsupported field -> values that are accepted because they have no effect."""
+"""Request fields that are not supported, each with the values that are accepted nevertheless
+because they change nothing. Other values are rejected."""
 _TEXT_PARTS = {
     "input_text": "text",
     "output_text": "text",

@@ -37,7 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     """Column -> value. A row that could not be read has only the columns that are known
     nevertheless."""
     error: str = ""
-    """Reason the row could not be read, or None."""
+    """Reason why the row could not be read; empty if it was read."""
 
 
 class RowSource(msgspec.Struct, frozen=True):

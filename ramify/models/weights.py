@@ -203,8 +203,9 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Return a weighted sum of the 64-bit words of whole rows, as a part of a fingerprint.
-    ``first`` is the index of the first row in ``bytes_N``."""
+    """Return a weighted sum of 64-bit words, as a part of a tensor's fingerprint. ``bytes_N`` are
+    whole rows of ``_COLUMNS`` words, and ``first`` is the index of the first of these rows in the
+    tensor."""
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

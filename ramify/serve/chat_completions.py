@@ -47,7 +47,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "return_token_ids": (False,),
 }
-"""Unsupported field -> values that are accepted because they have no effect."""
+"""Request fields that are not supported, each with the values that are accepted nevertheless
+because they change nothing. Other values are rejected."""
 
 
 class _Tool(msgspec.Struct):

@@ -46,7 +46,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "context_management": ([],),
 }
-"""Unsupported field -> values that are accepted because they have no effect."""
+"""Request fields that are not supported, each with the values that are accepted nevertheless
+because they change nothing. Other values are rejected."""
 
 
 class _Item(msgspec.Struct):

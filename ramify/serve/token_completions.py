@@ -44,7 +44,8 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
 }
-"""Unsupported field -> values that are accepted because they have no effect."""
+"""Request fields that are not supported, each with the values that are accepted nevertheless
+because they change nothing. Other values are rejected."""
 _NOT_IN_GENERATE: dict[str, tuple[Any, ...]] = {
     "text": (),
     "stream": (False,),

@@ -112,7 +112,7 @@ class LazyWeight(NamedTuple):
     """Returns the whole tensor, contiguous and detached."""
     adapted: AdaptedMatrix | None = None
     """The base matrix and the adapter whose sum ``full`` returns, for weight syncs whose engines
-    can compute the sum themselves. None if there is no adapter."""
+    can compute the sum themselves. None for a matrix without an adapter."""
 
     @property
     def num_bytes(self) -> int:
