@@ -333,17 +333,24 @@ def _report(
     notes.say(format_map_summary(result))
     if result.stop == "done":
         if result.num_failed:
-            print_error(
-                f"{pluralize(result.num_failed, 'row')} of {result.num_rows:,} failed, "
-                "with the reason "
-                f"in their error column; the same command with --retry-failed asks them again"
-            )
+            print_error(_failed_rows(result))
             return ExitCode.NO_ANSWER
         return ExitCode.ANSWERED
     higher = " with a higher limit" if result.stop == "limit" else ""
     collects = "collects them and " if result.num_waiting else ""
     print_error(f"{result.reason}; the same command{higher} {collects}continues the map")
     return stopped_by if result.stop == "stopped" else _CODES[result.stop]
+
+
+def _failed_rows(result: MapResult) -> str:
+    rows = f"{pluralize(result.num_failed, 'row')} of {result.num_rows:,}"
+    parts = [f"{rows} failed, with the reason in their error column"]
+    if num := result.num_unaskable:
+        parts.append(f"{num:,} of them, empty or unreadable, cannot be asked")
+    if num := result.num_failed - result.num_unaskable:
+        which = f"the other {num:,}" if result.num_unaskable else "them"
+        parts.append(f"the same command with --retry-failed asks {which} again")
+    return "; ".join(parts)
 
 
 def format_map_summary(result: MapResult) -> str:

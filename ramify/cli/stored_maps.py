@@ -128,7 +128,7 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(
         [
-            _rows(figures),
+            f"{_num_rows(figures)} {'row' if (figures.total or figures.rows) == 1 else 'rows'}",
             f"{figures.failed:,} failed",
             pluralize(figures.calls, "request"),
             dollars(figures.cost),
@@ -138,6 +138,9 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
     yield f"question: {one_line(figures.question, 200)}"
     if figures.out:
         yield f"output: {figures.out}"
+    if num := table.num_unaskable:
+        num_rows = pluralize(num, "row")
+        yield f"not asked: {num_rows}, empty or unreadable; see the errors in the output"
     yield ""
     rows = sorted(table.rows, key=lambda row: (not row.error, row.row))
     rows = rows if full else rows[:_SHOWN_ROWS]
@@ -153,9 +156,9 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
         yield f"… {len(table.rows) - len(rows):,} more: --full, or ramify view"
 
 
-def _rows(figures: MapFigures) -> str:
+def _num_rows(figures: MapFigures) -> str:
     of = "" if figures.total in (None, figures.rows) else f" of {figures.total:,}"
-    return f"{figures.rows:,}{of} rows"
+    return f"{figures.rows:,}{of}"
 
 
 def _cells(figures: MapFigures) -> list[str]:
@@ -164,7 +167,7 @@ def _cells(figures: MapFigures) -> list[str]:
         moment(figures.started_at),
         one_line(figures.question, 100),
         figures.model,
-        _rows(figures).removesuffix(" rows"),
+        _num_rows(figures),
         str(figures.failed),
         format_count(figures.calls),
         dollars(figures.cost),

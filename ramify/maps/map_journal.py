@@ -266,6 +266,8 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     w: BatchSent | None = None
     u: BatchAccepted | None = None
     v: BatchEnded | None = None
+    n: int | None = None
+    """Number of rows about which no question could be asked, when a start of the map ended."""
     crc: str = ""
 
     @property

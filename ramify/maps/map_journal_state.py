@@ -75,6 +75,8 @@ class MapJournalState:
         """Number of a question -> its digest."""
         self.last_row = -1
         """Index of the last row with a journal line. Rows of samples do not count."""
+        self.num_unaskable = 0
+        """Number of rows about which no question can be asked."""
         self.usage = Usage()
         self.cost = 0.0
         """Total cost in dollars."""
@@ -145,6 +147,8 @@ class MapJournalState:
         elif line.c is not None:
             self.last_start = line.c
             self._prepared = {}  # they were never uploaded
+        elif line.n is not None:
+            self.num_unaskable = line.n
         elif line.b is not None:
             self._begin(line.b.number, line.b.row, line.b.digest)
             self._prepared[line.b.number] = offset, reserved_amount(line.b)

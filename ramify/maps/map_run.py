@@ -84,6 +84,7 @@ _SETTINGS = (
     "mode",
 )
 """Settings of an RLM that change the request or the model that answers."""
+_COUNTED = ("rows", "answered", "failed", "missing", "asked", "known", "unaskable")
 MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
@@ -158,6 +159,9 @@ class MapResult(msgspec.Struct, frozen=True):
     a file."""
     estimate: MapEstimate | None = None
     """Estimated cost and duration of the whole map, if only a sample was asked."""
+    num_unaskable: int = 0
+    """Number of failed rows about which no question can be asked, because they are empty or cannot
+    be read. On a Ray cluster they are not counted."""
     num_paid_again: int = 0
     """Number of replies paid for twice, because a worker or the whole map was lost before they were
     written. Only on a Ray cluster."""
@@ -221,10 +225,13 @@ class MapRun:
         self._began = self._began_cpu = 0.0
         """Time and CPU time of this process, in seconds, when the first row was begun."""
         self._open_calls: DirectCalls | None = None
-        self._counts = {"rows": 0, "answered": 0, "failed": 0, "missing": 0, "asked": 0, "known": 0}
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._failed_now: dict[int, int] = {}
         """Digest -> offset of the error of a question that failed in this start."""
         self._has_answer = False
+        self._num_begun = 0
+        self._judged = asyncio.Event()
+        """Set whenever a question has ended, or the map stops."""
         self._errors: list[str] = []
         """The first errors, kept as long as no row has been answered."""
 
@@ -233,6 +240,7 @@ class MapRun:
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
+        self._judged.set()
         if self._batches is not None:
             self._batches.stop_waiting()
 
@@ -296,6 +304,7 @@ class MapRun:
                 str(request.out) if out is not None and has_file else "",
                 output.table,
                 self._estimate,
+                counts["unaskable"],
             )
 
     def _is_unasked(self, journal: MapJournal) -> bool:
@@ -494,7 +503,9 @@ class MapRun:
         rows = self.source.iter_rows() if sample is None else sample.draw(self.asking, calls)
         self._rows = rows
         num_workers = self.rlm.limits.max_concurrency
-        with report_progress("map", total=self.source.total, unit="rows") as self._progress:
+        num_asked = [num for num in (self.source.total, self.request.sample) if num is not None]
+        total = min(num_asked, default=None)
+        with report_progress("map", total=total, unit="rows") as self._progress:
             self._start_clock()
             if sample is not None:
                 await self._worker(1)
@@ -514,8 +525,14 @@ class MapRun:
                 try:
                     await self._finish(rows)
                     output.finish()
+                    self._record_unaskable()
                 except StoreError as error:
                     self._stop, self._reason = "suspended", str(error)
+
+    def _record_unaskable(self) -> None:
+        num = self._counts["unaskable"]
+        if self.request.sample is None and num != self._recorded.num_unaskable:
+            self._journal.append(MapLine(n=num))
 
     def _start_clock(self) -> None:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
@@ -579,6 +596,7 @@ class MapRun:
         trouble = self._journal.trouble
         if trouble is not None:
             self.stop(str(trouble), "suspended")
+        self._judged.set()
         if outcome.error is None:
             self._has_answer = True
             return
@@ -586,14 +604,24 @@ class MapRun:
             self.stop(f"row {row} failed: {outcome.error}", "failed")
         if not self._has_answer:
             self._errors.append(outcome.error)
-            if len(self._errors) >= _HOPELESS and len(set(self._errors)) == 1:
+            if len(self._errors) >= _HOPELESS and self._is_hopeless_so_far:
                 self.stop(f"the first {_HOPELESS} rows failed alike: {outcome.error}", "failed")
+
+    @property
+    def _is_hopeless_so_far(self) -> bool:
+        """Return True if no row was answered, and those that failed have the same error."""
+        return not self._has_answer and len(set(self._errors)) <= 1
 
     async def _next(self) -> _Pending | None:
         """Read rows until one of them must be asked, and return its question. Returns None if no
         row is left or the map is stopping."""
         num_passed = 0
         while self._stop == "done":
+            # Further rows wait until it is known whether the first ones all fail alike.
+            if self._is_hopeless_so_far and self._num_begun >= _HOPELESS:
+                self._judged.clear()
+                await self._judged.wait()
+                continue
             # Rows are written in order: finished rows must not fill the memory behind a slow one.
             if len(self._slots) >= _MAX_AHEAD:
                 self._room.clear()
@@ -607,6 +635,7 @@ class MapRun:
             self._slots.append((row, pending))
             if not pending.is_taken:
                 pending.is_taken = True
+                self._num_begun += 1
                 return pending
             self._flush()
             num_passed += 1
@@ -656,6 +685,7 @@ class MapRun:
 
     def _unreadable(self, row: Row, error: str) -> _Pending:
         outcome = RowOutcome(error=error)
+        self._counts["unaskable"] += 1
         if self.request.strict:
             self.stop(f"row {row.number} failed: {error}", "failed")
         return _Pending(None, outcome)

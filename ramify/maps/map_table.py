@@ -119,6 +119,8 @@ class StoredMap:
         self.id = path.stem
         self.header: MapHeader | None = None
         self.last_start: MapContinued | None = None
+        self.num_unaskable = 0
+        """Number of rows about which no question could be asked. They have no entry in ``rows``."""
         self._rows: list[MapTableRow] = []
         self._offset = 0
         self._lines: list[array[int]] = []
@@ -163,8 +165,8 @@ class StoredMap:
             header.started_at if header else 0.0,
             header.out if header else "",
             self.last_start.total if self.last_start else None,
-            num["answered"] + num["failed"],
-            num["failed"],
+            num["answered"] + num["failed"] + self.num_unaskable,
+            num["failed"] + self.num_unaskable,
             len(rows),
             sum(row.calls for row in rows),
             math.fsum(costs) if costs else None,
@@ -213,6 +215,8 @@ class StoredMap:
                 self._spend(row, end.calls, end.cost)
         elif line.d is not None:
             self._rows[line.d.number].equal += 1
+        elif line.n is not None:
+            self.num_unaskable = line.n
         elif line.map is not None:
             self.header = line.map
         elif line.c is not None:

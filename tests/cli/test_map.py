@@ -43,6 +43,29 @@ def test_a_map_is_written_listed_shown_and_deleted(shell: Shell) -> None:
     assert shell.run("runs", "--maps").out.count("\n") == 1
 
 
+def test_rows_that_cannot_be_asked_are_counted_alike_everywhere(shell: Shell) -> None:
+    shell.write("rows.csv", "id,text\n1,fire\n2,\n3,refuse\n4,\n")
+    options = ("--model", shell.model(SCRIPT), "--out", "out.jsonl")
+    command = ("map", "Is {text} urgent?", "rows.csv", *options)
+    done = shell.run(*command)
+    why = "3 rows of 4 failed, with the reason in their error column; 2 of them, empty or unreadable, "
+    asks = "cannot be asked; the same command with --retry-failed asks the other 1 again"
+    assert (done.code, f"{why}{asks}" in done.err) == (4, True), done.err
+    again = shell.run(*command, "--retry-failed")
+    assert (again.code, f"{why}{asks}" in again.err) == (4, True), again.err
+    head, line = [line.split("\t") for line in shell.run("runs", "--maps").out.splitlines()]
+    found = dict(zip(head, line, strict=True))
+    assert (found["rows"], found["failed"]) == ("4", "3")
+    shown = shell.run("show", found["map"]).out
+    assert "4 rows · 3 failed" in shown
+    assert "not asked: 2 rows, empty or unreadable; see the errors in the output" in shown
+
+    shell.write("rows.csv", "id,text\n1,fire\n2,\n")
+    empty = shell.run(*command[:-1], "empty.jsonl")
+    assert "column; 1 of them, empty or unreadable, cannot be asked\n" in empty.err
+    assert "--retry-failed" not in empty.err
+
+
 def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:
     shell.write("damaged.parquet", "no parquet")
     shell.write("rows.jsonl", ROWS)

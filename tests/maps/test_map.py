@@ -17,6 +17,7 @@ from ramify import testing
 from ramify.errors import ConfigError, SourceError
 from ramify.maps.map_journal import MapStore
 from ramify.maps.map_journal_state import MapJournalState
+from ramify.progress import subscribe
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 
@@ -261,6 +262,7 @@ def test_rows_that_fail_have_their_error_and_the_others_continue(tmp_path: Path)
     assert "too long" in fourth["error"]
     assert fifth["error"].startswith("t.jsonl, line 5 is not JSON: maximum recursion depth")
     assert (result.num_answered, result.num_failed, result.stop) == (1, 4, "done")
+    assert result.num_unaskable == 3
 
 
 def test_strict_stops_at_the_first_error(tmp_path: Path) -> None:
@@ -281,7 +283,25 @@ def test_a_map_whose_first_rows_all_fail_alike_stops() -> None:
     result = ask(texts(1000), client)
     assert result.stop == "failed"
     assert "the first 20 rows failed alike" in result.reason
-    assert len(client.requests) < 100
+    assert len(client.requests) == 20
+
+
+def test_progress_of_a_sample_counts_its_own_rows() -> None:
+    for num, sample, total in ((30, 5, 5), (3, 5, 3)):
+        states: list[Any] = []
+        with subscribe(states.append):
+            ask(texts(num), sample=sample)
+        totals = {state.total for state in states if state.what == "map"}
+        assert totals == {total}
+
+
+def test_first_rows_that_fail_in_different_ways_do_not_stop_a_map() -> None:
+    def reply(messages: Any) -> Any:
+        number = int(messages[-1].content.splitlines()[0].split()[-1].removeprefix("w"))
+        return testing.refused(f"no {number}") if number < 100 else "yes"
+
+    result = ask(texts(150), model(reply))
+    assert (result.stop, result.num_failed, result.num_answered) == ("done", 100, 50)
 
 
 def test_a_row_larger_than_its_budget_fails_alone() -> None:
