@@ -12,12 +12,13 @@ only one. The kinds of files and their readers are defined in ``file_kinds.py``.
 from __future__ import annotations
 
 import functools
+import io
 import os
 import select
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,7 +73,7 @@ def load(
     ``strict``, one of several files that cannot be read is an error, too. ``allow_private`` lets
     web addresses lead to private ones, such as those of this machine.
     """
-    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    names = _path_names(paths)
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
     expanded = [match for name in names for match in _expand(name)]
@@ -111,6 +112,22 @@ def load(
     options = {"allow_private": allow_private or None, "max_bytes": max_bytes}
     origin = {"paths": paths} | {name: v for name, v in options.items() if v is not None}
     return msgspec.structs.replace(loaded, origin=origin)
+
+
+def _path_names(paths: Any) -> list[str]:
+    """Return the given paths as texts. Raises SourceError for a value that is neither a path nor a
+    collection of paths, such as a DataFrame or an open file."""
+    several = isinstance(paths, Sequence | Set | ValuesView | Iterator) and not (
+        isinstance(paths, str | bytes | io.IOBase)
+    )
+    given = list(paths) if several else [paths]
+    for path in given:
+        if not isinstance(path, str | os.PathLike):
+            raise SourceError(
+                f"load reads paths and addresses, and got a value of the type "
+                f"{type(path).__name__}: give the value itself to completion, as its context"
+            )
+    return list(map(os.fspath, given))
 
 
 def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import gzip
 import io
 import os
@@ -11,7 +12,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy
+import pandas
+import pyarrow
 import pytest
 
 from ramify.errors import SourceError
@@ -372,6 +377,42 @@ def test_unreadable_path_is_one_line_error_with_remedy(tmp_path: Path):
         load([])
     with pytest.raises(SourceError, match=r"^a path is empty: name a file, a folder, or '-'"):
         load([""])
+
+
+@dataclasses.dataclass
+class Order:
+    id: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (pyarrow.table({"a": ["x"]}), "Table"),
+        (pandas.DataFrame({"a": ["x"]}), "DataFrame"),
+        (numpy.arange(2), "ndarray"),
+        (Order(), "Order"),
+        (None, "NoneType"),
+        (io.BytesIO(b"a"), "BytesIO"),
+        (b"a.txt", "bytes"),
+        ({"a.txt": "a"}, "dict"),
+        (["a.txt", 3], "int"),
+    ],
+)
+def test_value_that_is_no_path_is_referred_to_completion(value: Any, kind: str):
+    with pytest.raises(
+        SourceError,
+        match=f"load reads paths and addresses, and got a value of the type {kind}: give the value "
+        "itself to completion, as its context",
+    ):
+        load(value)
+
+
+def test_paths_may_be_any_collection_of_them(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    paths = [tmp_path / "a.txt", str(tmp_path / "b.txt")]
+    for given in (paths, tuple(paths), set(paths), iter(paths), dict.fromkeys(paths)):
+        given = given.keys() if isinstance(given, dict) else given
+        assert load(given).context == {"a.txt": "a", "b.txt": "b"}
 
 
 def test_sources_over_max_bytes_are_refused_before_reading(tmp_path: Path):
