@@ -169,14 +169,13 @@ class _PaddedStep:
         last_n: Tensor,
         length: int,
     ) -> None:
-        self._cache = cache
-        self._write_at = cache.head_rows(slots_T * (cache.heads * cache.capacity) + positions_T)
+        self._write = cache.writer(slots_T * (cache.heads * cache.capacity) + positions_T)
         self._attend = DecodeAttention(cache, slots_T, last_n, length)
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        self._cache.write(layer, self._write_at, k_TKd, v_TKd)
+        self._write(layer, k_TKd, v_TKd)
         return self._attend(layer, q_THd, scale)
 
 

@@ -13,9 +13,9 @@ n slots up to the last that decodes, g query heads per key head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -80,30 +80,52 @@ class KeyValueCache:
         heads = torch.arange(self.heads, device=rows_T.device)
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
-    def write(self, layer: int, write_at: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Write one layer's keys and values of T tokens to the cache rows ``write_at`` [T K]."""
-        for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
-            rows.index_copy_(0, write_at, new.reshape(-1, self.size))
+    def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
+        """Return a function that writes a layer's keys and values [T, K, d] of T tokens. ``rows_T``
+        is the cache row of each token's first head."""
+        write_at = self.head_rows(rows_T).to(self.kv.device)
+
+        def write(layer: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
+            for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):
+                rows.index_copy_(0, write_at, new.reshape(-1, self.size))
+
+        return write
+
+    def keys_and_values(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return a slot's keys and values of the positions before ``end``, [K, end, d] each."""
+        return self.kv[0, layer, slot, :, :end], self.kv[1, layer, slot, :, :end]
+
+    def decode_attention(self, step: EngineStep) -> Callable[[int, Tensor, float], Tensor]:
+        """Return the attention of a step's decoding tokens. It is a function of the layer, the
+        queries [T, H, d] and their scale."""
+        return DecodeAttention.of(self, step)
 
     def move_slot(self, change: SlotMove) -> None:
         """Copy the first tokens of one slot to another, or swap two slots."""
-        source, target = (
-            self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target)
+        sources, targets = (
+            self.first_tokens(slot, change.length) for slot in (change.source, change.target)
         )
-        if change.kind == "copy":
-            target.copy_(source)
-        else:
-            saved = source.clone()
-            source.copy_(target)
-            target.copy_(saved)
+        for source, target in zip(sources, targets, strict=True):
+            if change.kind == "copy":
+                target.copy_(source)
+            else:
+                saved = source.clone()
+                source.copy_(target)
+                target.copy_(saved)
 
-    def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
+    def first_tokens(self, slot: int, length: int) -> list[Tensor]:
+        """Return the parts of the cache that hold the first ``length`` tokens of a slot."""
+        return [self.kv[:, :, slot, :, :length]]
+
+    def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> Self:
         """Return a new cache of another size. Its first slots get the contents of those slots of
         this cache that are listed in ``stay``."""
-        new = KeyValueCache(self.layout, num_slots, capacity)
-        width = min(self.capacity, capacity)
+        new = type(self)(self.layout, num_slots, capacity)
+        width = min(self.capacity, new.capacity)
         for index, slot in enumerate(stay):
-            new.kv[:, :, index, :, :width].copy_(self.kv[:, :, slot, :, :width])
+            parts = zip(new.first_tokens(index, width), self.first_tokens(slot, width), strict=True)
+            for target, source in parts:
+                target.copy_(source)
         return new
 
 
@@ -114,14 +136,14 @@ class PrefillDecodeAttention:
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
         self._num_decoding = len(step.slots)
-        self._write_at = self._rows_of(step).to(cache.kv.device)
-        self._decoding = DecodeAttention.of(cache, step) if step.slots else None
+        self._write = cache.writer(self._rows_of(step))
+        self._decoding = cache.decode_attention(step) if step.slots else None
         self._chunks = [_chunk(cache, list(spans)) for _, spans in groupby(step.spans, _batch_key)]
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        self._cache.write(layer, self._write_at, k_TKd, v_TKd)
+        self._write(layer, k_TKd, v_TKd)
         outputs = (
             []
             if self._decoding is None
@@ -135,11 +157,11 @@ class PrefillDecodeAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """Return the indices [T K] of the cache rows that receive a step's keys and values."""
+        """Return the cache row of the first head of each of a step's tokens."""
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
-        return self._cache.head_rows(torch.tensor(rows))
+        return torch.tensor(rows)
 
 
 class _FirstSlots:
@@ -267,7 +289,7 @@ class _Chunk:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        k, v = (self._cache.kv[which, layer, self._slot, :, : self._end] for which in (0, 1))
+        k, v = self._cache.keys_and_values(layer, self._slot, self._end)
         is_cpu = k.device.type == "cpu"
         if not is_cpu:  # there, a mask together with grouped heads leaves only the slow kernel
             k, v = (x.repeat_interleave(q_THd.shape[1] // x.shape[0], 0) for x in (k, v))

@@ -4,8 +4,9 @@ returns their logits, and holds the KV cache.
 A model gets the fastest runner that gives the same results as the model itself:
 
     DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on
-                           a CPU, small models run as a ``PreparedDecoder``; on a GPU, steps that
-                           only decode are CUDA graphs (``decode_graphs.py``)
+                           a CPU, small models run as a ``PreparedDecoder``, and keys may be stored
+                           transposed (``transposed_key_cache.py``); on a GPU, steps that only
+                           decode are CUDA graphs (``decode_graphs.py``)
     transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
                            logits of the module alone (``models.trunk``); otherwise
                            ``ModuleRunner``: one sequence at a time, with transformers' own cache
@@ -38,10 +39,12 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.inference.local import transposed_key_cache
 from ramify.inference.local.decode_graphs import CudaGraphRecorder, DecodeGraphs, Record
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
 from ramify.inference.local.prepared_decoder import PreparedDecoder
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
+from ramify.inference.local.transposed_key_cache import TransposedKeyCache
 from ramify.models.batch_invariant_forward import (
     BLOCK,
     attend_path,
@@ -142,14 +145,13 @@ class _CachedBlock:
         self._cache = cache
         self._runs = runs_of(slots, positions)
         self._num = len(slots)
-        self._write_at = cache.head_rows(torch.tensor(cache.row_of(slots, positions)))
-        self._write_at = self._write_at.to(cache.kv.device)
+        self._write = cache.writer(torch.tensor(cache.row_of(slots, positions)))
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
         q_THd, k_TKd, v_TKd = cast_for_products(q_THd, k_TKd, v_TKd)
-        self._cache.write(layer, self._write_at, k_TKd[: self._num], v_TKd[: self._num])
+        self._write(layer, k_TKd[: self._num], v_TKd[: self._num])
         o_THd = torch.zeros_like(q_THd)
         for run in self._runs:
             at, length = (
@@ -375,7 +377,8 @@ class FlatRunner:
         self._layout = layout
         self._record = record
         self.bytes_per_token = layout.bytes_per_token
-        self._set_cache(KeyValueCache(layout, 1, 1))
+        is_transposed = record is None and transposed_key_cache.is_faster(layout)
+        self._set_cache((TransposedKeyCache if is_transposed else KeyValueCache)(layout, 1, 1))
 
     @property
     def cache_bytes(self) -> int:

@@ -1,0 +1,202 @@
+"""A KV cache for decoding on a CPU, which stores keys transposed, and attention over it.
+
+A decoding sequence has one query per head, so its attention takes as long as reading its keys and
+values. Batched matrix products of PyTorch read them at half the speed of ``torch.embedding_bag``,
+which sums weighted rows of a table and fetches the next rows meanwhile. Both products of attention
+are such sums:
+
+    scores    sum of q[i] · keys[slot, head, i]         over the d dimensions i of a head
+    output    sum of weight[t] · values[slot, head, t]  over the positions t
+
+So a row of keys holds one dimension of a slot's keys at all positions:
+
+    kv[0, layer, slot, head]    [d, C]
+    kv[1, layer, slot, head]    [C, d]
+
+Legend: as in ``kv_cache.py``; W positions that a step reads per slot, in b parts of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ramify.inference.local.kv_cache import CacheLayout, DecodeAttention, KeyValueCache
+from ramify.inference.local.slots import EngineStep
+from ramify.models import onednn_products
+
+_LEAST_WIDTH = 64
+"""Capacities are multiples of this number of positions, the narrowest part of a row of keys."""
+_LEAST_HEADS = 24
+"""Minimum number of key-value heads of all decoding sequences for which sums are faster than
+products."""
+_HORIZON = 8
+"""Number of steps for which the row numbers that a step reads are prepared."""
+
+
+def is_faster(layout: CacheLayout) -> bool:
+    """Return True if decoding over a ``TransposedKeyCache`` is faster than over a
+    ``KeyValueCache``: in fp32 on a CPU where this has been measured."""
+    return (
+        layout.dtype == torch.float32
+        and layout.device.type == "cpu"
+        # PyTorch's fast kernel for sums of rows is FBGEMM's.
+        and "fbgemm" in torch.backends.quantized.supported_engines
+        and onednn_products.is_faster()
+    )
+
+
+class TransposedKeyCache(KeyValueCache):
+    """A KV cache on a CPU with transposed keys. Capacities are rounded up to multiples of 64
+    tokens."""
+
+    def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
+        super().__init__(layout, num_slots, -(-capacity // _LEAST_WIDTH) * _LEAST_WIDTH)
+        keys = self.kv[0].view(-1, num_slots, self.heads, self.size, self.capacity)
+        self.keys, self.values = keys, self.kv[1]
+        """Keys, [layers, slots, key-value heads, head size, positions], and values, [layers, slots,
+        key-value heads, positions, head size]."""
+        self.blocks = [
+            (k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1))
+            for k, v in zip(keys, self.values, strict=True)
+        ]
+        self._flat_keys = [k.view(-1) for k in keys]
+        self._slot_size = self.heads * self.size * self.capacity
+        self._key_offsets = torch.arange(0, self._slot_size, self.capacity)
+        self._head_offsets = torch.arange(self.heads) * self.capacity
+        self._attention: RowSumAttention | None = None
+
+    def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
+        slots_T = torch.div(rows_T, self.heads * self.capacity, rounding_mode="floor")
+        # The keys of a slot begin at the same place as its values: d times its first row.
+        first_T = torch.add(rows_T, slots_T, alpha=self._slot_size - self.heads * self.capacity)
+        keys_at = (first_T[:, None] + self._key_offsets).view(-1)
+        rows = (rows_T[:, None] + self._head_offsets).view(-1)
+
+        def write(layer: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
+            self._flat_keys[layer].scatter_(0, keys_at, k_TKd.reshape(-1))
+            self.rows[layer][1].index_copy_(0, rows, v_TKd.reshape(-1, self.size))
+
+        return write
+
+    def keys_and_values(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        k_Ktd = self.keys[layer, slot, :, :, :end].transpose(1, 2)
+        # PyTorch's fast attention needs contiguous heads.
+        return k_Ktd.contiguous(), self.values[layer, slot, :, :end]
+
+    def first_tokens(self, slot: int, length: int) -> list[Tensor]:
+        return [self.keys[:, slot, :, :, :length], self.values[:, slot, :, :length]]
+
+    def decode_attention(self, step: EngineStep) -> RowSumAttention | DecodeAttention:
+        if len(step.slots) * self.heads < _LEAST_HEADS:
+            return DecodeAttention.of(self, step)
+        if self._attention is None or not self._attention.continues_with(step):
+            self._attention = RowSumAttention(self, step)
+        return self._attention
+
+
+class RowSumAttention:
+    """The attention of decoding sequences, with one query token each, as sums of rows of a
+    ``TransposedKeyCache``. It can be used again for the next few steps of the same sequences."""
+
+    def __init__(self, cache: TransposedKeyCache, step: EngineStep) -> None:
+        self._cache = cache
+        self._slots, self._positions = list(step.slots), list(step.positions)
+        self._steps_left = _HORIZON - 1
+        # One row of biases is enough for sequences of equal length.
+        last = step.positions if len(set(step.positions)) > 1 else step.positions[:1]
+        last_n = torch.tensor(last)
+        self._width = min(-(-(max(last) + _HORIZON) // 8) * 8, cache.capacity)
+        hidden_nW = torch.arange(self._width) > last_n[:, None]
+        self._bias_n1W = torch.where(hidden_nW, -torch.inf, 0.0)[:, None]
+        self._shown = torch.arange(len(last)) * self._width + last_n
+        """Place of each sequence's last position in the biases."""
+        self._part_width = _part_width(self._width, cache.capacity)
+        self._rows: tuple[_RowSums, _RowSums] | None = None
+        """Parts of rows of keys whose sums are scores [n, K, g, b, C / b], and rows of values whose
+        sums are outputs [n, K, g, d]. They are known once the number of query heads is."""
+
+    def continues_with(self, step: EngineStep) -> bool:
+        """Return True if a step decodes the next token of each sequence of the step before. This
+        object then computes its attention, too."""
+        if (
+            not self._steps_left
+            or step.slots != self._slots
+            or step.positions != [position + 1 for position in self._positions]
+        ):
+            return False
+        self._steps_left -= 1
+        self._positions = list(step.positions)
+        self._bias_n1W.view(-1).index_fill_(0, self._shown.add_(1), 0)
+        return True
+
+    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
+        """Return one layer's attention output for each query token, [T, H, d]."""
+        num, heads = q_THd.shape[:2]
+        if self._rows is None:
+            self._rows = self._rows_read(heads // self._cache.heads)
+        key_rows, value_rows = self._rows
+        keys, values = self._cache.keys[layer], self._cache.rows[layer][1]
+        num_parts = key_rows.num // (num * heads)
+        q = q_THd[:, :, None].expand(-1, -1, num_parts, -1).reshape(-1)
+        parts = key_rows.sums(keys.view(-1, self._part_width), q if scale == 1 else q * scale)
+        scores = parts.view(num, heads, -1)[..., : self._width]
+        weights = (scores + self._bias_n1W).softmax(-1)
+        return value_rows.sums(values, weights.view(-1)).view(q_THd.shape)
+
+    def _rows_read(self, group: int) -> tuple[_RowSums, _RowSums]:
+        """Return the parts of rows of keys and the rows of values that this step and the next ones
+        read, for ``group`` query heads per key head. What is past a sequence's last position by
+        then is replaced by what is before, so that less memory is read."""
+        cache = self._cache
+        heads_nK = torch.tensor(self._slots)[:, None] * cache.heads + torch.arange(cache.heads)
+        last_n = torch.tensor(self._positions).add_(_HORIZON - 1).clamp_(max=cache.capacity - 1)
+        at_nW = torch.arange(self._width).minimum(last_n[:, None])
+        value_rows_nKW = heads_nK[..., None] * cache.capacity + at_nW[:, None]
+        last_part_n = torch.div(last_n, self._part_width, rounding_mode="floor")
+        at_nb = torch.arange(-(-self._width // self._part_width)).minimum(last_part_n[:, None])
+        rows_nKd = heads_nK[..., None] * cache.size + torch.arange(cache.size)
+        parts_per_row = cache.capacity // self._part_width
+        key_rows_nKbd = rows_nKd[:, :, None] * parts_per_row + at_nb[:, None, :, None]
+        return _RowSums.of(key_rows_nKbd, group), _RowSums.of(value_rows_nKW, group)
+
+
+def _part_width(width: int, capacity: int) -> int:
+    """Return the width of the parts of a row of keys, such that reading ``width`` of the row's
+    ``capacity`` positions in whole parts takes the least time. Each part of a sum takes as long as
+    64 more positions."""
+    widths = [_LEAST_WIDTH]
+    while capacity % (2 * widths[-1]) == 0:
+        widths.append(2 * widths[-1])
+    return min(widths, key=lambda each: -(-width // each) * (each + 64))
+
+
+class _RowSums(NamedTuple):
+    """Which rows of a table are multiplied by weights and added up."""
+
+    rows: Tensor
+    """Row numbers of all sums, one sum after the other."""
+    bounds: Tensor
+    """Sum i has the row numbers from ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    @classmethod
+    def of(cls, rows_nK: Tensor, group: int) -> _RowSums:
+        """Return sums over the last dimension of row numbers [n, K, …], where the sums of each key
+        head are repeated for ``group`` query heads."""
+        rows = rows_nK[:, :, None].expand(-1, -1, group, *rows_nK.shape[2:]).reshape(-1)
+        return cls(rows, torch.arange(0, len(rows) + 1, rows_nK.shape[-1]))
+
+    @property
+    def num(self) -> int:
+        """The number of sums."""
+        return len(self.bounds) - 1
+
+    def sums(self, table: Tensor, weights: Tensor) -> Tensor:
+        """Return the sums [num, width of a row]. There is one weight per row number."""
+        sums: Tensor = torch.embedding_bag(
+            table, self.rows, self.bounds, False, 0, False, weights, True
+        )[0]
+        return sums
