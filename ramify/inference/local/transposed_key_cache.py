@@ -39,7 +39,7 @@ _HORIZON = 8
 
 def is_faster(layout: CacheLayout) -> bool:
     """Return True if decoding over a ``TransposedKeyCache`` is faster than over a
-    ``KeyValueCache``: in fp32 on a CPU where this has been measured."""
+    ``KeyValueCache``. It is in fp32 on CPUs of AMD; others were not measured."""
     return (
         layout.dtype == torch.float32
         and layout.device.type == "cpu"
