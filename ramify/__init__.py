@@ -67,7 +67,7 @@ def lazy_namespace(
         if home is None:
             advice = _module("ramify.public_name_advice").public_name_advice(package, name)
             if _is_from_import(_sys._getframe(1)):
-                # Python would replace the message of an AttributeError by its own.
+                # Python would replace the message of an AttributeError with its own.
                 raise ImportError(f"cannot import name '{name}' from '{package}'{advice}")
             # Without ``obj``, Python adds no second suggestion to this one.
             raise AttributeError(f"module '{package}' has no attribute '{name}'{advice}", name=name)

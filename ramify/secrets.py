@@ -104,8 +104,8 @@ class SecretRedactor:
         return text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the start and end of each known secret in a text, as half-open ranges of character
-        positions."""
+        """Yield the start and end of each known secret in ``text``, as half-open ranges of
+        character positions."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for value in self._names:

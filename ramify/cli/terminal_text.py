@@ -233,7 +233,7 @@ _TOGETHER = 8
 
 
 def style_by_meaning(meaning: str, text: str) -> Text:
-    """Color a text by its meaning, such as ``good`` or ``bad``."""
+    """Color ``text`` by its meaning, such as ``good`` or ``bad``."""
     from rich.text import Text
 
     return Text(clean(text), _STYLES[meaning])

@@ -659,7 +659,7 @@ def _error_text(parsed: Any) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """Remove the given secrets, and anything that looks like a key, from a text."""
+    """Remove the given secrets, and anything that looks like a key, from ``text``."""
     for secret in secrets:
         for form in forms_of(secret) if len(secret) >= 6 else ():
             text = text.replace(form, "***")

@@ -57,7 +57,7 @@ class FunctionClient:
 
 
 def count(text: str | None) -> int:
-    """Count the tokens of a text for a model without a tokenizer: one for every four characters,
+    """Count the tokens of ``text`` for a model without a tokenizer: one for every four characters,
     rounded up."""
     return (len(text) + 3) // 4 if text else 0
 

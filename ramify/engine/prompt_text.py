@@ -421,7 +421,7 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 def marker_replacements(facts: PromptFacts) -> dict[str, str]:
     """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. A
-    marker that does not apply to this run gets an empty text."""
+    marker that does not apply to this run gets an empty string."""
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),

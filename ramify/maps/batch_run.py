@@ -99,7 +99,7 @@ class BatchQuestion(msgspec.Struct, frozen=True):
 
 class MapBatchJobs:
     """The batch jobs of one map at the provider's batch API. It uploads new batches, and collects
-    those that an earlier start of the map uploaded."""
+    those that an earlier invocation of the map uploaded."""
 
     def __init__(
         self,

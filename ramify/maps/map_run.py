@@ -12,7 +12,7 @@ and one number for each answered question. All rows share one budget.
 The map stops before its last row if its budget is used up, if someone has to fix a problem first
 (such as a missing key, no network or a full disk), if ``stop`` is called, or if the first rows all
 fail with the same error. Rows in progress are then finished, and the map can be continued later.
-``map_journal_state.py`` reads what earlier starts have recorded.
+``map_journal_state.py`` reads what earlier invocations have recorded.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ class MapResult(msgspec.Struct, frozen=True):
     """Number of rows whose answer was already known, from an earlier invocation of the map or from
     an equal row."""
     usage: Usage
-    """Tokens and calls, including those of earlier starts."""
+    """Tokens and calls, including those of earlier invocations of the map."""
     cost: float | None
-    """Cost in dollars, including earlier starts. None if no model has a price."""
+    """Cost in dollars, including earlier invocations of the map. None if no model has a price."""
     seconds: float
-    """Duration of this start in seconds."""
+    """Duration of this invocation of the map, in seconds."""
     num_waiting: int = 0
     """Number of questions in batches that a provider has not finished. Repeating the call collects
     them."""
@@ -206,7 +206,7 @@ class MapRun:
         self.asking: RowQuestionMaker
         self.id = ""
         self._is_new = False
-        """True if this start created the journal."""
+        """True if this invocation of the map created the journal."""
         self._stop: MapStop = "done"
         self._reason = ""
         self._slots: deque[tuple[Row, _Pending]] = deque()
@@ -227,7 +227,7 @@ class MapRun:
         self._open_calls: DirectCalls | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._failed_now: dict[int, int] = {}
-        """Digest -> offset of the error of a question that failed in this start."""
+        """Digest -> offset of the error of a question that failed in this invocation of the map."""
         self._has_answer = False
         self._num_begun = 0
         self._judged = asyncio.Event()
@@ -308,8 +308,8 @@ class MapRun:
             )
 
     def _is_unasked(self, journal: MapJournal) -> bool:
-        """Return True if this start created the map and has asked nothing yet. Its files can then
-        be deleted without loss."""
+        """Return True if this invocation created the map and has asked nothing yet. Its files can
+        then be deleted without loss."""
         return self._is_new and journal.num_questions == 0
 
     # --- before the first row ---------------------------------------------------------------------
@@ -349,7 +349,7 @@ class MapRun:
         )
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
-        """Open the journal of an earlier start of this map, or create a new one. Returns the
+        """Open the journal of an earlier invocation of this map, or create a new one. Returns the
         journal and the state recorded in it."""
         store, out = self.rlm.store, self.request.out
         if store is not None and not isinstance(store, Store):
@@ -396,8 +396,8 @@ class MapRun:
         )
 
     def _continue(self, calls: DirectCalls) -> None:
-        """Charge the budget with the spending of earlier starts, and record in the journal that the
-        map continues."""
+        """Charge the budget with the spending of earlier invocations, and record in the journal
+        that the map continues."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -427,8 +427,8 @@ class MapRun:
 
     async def _run_batches(self, calls: DirectCalls) -> None:
         """Send the rows that need only one request to the provider's batch API, and meanwhile
-        answer the rows that need a Python session. Batches of an earlier start are collected even
-        if this start does not use the batch API."""
+        answer the rows that need a Python session. Batches of an earlier invocation are collected
+        even if this one does not use the batch API."""
         request, recorded = self.request, self._recorded
         if request.sample is not None:
             if recorded.batches:

@@ -63,8 +63,8 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
     """Files of parts that may lack some answers."""
 
     def unfinished_part_rows(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows that an earlier start of the map wrote for an unfinished part. Returns an
-        empty list if the part is complete or was never written."""
+        """Return the rows that an earlier invocation of the map wrote for an unfinished part.
+        Returns an empty list if the part is complete or was never written."""
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
         return self.read_file_rows(name) if name else []

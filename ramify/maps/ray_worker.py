@@ -4,8 +4,8 @@ answers one part of the rows after another.
     part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
 
 Each part is run as a separate ``MapRun``, so a row is asked, checked, repaired and retried exactly
-as it is without Ray. Equal rows within a part are asked once. If an earlier start of the map left a
-part incomplete, the part is read from the output and only the missing rows are asked.
+as it is without Ray. Equal rows within a part are asked once. If an earlier invocation of the map
+left a part incomplete, the part is read from the output and only the missing rows are asked.
 ``ray_row_partition.py`` divides the rows into parts, ``part_output.py`` manages their files, and
 ``shared_budget.py`` lets the workers share a budget.
 """

@@ -80,7 +80,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
     """Error that left the question unfinished and stops the map: an exhausted budget, a network
     failure, a missing key, or a full disk."""
     cost: float = 0.0
-    """Dollars spent on the question in this start of the map."""
+    """Dollars spent on the question in this invocation of the map."""
     seconds: float = 0.0
     number: int = -1
     """Number of the question in the journal."""
@@ -172,7 +172,7 @@ class _DirectRow:
         self.offset = -1
         """Byte offset of the last reply in the journal."""
         self.cost = 0.0
-        """Cost of this row's requests in this start, in dollars."""
+        """Cost in dollars of this row's requests in this invocation of the map."""
         self.is_known = bool(asked.replies)
         """True if the journal contains the question."""
         self._journal = journal

@@ -56,16 +56,16 @@ class MarkerAwareTokenizer:
         )
 
     def encode_literal(self, text: str) -> list[int]:
-        """Return the token ids of a text taken literally. Markers in it are ordinary text."""
+        """Return the token ids of ``text`` taken literally. Markers in it are ordinary text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
     def marked(self, text: str) -> list[int]:
-        """Return the token ids of a text, with special markers recognized."""
+        """Return the token ids of ``text``, with special markers recognized."""
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def joined(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a sequence of texts and ids. Adjacent texts are encoded as one
-        text."""
+        """Return the token ids of a sequence of strings and ids. Adjacent strings are encoded
+        together."""
         ids: list[int] = []
         texts: list[str] = []
         for part in parts:
@@ -96,7 +96,7 @@ class MarkerAwareTokenizer:
 
 
 def describe_first_difference(ours: str, theirs: str) -> str:
-    """Describe where two texts begin to differ, for an error message. The result looks like
+    """Describe where two strings begin to differ, for an error message. The result looks like
     ``"'…abc' against '…abd'"``."""
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
@@ -138,7 +138,7 @@ _OPENS_CALL = "<tool_call>"
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
     """Return the part of an unfinished reply that can already be streamed, because later tokens
     cannot change it. ``message`` is the result of ``split_reply`` so far. The end is held back if
-    it may be an incomplete character, or the start of a marker, stop text or tool call."""
+    it may be an incomplete character, or the start of a marker, stop sequence or tool call."""
     content = message.content
     marks = [*stop, "</think>"]
     if message.reasoning is None and len(content) < len("<think>"):
@@ -156,7 +156,7 @@ def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool)
 
 
 def _without_beginning(text: str, marks: Sequence[str]) -> str:
-    """Remove an incomplete character or the start of a marker from the end of a text."""
+    """Remove an incomplete character or the start of a marker from the end of ``text``."""
     text = text.rstrip("\ufffd")
     num_held = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
@@ -165,7 +165,7 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 
 
 def joined_reply(message: Message) -> str:
-    """Join a reply's thinking, content and tool calls into one text, with the spacing of chat
+    """Join a reply's thinking, content and tool calls into one string, with the spacing of chat
     templates. This is the inverse of ``split_reply``."""
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'

@@ -139,8 +139,8 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
 
 def rendered(value: Any) -> str:
-    """Convert a value to text for a prompt. Texts stay as they are, lists of texts are joined with
-    separators, and other values become JSON."""
+    """Convert a value to text for a prompt. Strings stay as they are, lists of strings are joined
+    with separators, and other values become JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, TextPart):
@@ -213,7 +213,7 @@ def json_bytes(value: Any) -> int:
 
 
 def bounded_text(text: str, most: int) -> str:
-    """Truncate a text to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
+    """Truncate ``text`` to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
     string."""
     text = shortened(text, most)
     while (size := json_bytes(text)) > most:

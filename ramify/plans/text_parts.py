@@ -179,7 +179,7 @@ def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart
 
 
 def truncate_to_bytes(text: str, most: int) -> str:
-    """Return the longest prefix of a text that has at most ``most`` bytes in UTF-8."""
+    """Return the longest prefix of ``text`` that has at most ``most`` bytes in UTF-8."""
     head = text[:most]
     if head.isascii():
         return head
@@ -191,8 +191,8 @@ def truncate_to_bytes(text: str, most: int) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Truncate a text to at most ``most`` bytes in UTF-8, if possible at a line end or a space. An
-    ellipsis marks the cut."""
+    """Truncate ``text`` to at most ``most`` bytes in UTF-8, if possible at a line end or a space.
+    An ellipsis marks the cut."""
     if num_bytes(text) <= most:
         return text
     head = truncate_to_bytes(text, max(1, most - 3))

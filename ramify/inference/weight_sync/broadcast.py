@@ -115,7 +115,7 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines. If an engine is gone, closes the group and raises
+        """Broadcast a buffer to all engines. If an engine is gone, close the group and raise
         RuntimeError. The engines that have not begun to receive would otherwise wait until the
         timeout."""
         try:
