@@ -611,8 +611,7 @@ def check_keys(settings: Mapping[str, Any]) -> None:
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
-    """Print a notice for each chosen model that is simulated, because its answers are not those of
-    a real model."""
+    """Print a notice for each chosen model that is simulated, because no real model is called."""
     for name in dict.fromkeys(_model_names(settings)):
         if name.startswith("offline:"):
             notes.say(

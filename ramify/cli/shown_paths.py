@@ -101,7 +101,8 @@ def rollouts_at(given: GivenPath) -> list[RunListRow]:
 
 
 def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
-    """Yield a line for each rollout in a file, and finally a hint how to show a single rollout."""
+    """Yield a line for each rollout in a file, and finally a hint on how to show a single
+    rollout."""
     yield f"{path}: {pluralize(len(rows), 'rollout')}"
     for number, row in enumerate(rows, start=1):
         if row.problem:

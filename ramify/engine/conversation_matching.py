@@ -264,7 +264,7 @@ class _ReplyChain:
         sent: RequestPlace,
     ) -> None:
         self.known: KnownPrefix | None = None
-        """Token ids of the request's messages up to the last one that is an earlier reply."""
+        """Token ids of the request's messages up to the last earlier reply."""
         self._messages = messages
         self._tools = tools
         self._rendering = rendering

@@ -57,7 +57,8 @@ MAX_QUESTION_CHARS = 20_000
 MAX_PROMPTS = 10_000
 """Maximum number of prompts in one batch."""
 _MOST_CHARS_PER_TOKEN = 5
-"""Generous estimate of characters per token. A longer prompt cannot fit the context window."""
+"""Generous estimate of characters per token, for refusing prompts that cannot fit the context
+window."""
 
 
 class CellHost:

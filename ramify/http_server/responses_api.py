@@ -49,7 +49,7 @@ _TEXT_PARTS = {
     "summary_text": "text",
 }
 _UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"}
-"""Why a reply ended early -> the value of ``reason`` in an incomplete response."""
+"""Finish reason of a reply that ended early -> value of ``reason`` in an incomplete response."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):

@@ -214,8 +214,8 @@ class MapRun:
         self._room = asyncio.Event()
         self._batches: MapBatchJobs | None = None
         self._given: set[int] = set()
-        """Numbers of questions that were answered before the rows are processed in order, and whose
-        first row is not written yet."""
+        """Numbers of questions that were answered before the rows were processed in order, and
+        whose first row has not been written yet."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._is_warm = False
         """True once the first row of the sample has been asked, on its own."""

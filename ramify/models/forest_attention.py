@@ -59,8 +59,7 @@ class DescendantAttentionBlock(NamedTuple):
     keys: tuple[int, int]
     """Range [start, end) of the key tokens."""
     queries: tuple[int, int]
-    """Range [start, end) of the query tokens. It is counted among the tokens that have queries,
-    which may be only some of all tokens."""
+    """Range [start, end) of the query tokens, as indices among the tokens that have queries."""
     level: int
     """Depth of the segment: the number of segments above it."""
 
@@ -310,8 +309,8 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """Allocate a tensor of the same shape as ``x``. It is zero-filled if some of its rows are
-        written by no causal block."""
+        """Allocate a tensor of the same shape as ``x``. It is zero-filled if the causal blocks
+        leave some of its rows unwritten."""
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:

@@ -45,7 +45,7 @@ _TILE = 512
 """Maximum number of rows in a tile. A tile of queries may have twice as many if there are few
 keys."""
 _QUERY_STEP, _KEY_STEP = 128, 64
-"""The numbers of rows in tiles of queries and of keys are rounded up to multiples of these."""
+"""Row counts of query tiles and of key tiles are rounded up to multiples of these."""
 _LEAST_SCORES = 1 << 15
 """Minimum number of scores per key head for which a block is computed in tiles."""
 _LEAST_ROWS, _LEAST_KEYS = 96, 48
@@ -174,8 +174,8 @@ class _Backward(NamedTuple):
     k: Tensor
     """Keys, [K, T, d]."""
     v: Tensor
-    """Values, multiplied by ln(2). This is the factor by which the derivative of 2 ** x differs
-    from 2 ** x, since scores are in base 2."""
+    """Values, multiplied by ln(2). Scores are in base 2, and ln(2) is the factor in the derivative
+    of 2 ** x."""
     minus_lse: Tensor
     """Negative log-sum-exp in base 2, [K, T, g]."""
     minus_delta: Tensor

@@ -73,10 +73,10 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def part_tokens(self) -> int:
-        """Return the best size of text parts in tokens, by accuracy and cost. Only sizes within
-        ``tolerance`` of the best accuracy are considered. The smallest of them is returned at which
-        reading a text costs nearly as little as possible. If prices are unknown, it is the largest,
-        which needs the fewest calls.
+        """Return the best size of text parts in tokens, by accuracy and cost. Among the sizes
+        within ``tolerance`` of the best accuracy, it is the smallest at which reading a text costs
+        almost as little as possible. If prices are unknown, it is the largest, which needs the
+        fewest calls.
 
         The measured accuracies are smoothed first, on the assumption that larger parts are never
         answered more accurately than smaller ones.

@@ -44,7 +44,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     schema: Any = None
     """JSON schema of the answer, or a type such as ``bool``; None for text."""
     tokens: int = 4000
-    """Maximum size of the value that the model reads, without the prompt, in tokens. Three bytes
+    """Maximum size in tokens of the value that the model reads, without the prompt. Three bytes
     count as one token."""
     reply_tokens: int = 512
     """Maximum number of reply tokens. With ``each``, the limit is per value."""

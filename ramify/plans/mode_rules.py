@@ -37,7 +37,7 @@ _COUNTED_BY_CODE = re.compile(
 text."""
 
 _BETTER_THAN_FREE = ("aggregate", "pairwise", "summarise")
-"""Ready-made plans that read the whole text, and that are chosen by the words of a question alone.
+"""Ready-made plans that read the whole text, and can be chosen by the words of a question alone.
 For a question about a few places in the text, code that searches is often enough."""
 
 

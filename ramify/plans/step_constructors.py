@@ -157,7 +157,7 @@ def count(*by: str) -> Plan:
 
 
 def spread() -> Plan:
-    """Count how many keys have the same count, which gives a histogram of counts.
+    """Count how many keys have each count, which gives a histogram of counts.
 
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}

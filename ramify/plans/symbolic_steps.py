@@ -40,7 +40,7 @@ from ramify.plans.value_types import (
 )
 
 MAX_PAIRS = 5_000_000
-"""Maximum number of pairs that a cross may produce. It raises an error if there are more."""
+"""Maximum number of pairs that a cross may produce. More of them are rejected with an error."""
 _NUMBER_BYTES = 32
 _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m-%dT%H:%M:%S")
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
@@ -98,8 +98,9 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """A step that forms pairs of different values of a field. If conditions are given, the first
-    value comes from an item that meets the one, and the second from an item that meets the other.
+    """A step that forms pairs of different values of a field. The first value comes from an item
+    that meets the condition ``left``, and the second from one that meets ``right``; without
+    conditions, all items are used.
 
     >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]

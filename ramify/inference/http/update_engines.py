@@ -44,8 +44,7 @@ class EngineWeightSync:
         self.is_open.set()
         self._updating = asyncio.Lock()
         self._needs_all = False
-        """True if an engine lacks the weights that an update with only differences would build
-        on."""
+        """True if an engine lacks the weights that an update by differences would build on."""
 
     async def open(self) -> None:
         """Prepare all engines for weight updates. Raises ConfigError if an engine is lost or cannot

@@ -220,8 +220,8 @@ class RamifyEngineClient(VllmEngineClient):
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
         """Send one chunk of new weights in a single request, which can also begin and end the
-        update. vLLM needs three requests for that. The difference matters because most updates with
-        only differences are a single chunk."""
+        update. vLLM needs three requests for that. This matters because most updates that send only
+        differences have a single chunk."""
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 

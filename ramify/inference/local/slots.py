@@ -64,7 +64,7 @@ class EngineStep:
 
 _WORTH_WAITING = 32
 """Minimum number of tokens that a prompt must share with a sequence being computed, so that it
-waits for them and copies them."""
+waits and then copies their keys and values."""
 _HOLES = 0.25
 """Maximum number of empty slots between running ones, as a fraction of the running slots."""
 

@@ -216,8 +216,8 @@ class DeltaSync:
         self._bases: set[str] = set()
         """Names of matrices with low-rank adapters whose base matrix the engines already have."""
         self._sums: dict[str, tuple[float, str, str]] = {}
-        """Name of the adapter's matrix b -> (scale, dtype of the base plus adapter, dtype of the
-        matrix that engines need)."""
+        """Name of the adapter's matrix b -> (scale, dtype in which the adapter is added to its
+        base, dtype of the sum)."""
         self._last_sync = ""
         """Id of the sync that the engines took last."""
         self.num_bytes = 0
