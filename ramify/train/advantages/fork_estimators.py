@@ -125,14 +125,14 @@ _NONE = TurnCredit(0.0, 0.0)
 
 
 class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
-    """Compare the continuations of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): a
-    turn's advantage is its value minus the mean value of the other continuations of the same fork.
+    """Compare the branches of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): a
+    turn's advantage is its value minus the mean value of the other branches of the same fork.
 
-        A = V - mean of the others      continuations of a fork with values 1, 0, 0: 1, -1/2, -1/2
+        A = V - mean of the others      branches of a fork with values 1, 0, 0: 1, -1/2, -1/2
 
-    V is the reward at the line's end, or the mean over the continuations of a later fork. The turns
-    before the first fork are compared among the group's rollouts. The papers also divide by the
-    standard deviation, and let a rollout's own lines into what it is compared with.
+    V is the mean of the branches after the next fork, or the reward at the end if no fork follows.
+    The turns before the first fork are compared among the group's rollouts. The papers also divide
+    by the standard deviation, and include a rollout's own branches in its baseline.
 
     Example:
         train.RlSpec(
@@ -163,7 +163,9 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def _rewards(
         self, trajectory: Trajectory, tree: ForkSegment, rewards: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return the reward of each path through the forks, by the id of the path's last call."""
+        """Return the reward at the end of each branch of a forked rollout, keyed by the id of the
+        branch's last call.
+        """
         if not tree.continuations:
             return {tree.call.id: total(trajectory.rewards, rewards)}
         return {
@@ -180,11 +182,12 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Yield the credit of all turns in ``segment`` and in the segments after it. A segment is
-        what was sampled between two forks.
+        """Yield the advantage and loss weight of each turn in ``segment`` and in all segments
+        after it. A segment is what was sampled between two forks.
 
-        ``segment`` has the given advantage and share of weight. ``trees`` has the values of the
-        group's rollouts, with this rollout at ``index``.
+        ``advantage`` and ``share`` are the advantage and the weight of the turns in ``segment``.
+        ``trees`` holds the values of the group's rollouts, and ``index`` is the place of this
+        rollout among them.
         """
         masked = (
             self.overlong == "mask"
@@ -207,8 +210,8 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         return self._compared(values)
 
     def _share(self, place: int, num: int) -> float:
-        """Return the fraction of a segment's weight that one of its ``num`` continuations carries.
-        ``place`` is the index of the continuation.
+        """Return the fraction of a segment's loss weight that continuation number ``place`` of the
+        ``num`` that follow it gets.
         """
         return 1 / num
 
@@ -241,13 +244,13 @@ class EntropyBranchEstimator(
     BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"
 ):
     """Fork where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): a turn's advantage is
-    its value minus the mean value of the group's other rollouts, so turns before a fork have the
-    mean advantage of the lines through them.
+    its value minus the mean value of the group's other rollouts, so a turn before a fork gets the
+    mean advantage of the branches after it.
 
         A = V - mean over other rollouts    rollouts of value 1/2 and 0; the first forked into 1, 0:
-                                            its turns before the fork 1/2, its two lines 1 and 0
+                                            its turns before the fork 1/2, its two branches 1 and 0
 
-    It goes with ``rl.rollout.branch.where=entropy``. The papers also divide by the standard
+    Use it with ``rl.rollout.branch.where=entropy``. The papers also divide by the standard
     deviation, and AEPO scales advantages by entropy.
 
     Example:
@@ -286,7 +289,9 @@ class StateGroupEstimator(
     """
 
     state: Literal["history", "observation"] = "history"
-    """What makes two states equal: all messages so far, or only those since the last reply."""
+    """When two states count as equal. ``history``: all messages so far are the same.
+    ``observation``: the messages since the model's last reply are the same.
+    """
 
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
@@ -333,9 +338,7 @@ class _Values:
     """
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """Create the values from ``rewards``, which maps the last call of each continuation to its
-        reward.
-        """
+        """``rewards`` maps the last call of each branch to the reward at the end of that branch."""
         self._rewards = rewards
 
     def of(self, segment: ForkSegment) -> float:

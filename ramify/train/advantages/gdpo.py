@@ -1,9 +1,10 @@
-"""GDPO (2601.05242): each named reward is compared within the group separately, then the results
-are summed with the task's weights and normalised over the rollouts of the step.
+"""GDPO (2601.05242): normalise each named reward within its group, sum the results with the task's
+reward weights, and normalise the sums over the rollouts of the step.
 
-rewards correct 1, 0 and short 0, 0.1 with weights 1 and 0.5: each pair becomes ±0.707, so the sums
-are 0.354, -0.354, and normalised over these two rollouts ±0.707. If the rewards were summed
-before the comparison, the small one would have almost no influence.
+Two rollouts have rewards ``correct`` 1 and 0, and ``short`` 0 and 0.1, with weights 1 and 0.5.
+Each reward becomes ±0.707, so the sums are 0.354 and -0.354, and normalised over these two
+rollouts ±0.707. If the rewards were summed before the comparison, the small one would have almost
+no influence.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ramify.types.trajectory import Group
 
 
 class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
-    """The GDPO estimator: each named reward is compared within the group separately, and the
-    results are summed with the task's weights.
+    """The GDPO estimator: normalise each named reward within its group, then sum the results with
+    the task's reward weights.
 
     Example:
         train.RlSpec(algorithm=train.GDPO())
@@ -32,8 +33,10 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
     normalise: bool = True
     over: Literal["rollouts", "tokens"] = "rollouts"
-    """Whose mean and standard deviation ``normalise`` uses. ``rollouts``: each counts once, by its
-    root. ``tokens``: long rollouts count more."""
+    """What ``normalise`` takes the mean and standard deviation over. ``rollouts``: the advantages
+    of the root calls, so each rollout counts once. ``tokens``: all tokens, so long rollouts count
+    more.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,8 +81,7 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
 
 def _names(group: Group) -> list[str]:
-    """Return the names of all rewards in a group, sorted. Rewards of whole rollouts and rewards of
-    single calls are included."""
+    """Return the sorted names of all rewards in a group, of whole rollouts and of single calls."""
     return sorted(
         {
             name

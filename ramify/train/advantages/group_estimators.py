@@ -73,10 +73,11 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
 
 
 class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
-    """DAPO's estimator (2503.14476): advantages as in GRPO, with a loss that is averaged over all
-    tokens of the step, without calls whose last reply was cut at its token limit.
+    """DAPO's estimator (2503.14476): advantages as in GRPO, and a loss averaged over all tokens of
+    the step. Calls whose last reply was cut off at its token limit are not trained on.
 
-    rewards 1, 0, 0, 0: advantages 1.5, -0.5, -0.5, -0.5. ``rl.objective=dapo`` sets its loss, too.
+    Rewards 1, 0, 0, 0 give advantages 1.5, -0.5, -0.5, -0.5. ``rl.objective=dapo`` also sets
+    DAPO's loss.
 
     Example:
         train.RlSpec(algorithm=train.DAPO(), loss=train.LossSpec(policy=train.PpoClip()))
@@ -95,10 +96,11 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
     rewards 1, 0, 0, 0: advantages 1, -1/3, -1/3, -1/3"""
 
     kl_over: Literal["token", "rollout"] = "token"
-    """What ``kl_reward`` is charged to. ``token``: each token, and those before it in its call,
-    after the comparison. ``rollout``: the rollout's reward, by the sum over its tokens, before the
-    comparison, as in the paper; set ``drop_zero_variance`` to false, so that groups of equal
-    rewards stay in the step."""
+    """Where the KL penalty ``kl_reward`` is subtracted. ``token``: from the advantages, each
+    token's penalty from its own and from those of earlier tokens in its call. ``rollout``: its sum
+    over a rollout from the rollout's reward before rewards are compared, as in the paper; set
+    ``drop_zero_variance`` to false, so that groups of equal rewards stay in the step.
+    """
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         scale = len(returns) / max(len(returns) - 1, 1)
@@ -167,13 +169,14 @@ class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
 
 
 class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"):
-    """GRPO for pass@k: only the best rollout of a group has an advantage, which is its lead over
-    the second best, divided by the group's standard deviation.
+    """GRPO for pass@k: only the best rollout of a group gets an advantage, which is its margin
+    over the second best divided by the group's standard deviation.
 
         A = (best - second) / (std(R) + 1e-6) for the best, 0 for the others
 
     rewards 1, 0, 0, 0: std 0.5, advantages 2, 0, 0, 0. If two rollouts share the best reward, all
-    advantages are 0. The goal is that one attempt succeeds, not that all do."""
+    advantages are 0. The goal is that one attempt succeeds, not that all do.
+    """
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         if not any(above_mean(returns)):
@@ -184,12 +187,14 @@ class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pa
 
 
 class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hierarchical"):
-    """Hierarchical GRPO: the advantage of a call is its return minus the mean over attempts at the
-    same sub-task. Root calls are compared with the other roots of their group.
+    """Hierarchical GRPO: compare a call's own reward with the mean over attempts at the same
+    sub-task, and add ``gamma_tree`` times its parent's advantage. Root calls are compared with the
+    other roots of their group.
 
-    roots 1 and 0; both ask "north", which is answered with rewards 1 and 0 (γ of the tree 0):
-    advantages 0.5, -0.5 for both pairs. A sub-task that only one call attempted gives that call no
-    signal.
+    For example, two rollouts have rewards 1 and 0. In each, the root delegates the sub-task
+    "north", and these two calls have rewards 1 and 0. With ``gamma_tree=0`` the roots get
+    advantages 0.5 and -0.5, and so do the two calls. A call whose sub-task no other call attempted
+    is compared with calls of the same role.
 
     Example:
         train.RlSpec(algorithm=train.Hierarchical())

@@ -1,18 +1,18 @@
-"""PPO with a critic (1707.06347): generalised advantage estimation along the sampled tokens of each
-call.
+"""PPO with a critic (1707.06347): generalised advantage estimation along the sampled tokens of
+each call.
 
-    assign_advantages   stream ``rewards``: each call's return (its own reward, plus γ_tree times
-                        its parent's return) on its last sampled token
-    finish              δ_t = r_t + γ V_{t+1} - V_t,  Â_t = δ_t + γλ Â_{t+1},  returns Â + V;
-                        then Â is normalised over the step
+    assign_advantages   write each call's return (its own reward, plus γ_tree times its parent's
+                        return) to the stream ``rewards``, at the call's last sampled token
+    finish              compute δ_t = r_t + γ V_{t+1} - V_t and Â_t = δ_t + γλ Â_{t+1}, with
+                        returns Â + V; then normalise Â over the step
 
 t + 1 is the next *sampled* token of the call: neither γ nor λ decays over tool output. The value
-after the last token is 0. A call of 2 tokens with return 1, V = 0.2, 0.6, γ = 1, λ = 0.5:
-δ = 0.4, 0.4, Â = 0.6, 0.4, returns 0.8, 1.
+after the last token is 0. A call of 2 tokens with return 1, V = 0.2, 0.6, γ = 1, λ = 0.5 gives δ =
+0.4, 0.4, Â = 0.6, 0.4, and returns 0.8, 1.
 
-With ``unit="turn"`` a step is one turn of the call instead of one token: V is the critic's value at
-the turn's first token, r the sum of the turn's rewards, and all tokens of a turn have its Â.
-Neither γ nor λ then depends on how many tokens a turn has.
+With ``unit="turn"`` a step is one turn of the call instead of one token. V is then the critic's
+value at the turn's first token, r is the sum of the turn's rewards, and all tokens of a turn have
+its Â. Neither γ nor λ then depends on how many tokens a turn has.
 
 No groups are compared, so one attempt per item is enough. ``rl.critic`` configures the critic.
 """
@@ -46,8 +46,9 @@ class PPO(
 
     gamma: float = 1.0
     lam: float = 1.0
-    """λ of GAE. 1: advantages are returns minus values, without bias. Smaller: the critic is
-    trusted more."""
+    """λ of generalised advantage estimation. At 1, advantages are returns minus values, without
+    bias; smaller values rely more on the critic and reduce the variance.
+    """
     unit: Literal["token", "turn"] = "token"
     """What a step of GAE is: one sampled token, or one turn of a call."""
     normalise: bool = True

@@ -1,11 +1,11 @@
-"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): a call's return minus a running
-mean of the returns of its role, which is carried from step to step.
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): the advantage of a call is its
+return minus a running mean of its role's returns, which is kept across steps.
 
     A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
 
-decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step
-are compared with the mean from before the step, so their order does not matter. One attempt per
-item is enough.
+With decay 0.95 and b = 0.4, returns 1 and 0 give advantages 0.6 and -0.4, and b becomes 0.405. All
+calls of a step are compared with the mean from before the step, so their order does not matter.
+One attempt per item is enough.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class RAE(
 
     decay: float = 0.95
     update: Literal["step", "rollout"] = "step"
-    """When the running mean is updated: ``step`` once, with all returns of the step, whose order
-    then does not matter; ``rollout`` after each rollout, in their order."""
+    """When the running mean is updated. ``step``: once per step, from all of its returns, so their
+    order does not matter. ``rollout``: after each rollout, in their order.
+    """
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """Role -> initial running mean: ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain
     calls. Roles that are not listed start at 0."""

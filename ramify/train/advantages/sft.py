@@ -38,9 +38,13 @@ class SFT(
     """
 
     imitates: ClassVar[bool] = True
-    """Its tokens have cross-entropy alone, so the reduction of a policy loss is not theirs."""
+    """Always true: the loss is only cross-entropy on the replies, so the reduction that a policy
+    loss prescribes does not apply.
+    """
     min_reward: float | None = None
-    """Minimum total reward of a trajectory to train on it; None: train on all, scored or not."""
+    """Minimum total reward that a trajectory needs to be trained on; None: train on all, even
+    those without a reward.
+    """
     min_call_reward: float | None = None
     """The same for calls below the root that have their own reward."""
     children: bool = True

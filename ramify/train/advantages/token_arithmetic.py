@@ -1,20 +1,22 @@
 """Arithmetic on the tokens of an optimizer step: discounted returns within a call, statistics over
 all tokens, and normalisation of per-turn numbers within a group.
 
-The sampled tokens of a call form one line, whatever lies between them (observations, prompts of
-later turns) and however many rows hold them. Discounting goes from one sampled token to the next.
+The sampled tokens of a call are treated as one sequence. Observations and later prompts between
+them are skipped, and so are the boundaries of the rows that hold them. Discounting steps from one
+sampled token to the next.
 
     row a                            . . x x . .
-    row b, same call, history cut    . . x            one line of three tokens: x x x
+    row b, same call, history cut    . . x            one series of three tokens: x x x
 
-Numbers per turn are one mapping step -> number per trajectory, in and out:
+Functions on per-turn numbers take and return one mapping from step index to number for each
+trajectory:
 
     step_index   for each step index, over the trajectories of the group:
                  (R - mean) / (std + 1e-6), with the population std
 
 A step index that only one trajectory has gives 0, since there is nothing to compare it with (a
-public implementation keeps the raw number, which is then the largest of all). Equal numbers give 0,
-too.
+public implementation keeps the raw number, which is then the largest of all). Equal numbers also
+give 0.
 
 Legend: N tokens of a call or of a step.
 """
@@ -56,8 +58,8 @@ class CallTokens(NamedTuple):
         )
 
     def write(self, name: str, values: Doubles) -> None:
-        """Write ``values`` [N] to the stream ``name``, or to ``advantages``, at the tokens of this
-        call. A new stream is 0 at all other tokens.
+        """Write ``values`` [N] for this call's tokens to the stream ``name``, or to the advantages
+        if it is ``advantages``. A new stream is 0 at all other tokens.
         """
         start = 0
         for row, tokens in self.parts:
@@ -163,8 +165,8 @@ def add_kl(
 
 
 def normalise_lines(calls: Sequence[CallTokens], epsilon: float | None = None) -> None:
-    """Normalise the advantages of all tokens of ``calls`` together to mean 0 and standard deviation
-    1.
+    """Normalise the advantages of all tokens in ``calls`` together, to mean 0 and standard
+    deviation 1.
     """
     if not calls:
         return
@@ -192,13 +194,14 @@ Norm = Literal["none", "group", "step_index"]
 
 
 def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Normalise numbers separately for each step index. Subtracts the mean over the trajectories,
-    and divides by the standard deviation.
+    """Normalise per-step numbers across trajectories, separately for each step index. Subtracts
+    the mean over the trajectories, and divides by the standard deviation.
 
     ``rows`` has one mapping from step index to number for each trajectory.
 
     For example, three trajectories have [2, 2], [-2, 0, -2] and [0, -2]. Step 0 becomes 1.2247,
-    -1.2247 and 0, and so does step 1. Step 2, which only one trajectory has, becomes 0."""
+    -1.2247 and 0, and so does step 1. Step 2, which only one trajectory has, becomes 0.
+    """
     buckets: dict[K, list[float]] = defaultdict(list)
     for row in rows:
         for step, value in row.items():
@@ -207,10 +210,11 @@ def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
 
 
 def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Subtract the mean over a group's trajectories from each number. Each trajectory counts by its
-    own mean, so long ones weigh no more than short ones.
+    """Subtract the group's mean from each number. The group's mean is the mean of the
+    trajectories' own means, so long trajectories weigh no more than short ones.
 
-    [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5"""
+    [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5
+    """
     means = [statistics.fmean(row.values()) for row in rows if row]
     if len(means) < 2:
         return [dict.fromkeys(row, 0.0) for row in rows]

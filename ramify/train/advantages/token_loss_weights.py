@@ -63,8 +63,9 @@ ALSO = {
 """Map the name of a reduction in other libraries to its name in Ramify."""
 Share = Literal["token", "call"]
 Counts = Mapping[str, float]
-"""Map the id of each call of a rollout to the number of its tokens that carry loss. A token that
-several branches of a forked rollout share counts only in part."""
+"""Map the id of each call of a rollout to the number of its tokens that carry loss. In a forked
+rollout, a token counts with the fraction of the rollout's weight that its turn has.
+"""
 Weights = dict[str, float]
 """Map the id of each call to the loss weight of one of its tokens."""
 
@@ -121,18 +122,20 @@ def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
 
 
 _SLOWEST = 0.1
-"""Weight of the latest step in the running mean of tokens per rollout, once ten steps have
-passed."""
+"""Smallest weight that the latest step can have in the running mean of tokens per rollout, reached
+after ten steps.
+"""
 
 
 class RunningMeanRolloutTokens(NamedTuple):
-    """A running mean of the tokens per rollout. With ``reduction="constant"`` the loss is divided
-    by it. The mean of the earlier steps is used, so that one step with unusually long rollouts does
-    not change the divisor. It is a plain mean for ten steps and an exponential one after that. Only
-    the first step is divided by its own mean.
+    """A running mean of the tokens per rollout, by which ``reduction="constant"`` divides the
+    loss. The mean of the earlier steps is used, so that one step with unusually long rollouts does
+    not change the divisor. Only the first step is divided by its own mean. The mean is a plain
+    average for the first ten steps, and an exponential moving average after that.
 
     For example, if the first steps have 100 and 300 tokens per rollout, both are divided by 100,
-    and the third by 200."""
+    and the third by 200.
+    """
 
     value: float = 1.0
     steps: int = 0
@@ -147,12 +150,13 @@ class RunningMeanRolloutTokens(NamedTuple):
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
 
     def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
-        """Return the divisor for the loss of the next step, in tokens per rollout. ``groups`` are
-        the rollouts of that step, which count only if no step came before."""
+        """Return the divisor for the loss of the next step, in tokens per rollout. ``groups``
+        holds the rollouts of that step, which are used only if it is the first.
+        """
         return self.value if self.steps else self.after(groups).value
 
     def after(self, groups: Sequence[Sequence[Counts]]) -> RunningMeanRolloutTokens:
-        """Return the running mean after one more step, whose rollouts are ``groups``."""
+        """Return the running mean updated with the rollouts of one more step, ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)
         if not num:

@@ -17,7 +17,7 @@ from ramify.errors import ConfigError
 from ramify.train.data.pack import PackingCostModel
 
 LEAST_TOKENS = 1024
-"""Lower limit of ``max_tokens``, however small the memory is."""
+"""Lower limit of ``max_tokens``, even on devices with little memory."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _LARGE = 1 << 30
 _BLOCK = 1 << 20
@@ -38,8 +38,9 @@ def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsiz
     stores about ten vectors of the model's width and four of the MLP's. With activation
     checkpointing (``recompute``), a layer stores only one vector.
 
-    ``itemsize``: bytes of a number in matrix products. In bf16 an H200 held .39 to .45 of what fp32
-    is counted with (Qwen3 0.6B, 1.7B and 4B). The input of a layer is fp32 in any case.
+    ``itemsize`` is the size in bytes of a number in matrix products. The estimate for bf16 is half
+    of that for fp32; on an H200, bf16 took 0.39 to 0.45 of the fp32 estimate (Qwen3 0.6B, 1.7B and
+    4B). A layer's input, which ``recompute`` stores, is always fp32.
     """
     return layers * (4 * width if recompute else itemsize * (10 * width + 4 * mlp))
 
@@ -106,12 +107,14 @@ def keep_malloc_memory() -> bool:
 
 
 def return_malloc_memory() -> bool:
-    """Configure glibc's malloc to return large freed blocks to the system. Returns False if that is
-    not possible, as on a system without glibc.
+    """Configure glibc's malloc to return large freed blocks to the system. Returns False if that
+    is not possible, as on a system without glibc.
 
-    A rank gathers and frees whole layers. By default glibc takes their blocks from the heap after
-    the first ones were freed, and what is between them keeps the heap from shrinking: a model of
-    264 MB on two ranks peaked at 2.6 times what it holds, and with this at 1.02 times."""
+    A rank repeatedly gathers and frees whole layers. By default glibc serves such blocks from the
+    heap once the first ones were freed, and smaller allocations between them keep the heap from
+    shrinking. A model of 264 MB on two ranks peaked at 2.6 times its share of memory, and at 1.02
+    times with this setting.
+    """
     return _configured(_BLOCK, _BLOCK, 0)
 
 
@@ -132,29 +135,32 @@ def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, from which Ramify decides whether it pays to compute a shared
-    prefix only once. CPU speeds were measured on one core. GPU speeds come from data sheets and
-    assume one kernel call per depth of the prefix tree."""
+    """Rough speeds of a device, used to decide whether computing a shared prefix only once pays
+    off. CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
+    attention launches one kernel for each level of the prefix tree.
+    """
 
     products: float
     """FLOP per second of matrix products."""
     attention: float
     """FLOP per second of attention."""
     call_s: float
-    """Fixed overhead of computing a shared prefix separately, in seconds per layer."""
+    """Fixed overhead of computing a shared prefix only once, in seconds per layer."""
     join_s: float
-    """Overhead of each token below a shared prefix, in seconds per layer and element of its
-    heads."""
+    """Overhead of each token after a shared prefix, in seconds per layer and per element of its
+    attention output (heads times head size).
+    """
 
 
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
 def packing_cost_model(model: nn.Module, config: Any, device: str) -> PackingCostModel:
-    """Estimate the compute costs of a model on a device, by which batches are balanced. The unit is
-    the forward and backward work of one token, 6 FLOP per weight of the layers. A pair of tokens in
-    attention costs 14 FLOP per layer and element of the heads: two products forward and five
-    backward."""
+    """Estimate a model's compute costs on a device, which are used to balance batches. The unit is
+    the forward and backward work of one token, 6 FLOP per weight of the layers. Attention between
+    two tokens costs 14 FLOP per layer and element of the heads: two products in the forward pass
+    and five in the backward pass.
+    """
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name

@@ -52,23 +52,29 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """``muon`` orthogonalizes the momentum of matrices (2502.16982); embeddings, the output matrix
     and norms use AdamW."""
     lr: float | None = None
-    """Peak learning rate, also for Muon's matrices: their update is scaled to the size of AdamW's.
-    None: by the policy (``policy_dependent_defaults.py``); outside of a run 1e-3."""
+    """Peak learning rate, also for Muon's matrices, whose updates are scaled to the size of
+    AdamW's. None: for a pretrained checkpoint the usual rate of the stage
+    (``policy_dependent_defaults.py``), otherwise 1e-3.
+    """
     betas: tuple[float, float] | None = None
-    """None: by the policy; outside of a run 0.9 and 0.98."""
+    """Decay rates of AdamW's two moments. None: 0.9 and 0.999 for a pretrained checkpoint,
+    otherwise 0.9 and 0.98.
+    """
     eps: float = 1e-8
-    """Term of Adam's denominator that keeps it from zero."""
+    """Constant added to the denominator of Adam's update, so that it is never 0."""
     weight_decay: float = 0.0
     """Weight decay of matrices; norms, biases and embeddings do not decay."""
     momentum: float = 0.95
     """Momentum of Muon."""
     max_grad_norm: float | None = 1.0
-    """Clip the gradient to this global norm; None: never."""
+    """Global norm to which gradients are clipped; None: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after the warm-up."""
     warmup_steps: int | None = None
-    """Optimizer steps of linear warm-up to ``lr``, several in a step with minibatches; the first
-    one uses ``lr / warmup_steps``. None: by the policy; outside of a run 0."""
+    """Optimizer steps over which the learning rate rises linearly from ``lr / warmup_steps`` to
+    ``lr``; a training step with minibatches counts several. None: for a pretrained checkpoint a
+    tenth of the stage's steps, at most 10; otherwise 0.
+    """
     num_steps: int | None = None
     """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
@@ -129,24 +135,28 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Number of ranks that split every layer and compute the same batches together (tensor
     parallelism; ``tp_size`` in transformers). Divides ``ranks / replicas``."""
     experts: int = 1
-    """Number of ranks over which the experts of a mixture are distributed (expert parallelism;
-    ``ep_size`` in transformers). A multiple of ``tensor`` that divides ``ranks / replicas``."""
+    """Number of ranks over which the experts of a mixture-of-experts model are distributed (expert
+    parallelism; ``ep_size`` in transformers). A multiple of ``tensor`` that divides ``ranks /
+    replicas``.
+    """
     tensor_plan: dict[str, str] = {}
     """Rules for ``tensor``, name pattern -> style of transformers, on top of the class's own plan.
     Example: ``{"model.layers.*.mlp.up_proj": "colwise"}``."""
     expert_plan: dict[str, str] = {}
-    """Rules for ``experts``, likewise."""
+    """Rules for ``experts``, in the format of ``tensor_plan``: name pattern -> style of
+    transformers.
+    """
     gather: Literal["layer", "step"] = "layer"
     """layer: gather a layer's weights for its forward and its backward pass, and reduce gradients
     after each batch. step: gather once per optimizer step, which communicates less but holds all
     weights and a full gradient."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the gradient reduction over ranks, if matrix products are bf16."""
+    """Precision in which gradients are summed over ranks when matrix products are in bf16."""
     offload: bool = False
     """Keep weights, gradients and optimizer states in main memory while the GPU does not need
     them."""
     compile: bool = False
-    """The earlier name of ``compute.compile``."""
+    """Deprecated alias of ``compute.compile``."""
     save_async: bool = True
     """Write checkpoints in the background, from a copy, while training continues."""
     timeout_s: float = 600.0
@@ -193,15 +203,17 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Activation checkpointing: keep only each layer's input, and recompute the layer in the
     backward pass."""
     compile: bool = False
-    """Compile each layer except its attention (``torch.compile``), in most of a minute at the
-    start; for Llama, Mistral, Qwen2 and Qwen3 on a GPU."""
+    """Compile each layer except its attention (``torch.compile``), which takes up to a minute at
+    startup. Supports Llama, Mistral, Qwen2 and Qwen3 on a GPU.
+    """
     max_logits: int | None = None
     """Number of logits held at once; None: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
-    """Compute prefixes that sequences share only once."""
+    """Compute each prefix that several sequences share only once."""
     deterministic: bool = False
-    """Compute in fixed shapes (``models/batch_invariant_forward.py``). Set ``deterministic`` of the
-    run instead: it includes the engine."""
+    """Compute in fixed shapes (``models/batch_invariant_forward.py``). Prefer the run's option
+    ``deterministic``, which also covers the inference engine.
+    """
 
     def __post_init__(self) -> None:
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
@@ -217,8 +229,9 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ReferenceModel(Protocol):
-    """A model that computes log-probabilities but is not trained, such as the reference policy of a
-    KL penalty. It implements only a few of the methods of a ``Backend``."""
+    """A model that computes log-probabilities but is not trained, such as the reference policy of
+    a KL penalty. It needs only these few methods of a ``Backend``.
+    """
 
     @property
     def packing(self) -> PackingSpec:
@@ -240,7 +253,7 @@ class TrainedModel(Protocol):
     """
 
     is_here: bool
-    """True if the trained weights belong to the policy object in this process."""
+    """True if training updates the weights of this process's policy object in place."""
 
     def backend(self, optim: OptimizerSpec) -> Backend:
         """Return a backend for the next training stage, with a fresh optimizer."""
@@ -265,9 +278,10 @@ class TrainedModel(Protocol):
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe each weight without computing or gathering it. Yields its name, a tensor of its
-        shape, and a function that computes the weight. The function is None if the tensor is
-        already the weight."""
+        """Describe every weight without computing or gathering it. Yields its name, a tensor of
+        its shape, and a function that returns the weight with its adapters merged. The function is
+        None if the tensor already is the weight.
+        """
         ...
 
     def release_memory(self) -> None:
@@ -298,8 +312,8 @@ class Backend(Protocol):
         """Add the gradient of ``loss`` over ``batches`` to the accumulated gradient. Returns the
         loss and its metrics.
 
-        Raises TrainError if the loss is not finite. The error names the sequence, and the file to
-        which the batch was written.
+        Raises TrainError if the loss is not finite. The batch is then written to a file, and the
+        error names that file and the affected sequence.
         """
         ...
 
@@ -327,9 +341,10 @@ class Backend(Protocol):
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the critic's estimates of the return. Each batch gives one array of shape [E],
-        where E is its number of tokens that carry loss. Each estimate is made before its token is
-        sampled. Raises ConfigError if the backend has no critic."""
+        """Return the critic's estimates of the return, one array of shape [E] per batch. E is the
+        batch's number of tokens that carry loss. Each estimate is for the state just before its
+        token. Raises ConfigError if the backend has no critic.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,11 @@
-"""The ``fsdp`` backend, which shards one model over several processes. This file has the part that
-runs on rank 0, with the training loop.
+"""The ``fsdp`` backend, which shards one model over several processes. This file is the side of
+rank 0, the process that runs the training loop.
 
     FsdpRanks ── spread ──> FsdpModel ── backend ──> FsdpBackend (``fsdp_model.py``)
 
-Losses are divided by the counts of the whole step, and gradients are sums over ranks, so both equal
-those of the ``single`` backend. A model and its training are in ``fsdp_model.py``, sharding is in
-``sharding.py``, what a rank does is in ``rank.py``, and failures of ranks are handled by
+Losses are divided by the counts of the whole step, and gradients are sums over ranks, so both
+equal those of the ``single`` backend. A model and its training are in ``fsdp_model.py``, sharding
+is in ``sharding.py``, what a rank does is in ``rank.py``, and failures of ranks are handled by
 ``rank_group.py``.
 """
 
@@ -51,10 +51,11 @@ class FsdpRanks:
         dumps: Path | None = None,
         hosts: Launcher | None = None,
     ) -> None:
-        """Start the ranks on ``hosts``, or on this machine, or join those that torchrun started.
+        """Start the ranks on ``hosts`` or on this machine, or join those that torchrun started.
         The folder ``dumps`` receives batches with a non-finite loss and the stack traces of stuck
-        ranks. Raises ConfigError if ``compute.shard`` does not fit this machine. Nothing has been
-        started then."""
+        ranks. Raises ConfigError, before it starts anything, if ``compute.shard`` does not fit
+        this machine.
+        """
         self.compute = compute
         self.device = device
         self.dumps = dumps or Path()
@@ -119,9 +120,10 @@ class FsdpTrainedModel:
         hosts: Launcher | None = None,
         device: str | None = None,
     ) -> None:
-        """Start the ranks, and shard a model like that of ``policy`` over them. The weights of
-        ``policy`` may change later. ``critic`` adds a value head, for ``with_critic``. ``device``
-        is the kind of the ranks' devices; None takes the policy's."""
+        """Start the ranks, and shard a copy of ``policy``'s model over them. ``policy`` may get
+        other weights afterwards. ``critic`` adds a value head, for ``with_critic``. ``device`` is
+        the kind of device the ranks use; None takes the policy's.
+        """
         device = device or policy.device.type
         compute = resolve_precision(compute, policy.dtype, device)
         self._ranks = FsdpRanks(compute, device, dumps=dumps, hosts=hosts)
@@ -137,8 +139,9 @@ class FsdpTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
-        """Raise ConfigError if the ranks cannot be started. ``elsewhere`` is True if some ranks run
-        on other machines."""
+        """Raise ConfigError if the ranks cannot be started. Pass ``elsewhere=True`` if some ranks
+        run on other machines.
+        """
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
     @staticmethod

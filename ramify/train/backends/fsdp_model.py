@@ -46,15 +46,18 @@ from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
 _AT_ONCE = 16 << 20
-"""Bytes of tensors that are gathered or sent together. A larger tensor is handled alone."""
+"""Maximum total size, in bytes, of tensors that are gathered or sent together. A larger tensor is
+handled alone.
+"""
 Source = Union[Path, Mapping[str, Tensor], "FsdpModel"]
 """Source of a model's weights: a folder that all ranks can read, tensors of this process, or
 another model over the same mesh."""
 
 
 def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
-    """Raise ConfigError if the optimizer cannot update a model that is sharded as ``shard`` says.
-    Muon does not work with tensor parallelism."""
+    """Raise ConfigError if the optimizer cannot update a model sharded according to ``shard``.
+    Muon does not work with tensor parallelism.
+    """
     if optim.kind == "muon" and shard.tensor > 1:
         raise ConfigError(
             f"optim.kind=muon needs the whole columns of a matrix on a rank, but "
