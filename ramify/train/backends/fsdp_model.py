@@ -219,8 +219,9 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """A reference model with the initial weights of a sharded model. It uses the trained model and
-    leaves its adapters out."""
+    """A reference model with the initial weights of a sharded model: the trained model with its
+    adapters disabled.
+    """
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
@@ -330,9 +331,10 @@ class FsdpModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe each weight without gathering it from the ranks. Yields its name, a tensor of
-        its shape, and a function that gathers the weight. The function is None for a frozen weight
-        that this process holds, because the tensor is then the weight itself."""
+        """Describe every weight without gathering it from the ranks. Yields its name, a tensor of
+        its shape, and a function that gathers the weight. For a frozen weight that this process
+        holds, the tensor is the weight itself and the function is None.
+        """
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
             blank = torch.empty(shape, device="meta")

@@ -73,16 +73,18 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 
 def follow_if_told() -> None:
-    """Serve rank 0 if torchrun started this process as another rank. The process then executes rank
-    0's commands until the run ends, and exits. Otherwise do nothing."""
+    """Execute rank 0's commands until the run ends, then exit, if torchrun started this process as
+    another rank. Otherwise do nothing.
+    """
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
 
 
 def is_restarted() -> bool:
-    """Return True if this process is rank 0 and torchrun has restarted it. The earlier attempt must
-    have passed its checks and begun."""
+    """Return True if this process is rank 0 and torchrun has restarted it after an attempt that
+    passed its checks and began.
+    """
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
@@ -156,7 +158,9 @@ class JoinedRanks(NamedTuple):
     rank: Any
     """The ``RankModels`` of this process, rank 0."""
     close: Callable[[], None]
-    """Free the rendezvous resources through which the ranks have met."""
+    """Free the resources of the ranks' rendezvous: the key-value store and, with torchrun, the
+    published address.
+    """
 
 
 @contextlib.contextmanager
@@ -344,9 +348,11 @@ class _RankChannel(NamedTuple):
 def _accept_ranks(
     listener: ConnectBackListener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
-    """Accept connections until every other rank has joined. Returns the channels, keyed by rank and
-    kind of channel. ``look`` is called with each missing rank and raises if that rank has exited.
-    Raises TrainError if a rank does not join in time."""
+    """Accept connections until every other rank has joined. Returns the channels, keyed by rank
+    and kind of channel. While it waits, it calls ``look`` with each rank that is still missing,
+    and ``look`` raises an exception if that rank has exited. Raises TrainError if a rank does not
+    join in time.
+    """
     joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
     until = time.monotonic() + _START_S

@@ -31,7 +31,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _EXPERT_WIDTH = "moe_intermediate_size"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names under which model configurations store the number of experts."""
+"""Configuration keys under which different model families store their number of experts."""
 
 
 class MeshSizes(NamedTuple):
@@ -67,7 +67,7 @@ class MeshSizes(NamedTuple):
 
     @property
     def expert_shard(self) -> int:
-        """Number of ranks that shard the weights of the same experts."""
+        """Number of ranks over which the weights of one set of experts are sharded."""
         return self.shard * self.tensor // self.experts
 
     @property

@@ -1,14 +1,15 @@
 """The code of one rank, a process of a distributed training run. The rank holds its shard of each
-model and executes operations that all ranks run together.
+model and executes operations that all ranks run together. The verbs are called in this order:
 
-    make ── (put …) ── stage ──┬── add, optim_step     each call runs on every rank at the same
-                               ├── logprobs            time, with the rank's own batches
+    make ── (put …) ── stage ──┬── add, optim_step
+                               ├── logprobs
                                ├── gather, put
                                └── save, load
 
-Rank 0 is called by its own process, the others over a connection (``rank_group.py``). A verb either
-succeeds on every rank, or raises one of our errors on every rank, after which the next verb may
-follow. Any other exception ends all ranks.
+Each verb runs on every rank at the same time, with the rank's own batches. Rank 0 is called by its
+own process, the others over a connection (``rank_group.py``). A verb either succeeds on every
+rank, or raises one of our errors on every rank, after which the next verb may follow. Any other
+exception ends all ranks.
 
 Every rank runs as many batches as the rank with the most. A rank without batches left computes
 ``idle`` ones (a token without weight), so that it takes part in collective operations.
@@ -46,8 +47,9 @@ from ramify.types.sequence import Batch, Floats
 
 
 class ModelConfigText(msgspec.Struct, frozen=True):
-    """A Hugging Face model configuration as text, in which form it is sent to other ranks. They
-    parse the text as transformers parses ``config.json``."""
+    """A Hugging Face model configuration as JSON text, which can be sent to other ranks. They
+    parse the text as transformers parses ``config.json``.
+    """
 
     text: str
     """JSON, as in ``config.json``."""
@@ -91,7 +93,7 @@ class RankModelSpec(NamedTuple):
     dumps: str
     """Folder that receives batches with a non-finite loss."""
     critic: bool = False
-    """True to add a value head, initialized to 0."""
+    """Whether to add a value head, initialized to 0."""
 
 
 class _Model:
@@ -264,9 +266,10 @@ class RankModels:
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
     ) -> SerializableLossTally:
         """Add the gradient of this rank's batches to the accumulated gradient. None in the list
-        marks a batch that only other ranks have. The rank then computes the batch ``idle`` instead,
-        because all ranks must run the same operations. ``formula`` is the loss in the form of
-        ``LossSpec.stored``."""
+        marks a batch that only other ranks have. The rank then computes the batch ``idle``
+        instead, because all ranks must run the same operations. ``formula`` is the loss as plain
+        data, made by ``LossSpec.stored``.
+        """
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
         made.backend.prepare_expert_loads(
             [idle if batch is None else batch for batch in batches], loss
@@ -291,9 +294,11 @@ class RankModels:
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
-        """Return the log-probabilities [E] of the E tokens with loss of each batch. Where the list
-        has None, the rank computes the batch ``idle`` to stay in step with the others, and returns
-        nothing for it. ``base`` leaves the model's adapters out."""
+        """Return the log-probabilities of the tokens that carry loss, one array of shape [E] for
+        each batch with E such tokens. Where the list has None, the rank computes the batch
+        ``idle`` to stay in step with the others, and returns nothing for it. ``base`` disables the
+        model's adapters.
+        """
         made = self._models[key]
         with sharded_lora.without(made.model) if base else nullcontext():
             found = [
@@ -383,8 +388,9 @@ def idle(batch: Batch) -> Batch:
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Distribute batches over ranks, and return the indices of the batches of each rank. The
-    longest batches go first, each to the rank with the fewest tokens so far."""
+    """Distribute batches over ranks, and return the indices of each rank's batches. Batches are
+    assigned greedily, the longest first, each to the rank with the fewest tokens so far.
+    """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):

@@ -33,7 +33,7 @@ class ExportManifest(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
     """Map the name of each tensor to its shape, in the order in which the values will arrive."""
     dtype: torch.dtype | None = None
-    """None: fp32."""
+    """Precision of the exported weights; None: fp32."""
 
 
 def export(
@@ -81,10 +81,11 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint of a model in the layout of the model's published checkpoints. ``tensors``
-    yields the weights under their names in memory, which are converted to the published names.
-    ``shapes`` has the shape of each tensor, in the same order. ``model`` may be on the meta
-    device."""
+    """Write a checkpoint with the tensor names and the layout of the model's published
+    checkpoints. ``tensors`` yields the weights under the names that the loaded model uses, and
+    they are renamed here. ``shapes`` has the shape of each tensor, in the same order. ``model``
+    may be on the meta device.
+    """
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:

@@ -47,8 +47,7 @@ class ShardedState(NamedTuple):
     """Map the name of each trained parameter to this rank's shard of it."""
     optimizers: CombinedOptimizer
     packed: Mapping[str, int]
-    """Map the name of each parameter that holds two joined matrices to the dimension along which
-    they are joined."""
+    """Map each parameter that joins two matrices to the dimension along which they are joined."""
 
 
 class CheckpointWrite:
@@ -132,8 +131,9 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a checkpoint, by name. Numbers have an empty shape. Raises
-    ConfigError if the folder holds no checkpoint."""
+    """Return the shape of each tensor in a checkpoint, by name. Scalars have an empty shape.
+    Raises ConfigError if the folder holds no checkpoint.
+    """
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
@@ -203,9 +203,10 @@ def _state(
 
 
 def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
-    """Return the tensors that a checkpoint stores for one parameter, by name. This is the parameter
-    itself, or its two matrices if it packs two side by side. The tensors are views of the
-    parameter's memory."""
+    """Return the tensors that a checkpoint stores for one parameter, by name. This is the
+    parameter itself, or its two matrices if it joins two along the dimension ``packed``. The
+    tensors are views of the parameter's memory.
+    """
     if packed is None:
         return {name: tensor}
     if not isinstance(tensor, DTensor):

@@ -44,8 +44,9 @@ def need_peft() -> None:
 
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
-    """Return the names of the linear modules that get an adapter, in the model's order. Raises
-    ConfigError if no module matches."""
+    """Return the names of the linear modules that ``lora.targets`` selects for an adapter, in the
+    model's order. Raises ConfigError if no module matches.
+    """
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }

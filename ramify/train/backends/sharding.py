@@ -97,7 +97,8 @@ class FsdpWeightSharding:
         whenever a layer is entered, which shows other ranks that this rank makes progress."""
         self.device = device
         self.packed = plan.packed
-        """As in ``TensorParallelPlan``."""
+        """Map each parameter that joins two matrices to the dimension along which they are joined.
+        """
         self._shard = shard = compute.shard
         self._copies = mesh.sizes.tensor  # ranks that compute the same batch
         tied = dict(model.named_parameters(remove_duplicate=False))
@@ -169,8 +170,9 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def expect(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the final one of a series. With the option
-        ``gather="step"``, gradients are summed over ranks only after the final pass."""
+        """Announce whether the next backward pass is the last one before the optimizer step. With
+        the option ``gather="step"``, gradients are summed over ranks only after the last pass.
+        """
         if self._shard.gather == "step":
             for each in self._sharded:
                 each.set_requires_gradient_sync(is_last, recurse=False)
@@ -224,9 +226,10 @@ class FsdpWeightSharding:
 
 
 class _Root(nn.Module):
-    """A wrapper module whose forward pass calls a given function with the model. One forward pass
-    of FSDP2 then covers everything that the function does, including its use of the output matrix.
-    Parameters keep their names."""
+    """A wrapper module whose forward pass calls a given function with the model. FSDP2 then treats
+    everything that the function does as one forward pass, including its use of the output matrix.
+    Parameters keep their names.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -259,7 +262,8 @@ def _names(model: nn.Module) -> set[str]:
 
 def part_of(parameter: Tensor, whole: Any) -> Tensor:
     """Return this rank's shard of a full tensor in memory or in a safetensors file. ``parameter``
-    is the sharded parameter that it belongs to."""
+    is the sharded parameter that the shard is for.
+    """
     if not isinstance(parameter, DTensor):
         return cast(Tensor, whole[...])
     if parameter.device_mesh.ndim > 1 and any(
@@ -283,7 +287,8 @@ def _rows(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Group the tensors by the number of ranks that hold the same shard."""
+    """Group the local shards of tensors by the number of ranks that hold a copy of the same shard.
+    """
     found: dict[int, list[Tensor]] = {}
     for each in tensors:
         parts = 1
@@ -297,8 +302,9 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Tie parameters again that were tied before layers were split over ranks. Splitting replaces
-    the parameter under only one of its names."""
+    """Restore the ties between parameters that were tied before layers were split over ranks.
+    Splitting replaces the parameter under only one of its names.
+    """
     after = dict(model.named_parameters(remove_duplicate=False))
     first: dict[nn.Parameter, str] = {}
     for name, parameter in before.items():

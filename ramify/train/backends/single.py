@@ -83,10 +83,12 @@ class SingleBackend:
     ) -> None:
         """Prepare ``policy`` for training. Its weights are converted to fp32 and trained in place.
 
-        ``dumps``: folder for batches with a non-finite loss, by default the working directory.
-        ``critic``: add a value head on the trunk, initialized to 0. ``spread``: how the weights are
-        sharded over ranks, of which this is one; None if they are all here. With sharding, the
-        value head is part of the model (``VALUE_HEAD``)."""
+        ``dumps`` is the folder for batches with a non-finite loss, by default the working
+        directory. ``critic`` adds a value head on the trunk, initialized to 0. If this process is
+        one of several ranks, ``spread`` describes how the weights are sharded over them; None if
+        this process holds all weights. With sharding, the value head is part of the model
+        (``VALUE_HEAD``).
+        """
         self._config = policy.config
         self._optim = optim or OptimizerSpec()
         self._spread = spread or SingleProcessWeightSharding(policy.device)
@@ -224,10 +226,12 @@ class SingleBackend:
         return found
 
     def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return log-probabilities for each batch, as arrays by name. ``logprobs`` [E] is for the E
-        tokens with loss. ``top_ids`` and ``top`` [E, top] are the likeliest tokens at each position
-        and their log-probabilities, if ``top`` is above 0. ``candidates`` [E, k] is for the tokens
-        in the stream ``teacher_ids``, if the batch has one."""
+        """Return named arrays of log-probabilities for each batch. ``logprobs`` [E] has those of
+        the E tokens that carry loss. If ``top`` is above 0, ``top_ids`` and ``top`` [E, top] hold
+        the likeliest tokens at each position and their log-probabilities. If the batch has a
+        stream ``teacher_ids``, ``candidates`` [E, k] has the log-probabilities of the k tokens
+        that it lists at each position.
+        """
         results = []
         with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
@@ -365,9 +369,10 @@ class SingleBackend:
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Return log-probabilities for each token with loss, at its sampling temperature: of the
-        token itself, of the ``num`` likeliest tokens at its position, and of its candidate tokens
-        if the batch has any."""
+        """Return log-probabilities at each token with loss, at its sampling temperature. They are
+        those of the token itself, of the ``num`` likeliest tokens at its position, and of its
+        candidate tokens if the batch has any.
+        """
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
             self._tensor(batch.targets)[:, None],
@@ -412,8 +417,9 @@ class SingleBackend:
     def _fail(
         self, batch: Batch, entries: BatchLossInputs, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
-        """Raise TrainError for a batch with a non-finite loss. The batch is first written to a
-        file, and the error names the first sequence concerned."""
+        """Write a batch with a non-finite loss to a file, and raise TrainError, which names the
+        first affected sequence.
+        """
         self.trained_modules.zero_grad(set_to_none=True)
         if is_finite:
             raise PeerRankFailedError(

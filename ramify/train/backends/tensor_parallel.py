@@ -27,8 +27,9 @@ from ramify.train.backends.sharded_lora import AdapterSpec, chosen
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _ADAPTED = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
-"""Map each way of splitting a linear layer to the adapter matrix that is split in the same way. The
-other adapter matrix is whole on every rank and needs its whole gradient."""
+"""Map each style of splitting a linear layer to the adapter matrix that is split with the layer.
+The other adapter matrix is whole on every rank and needs its whole gradient.
+"""
 
 
 class TensorParallelPlan(NamedTuple):
@@ -38,8 +39,9 @@ class TensorParallelPlan(NamedTuple):
     tensor: dict[str, str]
     experts: dict[str, str]
     packed: dict[str, int]
-    """Map each parameter that holds two matrices side by side to the dimension along which they are
-    joined. The same on every mesh."""
+    """Map each parameter that joins two matrices to the dimension along which they are joined. It
+    does not depend on the mesh.
+    """
 
     @classmethod
     def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
@@ -120,8 +122,9 @@ class RankMesh:
     axes."""
 
     def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
-        """Create the process groups of the mesh together with ``members``, on devices of the kind
-        ``device``."""
+        """Create the process groups of the mesh for devices of the kind ``device``. All ranks must
+        do so at the same time, through ``members``.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         def mesh(shape: tuple[int, ...], *names: str) -> Any:
@@ -147,8 +150,9 @@ class RankMesh:
         return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
 
     def split(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Split the layers of a model on the meta device as ``plan`` says. Afterwards the model's
-        parameters are only this rank's shards."""
+        """Split the layers of a model on the meta device according to ``plan``. Afterwards the
+        model's parameters are only this rank's shards.
+        """
         if plan.tensor:
             from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -188,8 +192,10 @@ def _packed(model: Any) -> dict[str, int]:
 
 
 def _own_output(module: nn.Module) -> None:
-    """Make a module return a copy of its output instead of a view of a gathered tensor. If a caller
-    added to such a view in place, FSDP2 would not notice the backward pass of the module."""
+    """Make a module return a copy of its output instead of a view of a gathered tensor. FSDP2
+    notices a module's backward pass by a hook on its output, and misses it if a caller added to
+    such a view in place.
+    """
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
 
@@ -199,8 +205,10 @@ def _sum_gradients(module: nn.Module, group: Any) -> None:
     holds the whole parameters, but computes only the part of the gradient that comes from its own
     heads.
 
-    The style of transformers sums what is accumulated, so it counts earlier batches twice if
-    weights stay gathered over a step. Here each batch's gradient is summed once."""
+    Each batch's gradient is summed here once. The style of transformers instead sums the
+    accumulated gradient, so with weights that stay gathered over a step it would count earlier
+    batches twice.
+    """
     forward, hooked = module.forward, dict[str, Tensor]()
 
     def total(gradient: Tensor) -> Tensor:

@@ -113,8 +113,10 @@ class TorchrunMeeting:
         return ConnectBackTicket(address, self._key, "") if address else None
 
     def has_earlier_attempt(self) -> bool:
-        """Return True if rank 0 of an earlier attempt passed its checks and waited for the other
-        ranks. torchrun's restart count does not show this, because it differs between machines."""
+        """Return True if rank 0 of an earlier attempt passed its checks and began to wait for the
+        other ranks. torchrun's restart count does not show this, because it differs between
+        machines.
+        """
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:
             return is_restarted and self._file.exists()
@@ -165,8 +167,9 @@ class TorchrunMeeting:
 
 
 def _is_agents() -> bool:
-    """Return True if torchrun's agent owns the store at MASTER_ADDR. Such a store lives as long as
-    the agent does."""
+    """Return True if the store at MASTER_ADDR belongs to torchrun's agent, and so outlives this
+    process.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -115,9 +115,13 @@ _FOLDER = "critic"
 class PolicyWithSeparateCritic:
     """A training backend for a policy and a critic that are separate models.
 
-    forward_backward   policy: the loss; critic: ``loss.value`` only, over the same batches
-    values             the critic's
-    all others         the policy's"""
+        forward_backward     the policy is trained on the loss, and the critic on ``loss.value`` alone,
+                             with the same batches
+        values               asks the critic
+        logprobs, weights    ask the policy
+
+    Steps and checkpoints cover both models.
+    """
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
         """Combine the backends of a policy and a critic. Only the critic's backend has a value

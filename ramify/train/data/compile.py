@@ -74,8 +74,9 @@ def _of_rollout(
 
 
 def _check_lengths(rollout: RolloutAdvantages) -> None:
-    """Raise ValueError if a turn has per-token numbers of another length than its sampled tokens.
-    The error shows both lengths."""
+    """Raise ValueError if the number of a turn's per-token values differs from its number of
+    sampled tokens. The error shows both lengths.
+    """
     turns = {
         (call.id, index): turn
         for call in rollout.trajectory.calls
@@ -146,9 +147,9 @@ def _sequence(
 def _column(
     length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]], name: str
 ) -> Floats | None:
-    """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens. The numbers
-    come from the turns; tokens outside these turns have 0. Returns None if no turn has such
-    numbers."""
+    """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens. It has the
+    turns' numbers at their tokens and 0 elsewhere. Returns None if no turn has such numbers.
+    """
     column = None
     for span, credit in credits:
         values = getattr(credit, name)
@@ -164,10 +165,11 @@ def _observed(
     credits: list[tuple[ReplyTokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
-    """Add cross-entropy weights for observed tokens to ``column``, the weights so far [T]. A turn
-    with such a weight covers the tokens between the previously sampled tokens and the turn. The
-    first token of a path gets none, since nothing predicts it. Returns None if no token has a
-    weight."""
+    """Add the cross-entropy weights of observed tokens, such as prompts and tool output, to the
+    weights [T] in ``column``. A turn with such a weight (``credit.given``) applies it to the
+    tokens between the previously sampled token and its own first token. The first token of a path
+    gets none, since nothing predicts it. Returns None if no token has a weight.
+    """
     for span, credit in credits:
         if not credit.given:
             continue

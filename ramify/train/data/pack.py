@@ -40,21 +40,23 @@ from ramify.train.data.prefix_forest import (
 from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, sequence_group_key
 
 Unit = str | int
-"""Key of sequences that must stay together in one batch."""
+"""Key that sequences share if they must stay together in one batch."""
 
 
 class PackingCostModel(msgspec.Struct, frozen=True):
-    """Estimated compute costs by which batches are balanced. The unit is the work for one token
-    outside attention."""
+    """Estimated compute costs, used to balance batches. The unit is the work for one token without
+    attention.
+    """
 
     pair: float = 2e-3
     """Cost of one token attending to one other token, summed over all layers, forward and
     backward."""
     share: float = 25.0
-    """Cost of computing one shared prefix separately."""
+    """Fixed cost of sharing one prefix, because it is computed separately from what follows it."""
     join: float = 0.08
-    """Cost of each token below a shared prefix, for combining its attention to the prefix with the
-    rest."""
+    """Additional cost of each token after a shared prefix: its attention to the prefix is computed
+    apart from the rest and merged.
+    """
 
     def cost(self, begin: int, end: int) -> float:
         """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
@@ -73,8 +75,10 @@ class PackingSpec(msgspec.Struct, frozen=True):
     """True to compute shared prefixes once. False makes every path a separate row."""
     cost: PackingCostModel = PackingCostModel()
     fill_tokens: int | None = None
-    """Number of tokens up to which small prefix trees share a batch; a larger tree gets its own
-    batch, uncut. CPUs are fastest with a few thousand tokens at once. None: ``max_tokens``."""
+    """Small prefix trees are packed into one batch up to this number of tokens; a larger tree gets
+    its own batch, uncut. CPUs are fastest with a few thousand tokens at once. None:
+    ``max_tokens``.
+    """
     multiple: int = 1
     """Make the number of batches a multiple of this number if there are enough trees. It is the
     number of ranks that compute at the same time."""
@@ -89,7 +93,7 @@ def pack(
 ) -> list[Batch]:
     """Pack the token sequences of one optimizer step into batches of about equal cost. Sequences
     without any loss weight are dropped. ``whole`` keeps all sequences of a call, or of a rollout,
-    in one batch, as losses over sequences need (``LossSpec.sequence``).
+    in one batch, which sequence-level losses require (``LossSpec.sequence``).
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
@@ -138,9 +142,10 @@ def copy_to_sequences(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return a mask of the entries of ``batch`` that have policy-gradient or distillation weight,
-    as an array of shape [E]. The log-probabilities of such entries are computed under the sampling
-    distribution."""
+    """Return a mask [E] of the entries of ``batch`` that have policy-gradient or distillation
+    weight. Only for such entries do log-probabilities follow the sampling temperature and
+    truncation.
+    """
     is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
         is_drawn |= batch.streams[name] != 0
@@ -148,8 +153,9 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
 
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
-    """Return statistics of packing: the number of batches, of tokens to compute and of tokens in
-    the sequences. The ratio of the two token counts shows how much prefix sharing saves."""
+    """Return packing statistics: the number of batches, of tokens to compute, and of tokens in the
+    sequences. The ratio of the two token counts shows how much prefix sharing saves.
+    """
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
     whole = sum(len(sequences[index]) for index in present)
@@ -168,15 +174,18 @@ class _Tree(NamedTuple):
     """One tree of the prefix forest, not yet cut to the size of a batch."""
 
     stretches: list[ForestNode]
-    """The stretches of tokens in preorder. Each names a sequence by its index among those that
-    carry loss."""
+    """The tree's nodes, each a stretch of tokens, in preorder. A node's ``sequence`` is an index
+    into the list of sequences that carry loss.
+    """
     leaves: list[tuple[int, int]]
     """Pairs of a sequence and the stretch in which it ends, in preorder."""
 
 
 def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
-    """Return the trees of the prefix forest with only those shared prefixes that save computation.
-    If sharing a node does not pay, its tokens are repeated in each of its children."""
+    """Return the trees of the prefix forest, in which only those prefixes are shared for which
+    sharing saves computation. If sharing a node does not pay, its tokens are repeated in each of
+    its children.
+    """
     nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
     keeps = [True] * len(nodes)
@@ -204,9 +213,11 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
 def _split_trees(
     radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """Split the forest where nodes are not shared. Each kept node without a kept ancestor becomes
-    the root of one tree. The tokens of a node that is not kept are repeated in the nodes below it.
-    A sequence that ends in such a node ends in its first copy."""
+    """Split the forest where nodes are not shared. Nodes that stay shared are marked in ``keeps``,
+    and each one without such an ancestor becomes the root of a tree. The tokens of any other node
+    are repeated in the nodes below it. A sequence that ends in such a node is assigned to its
+    first copy.
+    """
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
     """Map each node to its tree and to its stretch in that tree."""
@@ -232,8 +243,9 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
-    """Return the first kept node for each node: the node itself if it is kept, and otherwise the
-    first kept node below it. A node without children is always kept."""
+    """For each node, return the first node at or below it that is marked in ``keeps``, i.e. that
+    stays a node of its own. A node without children is always marked.
+    """
     first = list(range(len(radix_forest.nodes)))
     for index in range(len(radix_forest.nodes) - 1, -1, -1):
         parent = radix_forest.nodes[index].parent
@@ -287,8 +299,9 @@ def _cut(
 
 
 def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> tuple[set[int], int]:
-    """Return the nodes on the paths from ``leaves`` to the root that ``present`` does not contain,
-    and their total number of tokens."""
+    """Return the nodes on the paths from ``leaves`` to the root that the current piece
+    (``present``) does not contain yet, and their total number of tokens.
+    """
     missing: set[int] = set()
     for _, stretch in leaves:
         while stretch >= 0 and stretch not in present and stretch not in missing:

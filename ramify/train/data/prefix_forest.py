@@ -47,7 +47,9 @@ class ForestNode(NamedTuple):
     sequence: int
     """Index of one sequence that passes through the node."""
     last: int = -1
-    """In a stretch of a batch, the index of the forest's node at the end of the stretch."""
+    """For a node of a batch, which may join several nodes of the forest: the index of the last of
+    them.
+    """
 
 
 class Forest(NamedTuple):
@@ -111,8 +113,9 @@ class NodeComputeCounts:
 
 
 class _GrowingForest:
-    """A set of prefix trees under construction. It keeps the nodes so far, and the path of the
-    sequence that was added last."""
+    """A set of prefix trees under construction. It holds the nodes added so far, and the path of
+    the sequence that was added last.
+    """
 
     def __init__(self) -> None:
         self.begin: list[int] = []
@@ -135,9 +138,10 @@ class _GrowingForest:
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """Return the finished nodes in preorder, with children ordered by token ids, and the new
-        index of each node in ``ends``. In the internal lists, the head of a split node comes after
-        the node."""
+        """Return the finished nodes in preorder, with children ordered by token ids. Also returns
+        ``ends`` with each node replaced by its new index. The internal lists are not in preorder,
+        since splitting a node appends its head at the end.
+        """
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
@@ -168,8 +172,9 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """Split a node at a position. The existing node keeps the tokens from ``at`` on, so that
-        indices of its children and of sequences that end in it stay valid."""
+        """Split a node at position ``at``. The existing node keeps the tail, so that indices of
+        its children and of sequences that end in it stay valid.
+        """
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)
@@ -264,8 +269,9 @@ class BatchBuilder:
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
         """Add one entry for each token of a sequence that carries loss. ``places`` maps positions
-        in the sequence to positions in the batch: for each stretch, where it begins, and the offset
-        to add."""
+        in the sequence to positions in the batch. It has two arrays with one element per stretch:
+        the position where the stretch begins, and the offset to add to positions in it.
+        """
         sequence = self._sequences[index]
         tokens = loss_token_indices(sequence)
         plain = np.zeros(len(tokens), np.bool_)
@@ -323,9 +329,10 @@ class _Columns:
     def add_kept(
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """Add the ids that top-p or top-k sampling could have chosen at each of ``tokens``. The
-        list is empty for imitated tokens, which ``plain`` marks. It is empty for all tokens if
-        sampling was not truncated."""
+        """For each of ``tokens``, add the ids that top-p or top-k sampling could have chosen
+        there. The list is empty for tokens that ``plain`` marks, which carry cross-entropy. It is
+        empty for all tokens if sampling was not truncated.
+        """
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
             return
@@ -346,9 +353,11 @@ class _Columns:
 
 
 def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
-    """Map positions on the path to ``leaf`` to positions in the batch. Returns two arrays with one
-    element per node on the path: where the node begins on the path, and the offset to add.
-    ``segments`` holds the batch segment of each node of the piece."""
+    """Map positions in a sequence to positions in the batch, given the last node of its path
+    (``leaf``). Returns two arrays with one element per node on the path: the position where the
+    node begins, and the offset to add to positions in it. ``segments`` holds the batch segment of
+    each node of ``piece``.
+    """
     begins, shifts = [], []
     while leaf >= 0:
         begins.append(piece.stretches[leaf].begin)
@@ -362,7 +371,8 @@ def _weights(
 ) -> dict[str, Floats]:
     """Return the advantages, sampler log-probabilities and loss weights of a sequence's entries.
     There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy.
-    If a token also has weight in another loss, a second entry holds that weight."""
+    A token with cross-entropy and another loss may have two entries, one for each.
+    """
     has_two = bool(plain.any())
     columns = {
         "advantages": sequence.advantages[tokens],
@@ -379,8 +389,7 @@ def _weights(
 
 
 def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
-    """Return a mask of the tokens with policy-gradient or distillation weight, as an array of shape
-    [T]."""
+    """Return a mask [T] of the tokens with policy-gradient or distillation weight."""
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )

@@ -1,5 +1,5 @@
-"""Prepare training data that needs no rollouts. The warm-up uses random strings, and supervised
-fine-tuning uses trajectories, which get token ids and are divided into steps.
+"""Prepare training data that needs no rollouts: random strings for the warm-up, and tokenized
+trajectories, divided into steps, for supervised fine-tuning.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenized by the policy's renderer
@@ -42,8 +42,9 @@ from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """The interface of a renderer, as far as tokenizing demonstrations needs it. A renderer
-    (``models.renderer``) converts between chat messages and token ids."""
+    """The part of the renderer interface that is needed to tokenize demonstrations. A renderer
+    (``models.renderer``) converts between chat messages and token ids.
+    """
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
@@ -109,8 +110,9 @@ def _call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Adds token ids to trajectories that the policy did not sample. They are the ids that the
-    policy would have read and sampled to produce the same text."""
+    """Adds token ids to trajectories that the policy did not sample: the ids that it would have
+    read and sampled to produce the same text.
+    """
 
     def __init__(
         self,
@@ -118,8 +120,9 @@ class TrajectoryTokenizer:
         tools: Sequence[Tool] = (),
         stored: TokenizedCallCache | None = None,
     ) -> None:
-        """Create a tokenizer that writes conversations with ``renderer``. ``tools`` are the native
-        tools offered in each call. ``stored`` is a cache of token ids; None: no cache."""
+        """Create a tokenizer that renders conversations with ``renderer``. ``tools`` are the
+        native tools offered in each call. ``stored`` is a cache of token ids; None: no cache.
+        """
         self._renderer = renderer
         self._tools = tools
         self._stored = stored
@@ -178,9 +181,10 @@ class TrajectoryTokenizer:
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Return True if a call's token ids come from this policy. They do if they decode to the
-        recorded prompt and replies. Such ids are kept, because a policy may sample other tokens for
-        a text than its tokenizer would choose."""
+        """Return True if a call's token ids come from this policy, i.e. if they decode to the
+        recorded prompt and replies. Such ids are kept, because the tokens that a policy samples
+        for a text may differ from those that its tokenizer produces.
+        """
         if not call.turns or call.turns[0].reused_ids:
             return False
         if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(
@@ -250,7 +254,7 @@ def read(path: Path) -> Iterator[Trajectory]:
 
 
 _RUNS = "runs"
-"""Name of a folder that only a store of runs has."""
+"""Name of the subfolder that identifies a store of runs."""
 
 
 def is_store(path: Path) -> bool:
@@ -315,8 +319,9 @@ DEMOS = Registry(
 
 
 def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
-    """Return the texts that a scaffold puts around the replies in a demonstration. These are the
-    first message, the reports of results, the system prompt and the native tools."""
+    """Return the text that a scaffold adds around the replies in a demonstration: the first
+    message, reports of cell results, the system prompt and the native tools.
+    """
     return DemonstrationPromptFormat(
         scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools
     )
