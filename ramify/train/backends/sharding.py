@@ -287,7 +287,8 @@ def _rows(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Group the local shards of tensors by the number of ranks that hold a copy of the same shard.
+    """Group the local shards of tensors by the number of ranks that hold a copy of the
+    same shard.
     """
     found: dict[int, list[Tensor]] = {}
     for each in tensors:

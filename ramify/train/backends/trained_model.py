@@ -115,9 +115,9 @@ _FOLDER = "critic"
 class PolicyWithSeparateCritic:
     """A training backend for a policy and a critic that are separate models.
 
-        forward_backward     the policy is trained on the loss, and the critic on ``loss.value`` alone,
+        forward_backward     train the policy on the loss, and the critic on ``loss.value`` alone,
                              with the same batches
-        values               asks the critic
+        values               ask the critic
         logprobs, weights    ask the policy
 
     Steps and checkpoints cover both models.

@@ -243,8 +243,9 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
-    """For each node, return the first node at or below it that is marked in ``keeps``, i.e. that
-    stays a node of its own. A node without children is always marked.
+    """For each node, return the first node at or below it that is marked in ``keeps``. The tokens
+    of a node without a mark are repeated in the nodes below it. A node without children is always
+    marked.
     """
     first = list(range(len(radix_forest.nodes)))
     for index in range(len(radix_forest.nodes) - 1, -1, -1):

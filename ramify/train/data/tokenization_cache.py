@@ -41,7 +41,7 @@ FORMAT = 1
 messages."""
 _log = ComponentLogger("train")
 _OWN = np.array([-1], np.int64)
-"""Cache entry of a call whose recorded token ids are kept."""
+"""Cache entry which says that a call's recorded token ids are kept as they are."""
 _HEAD = 3
 """Number of integers before the ids of a turn: the counts of reused ids, prompt ids and reply
 ids."""

@@ -1,9 +1,9 @@
 """Define the interface of policy losses. A policy loss is a formula for the loss of one sampled
 token, given its log-probabilities and its advantage.
 
-    now      l   under the policy being trained, with gradient
-    old      o   under the policy at the start of the step; the sampler's if not recomputed
-    sampler  m   when the token was sampled
+    l  (now)       log-probability under the policy being trained, with gradient
+    o  (old)       under the policy at the start of the step, or m if it is not recomputed
+    m  (sampler)   under the policy that sampled the token, when it did so
 
     r = exp(clamp(l - o, ±20))     rho = exp(clamp(l - m, ±20))     p = exp(l)     q = exp(m)
     A  advantage                   sg  stop-gradient
@@ -36,8 +36,8 @@ _MAX_LOG_RATIO = 20.0
 
 
 class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base class of all loss and correction formulas. A configuration stores a formula under the
-    name in the class's tag. The class also declares which inputs the formula reads.
+    """Base class of all loss and correction formulas. In a configuration, the ``tag`` of its class
+    names the formula. The class also declares which inputs the formula reads.
 
     Example:
         class Bounded(train.BaseLossFormula, frozen=True, kw_only=True, tag="bounded"):
@@ -48,7 +48,7 @@ class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
     """Names of the per-token streams that the formula needs in addition to those of every batch,
     such as ``old_logprobs`` and ``staleness``."""
     whole: ClassVar[bool] = False
-    """True if the formula needs whole sequences."""
+    """True if the formula needs all tokens of a sequence in the same batch."""
 
 
 class SequenceSums(NamedTuple):
@@ -60,7 +60,7 @@ class SequenceSums(NamedTuple):
     num: int
     """Number of sequences."""
     weighs: Tensor
-    """True for entries with policy-gradient weight, with shape [E]. Other entries are ignored."""
+    """Mask [E] of the entries with policy-gradient weight. Other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over each entry's sequence, as a tensor with one number for
@@ -75,8 +75,9 @@ class SequenceSums(NamedTuple):
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return True for each entry whose sequence has any flagged entry, as a tensor with one
-        value for each of the E entries of the batch."""
+        """Return True for each entry whose sequence has an entry that is set in ``flags``. Both
+        tensors have one value for each of the E entries of the batch.
+        """
         return self.sum(flags.float()) > 0
 
 
@@ -90,10 +91,11 @@ class PolicyLossInputs(NamedTuple):
     advantages: Tensor
     whole: SequenceSums | None = None
     chosen: Tensor | None = None
-    """True if ``choose`` selected the token."""
+    """True for each token that the loss's method ``choose`` selected. None if the loss selects no
+    tokens.
+    """
     staleness: Tensor | None = None
-    """Number of versions by which the sampling policy was behind the policy at the start of the
-    step."""
+    """How many versions the sampling policy was behind the policy at the start of the step."""
 
     @property
     def sequences(self) -> SequenceSums:
@@ -125,8 +127,9 @@ class PolicyLoss(Protocol):
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return True for each token whose policy gradient the formula cuts off, as a tensor of
-        shape [E] for the E tokens of the batch. It has no gradient."""
+        """Return a mask [E] of the tokens whose policy gradient the formula cuts off. The mask
+        itself has no gradient.
+        """
         ...
 
 
@@ -164,7 +167,9 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
 
 
 def nowhere(tokens: PolicyLossInputs) -> Tensor:
-    """Return False for every token, for a loss that never cuts off a gradient."""
+    """Return False for every token. This is the ``clipped`` of a loss that never cuts off a
+    gradient.
+    """
     return tokens.now.new_zeros(tokens.now.shape).bool()
 
 
@@ -172,8 +177,9 @@ _NOT_NEGATIVE = (
     "kl_beta", "router_aux_loss_coef", "kd_pull", "kd_clip", "clip_low", "clip_high", "cap",
     "bound", "share", "beta", "pull", "delta", "tau_positive", "tau_negative",
 )  # fmt: skip
-"""Names of the options of losses and corrections that must not be negative: distances, factors and
-shares."""
+"""Options of losses and corrections that must not be negative, such as distances, factors and
+fractions.
+"""
 
 
 def check_bounds(options: Any, where: str) -> None:

@@ -28,8 +28,10 @@ class Cispo(BaseLossFormula, frozen=True, kw_only=True, tag="cispo"):
     clip_low: float = 0.2
     clip_high: float = 0.28
     cap: float | None = None
-    """Upper bound of the weight itself, without a lower one, instead of the two above: ScaleRL's
-    epsilon_max, which is 5 there (2510.13786). None: the bounds above."""
+    """Upper bound of the importance weight, in place of ``clip_low`` and ``clip_high``; the weight
+    then has no lower bound. ScaleRL (2510.13786) calls it epsilon_max and sets it to 5. None: use
+    ``clip_low`` and ``clip_high``.
+    """
     anchor: str = "old"
     """Policy that r is computed against: ``old`` or ``sampler``."""
 

@@ -1,13 +1,14 @@
-"""Off-policy corrections, which multiply the policy loss by factors that compensate for differences
-between sampler and trainer. The two differ if their numerics or kernels differ, or if the sampler
-has older weights.
+"""Off-policy corrections, which multiply the policy loss by factors that compensate for
+differences between sampler and trainer. The two differ if their numerics or kernels differ, or if
+the sampler has older weights.
 
-    gap = o - m      difference between trainer (at the step's start) and sampler for a token
-    moved = m - l    how far the policy has moved since sampling: the gap and all steps since
+    gap = o - m      a token's log-probability for the trainer, at the start of the step, minus
+                     that for the sampler
+    moved = m - l    the sampler's minus the current policy's: how far it has moved since sampling
 
-Each correction is a factor per token, without gradient, on the policy loss (not on KL and entropy);
-several are multiplied. A masked token still counts in the loss's denominator, so that the weight of
-other tokens does not depend on it.
+Each correction is a factor per token, without gradient, on the policy loss (not on KL and
+entropy); several are multiplied. A masked token still counts in the loss's denominator, so that
+the weight of other tokens does not depend on it.
 
     token_tis           min(exp(gap), cap)
     sequence_tis        min(exp(sum over the sequence of gap), cap)
@@ -101,7 +102,9 @@ class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
     low: float = 0.5
     high: float = 5.0
     weigh: bool = False
-    """Weight the remaining tokens by exp(gap)."""
+    """Whether to multiply the loss of the remaining tokens by exp(gap), their probability ratio
+    between trainer and sampler.
+    """
 
     def factor(self, tokens: PolicyLossInputs) -> Tensor:
         gap = importance_ratio(tokens.old, tokens.sampler)

@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
 
 class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
-    """PPO's clipped loss without some of the tokens that reduce entropy most (Clip-Cov,
+    """PPO's clipped loss, with some of the tokens that reduce entropy most left out (Clip-Cov,
     2505.22617): as ``ppo_clip``, but a random ``share`` of all tokens, chosen from those with cov
-    in (cov_low, cov_high), adds nothing. Here cov is a token's contribution to the covariance of
-    advantage and log-probability."""
+    in (cov_low, cov_high), contributes no loss. Here cov is a token's contribution to the
+    covariance of advantage and log-probability.
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     share: float = 2e-4
-    """Share of all tokens to choose; at least one token, if any qualifies."""
+    """Fraction of all tokens to select; at least one token, if any qualifies."""
     cov_low: float = 1.0
     cov_high: float = 5.0
 
@@ -89,7 +90,7 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     share: float = 2e-4
-    """Share of all tokens to choose; at least one token is chosen."""
+    """Fraction of all tokens to penalize; at least one token."""
     beta: float = 1.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The loss of the critic, which predicts the return of a call before each sampled token."""
+"""The loss of the critic, which predicts a call's return just before each of its sampled tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     a return."""
 
     weight: float = 0.5
-    """Weight of this loss beside the policy's."""
+    """Weight of the critic's loss, relative to the policy loss."""
     clip: float | None = 0.2
     """Maximum change of V within a step; None: not clipped."""
 

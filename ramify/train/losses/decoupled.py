@@ -43,8 +43,9 @@ class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
     clip_high: float = 0.28
     cap: float = 5.0
     drop: bool = False
-    """Give tokens above the cap the weight 0, as AReaL's rejection sampling does, instead of the
-    cap."""
+    """Whether a token whose weight exceeds ``cap`` gets weight 0, as in AReaL's rejection
+    sampling. False: it gets the weight ``cap``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         weight = self._weight(tokens)
@@ -69,8 +70,8 @@ class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
 class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
     """Decoupled PPO with one importance ratio per sequence (AReaL's
     importance_sampling_level=sequence): as ``decoupled``, but with r = exp(mean over the sequence
-    of (l - o)) and the mean advantage of the sequence, both over tokens whose weight is not 0. Here
-    l and o are a token's log-probabilities now and at the start of the step.
+    of (l - o)) and with the sequence's mean advantage. Tokens of weight 0 are left out of both
+    means. Here l and o are a token's log-probabilities now and at the start of the step.
 
     Example:
         train.LossSpec(policy=train.DecoupledGspo(clip_low=0.4, clip_high=0.4, drop=True))
@@ -78,8 +79,10 @@ class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
 
     whole: ClassVar[bool] = True
     sequence_mean: bool = False
-    """Average over each sequence, and then over the sequences. False: weigh tokens as
-    ``rl.algorithm.reduction`` says, as AReaL does."""
+    """Whether to average the loss within each sequence (a call or a rollout, see
+    ``rl.loss.sequence``), and then over the sequences. False, as in AReaL: average according to
+    ``rl.algorithm.reduction``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         weight = self._weight(tokens)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 KdKind = Literal["forward", "reverse", "surrogate"]
 LEAST = 1e-8
-"""Lower bound for the total probability of all other tokens. If the k candidates are the whole
-vocabulary, no probability is left and the rest adds 0."""
+"""Lower bound for the total probability of the tokens outside the k candidates, so that its
+logarithm is finite even if the candidates are the whole vocabulary.
+"""
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
@@ -57,9 +58,11 @@ def surrogate(
     low: float = 0.2,
     high: float = 0.28,
 ) -> Tensor:
-    """Return PPO's clipped surrogate loss at each of E positions, with advantages computed from a
-    teacher. The inputs are log-probabilities of k candidate tokens per position, [E, k]: of the
-    teacher, of the sampling policy (``old``) and of the current policy (``now``).
+    """Return PPO's clipped surrogate loss at each of E positions, summed over k candidate tokens.
+    A candidate's advantage is the clipped difference between its log-probabilities under the
+    teacher and the sampling policy, weighted by the latter's softmax over the candidates. The
+    inputs are log-probabilities [E, k] of the candidates under the teacher, the sampling policy
+    (``old``) and the current policy (``now``).
 
     Example:
         p_T = (0.2, 0.7), p_old = p = (0.6, 0.3), clip = 1    # 0.384234

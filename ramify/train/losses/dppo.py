@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EDGE = 1e-6
-"""Distance that probabilities keep from 0 and 1 before their logarithm is taken."""
+"""Probabilities are clamped to [_EDGE, 1 - _EDGE] before their logarithm is taken."""
 
 
 class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
@@ -27,7 +27,8 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     delta: float = 0.2
     """Bound on the change of a token's probability."""
     pull: float = 1e-3
-    """Weight of the squared difference between new and old log-probabilities."""
+    """Weight of the penalty (l - m)², which pulls a token's log-probability back to the sampler's.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         rho = importance_ratio(tokens.now, tokens.sampler)
@@ -42,10 +43,11 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 
 class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
-    """DPPO's loss with a capped importance ratio as a weight, as in verl: -sg(min(r, cap)) A l at
-    tokens that ``dppo_tv`` (or ``dppo_kl``) would not mask with o in place of m, and 0 at the
-    others. The gradient flows only through l, the token's log-probability. Here r is the importance
-    ratio of l to o, A the advantage, and m the sampler's log-probability.
+    """DPPO's loss with a capped importance ratio as a weight, as in verl: -sg(min(r, cap)) A l, or
+    0 at tokens that DPPO masks. Which ones it masks is decided as by ``dppo_tv`` (or ``dppo_kl``),
+    but relative to o instead of the sampler. The gradient flows only through l, the token's
+    log-probability. Here o is its log-probability at the start of the step, r the importance ratio
+    of l to o, and A the advantage.
 
     Example:
         train.LossSpec(policy=train.DppoCapped(cap=20.0))

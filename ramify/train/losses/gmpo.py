@@ -27,8 +27,10 @@ class Gmpo(BaseLossFormula, frozen=True, kw_only=True, tag="gmpo"):
     clip_low: float = 0.4
     clip_high: float = 0.4
     sequence_mean: bool = True
-    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
-    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
+    """Whether to average the loss within each sequence (a call or a rollout, see
+    ``rl.loss.sequence``), and then over the sequences, as in the paper. False: average according
+    to ``rl.algorithm.reduction``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)

@@ -31,8 +31,10 @@ class Gspo(BaseLossFormula, frozen=True, kw_only=True, tag="gspo"):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     sequence_mean: bool = True
-    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
-    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
+    """Whether to average the loss within each sequence (a call or a rollout, see
+    ``rl.loss.sequence``), and then over the sequences, as in the paper. False: average according
+    to ``rl.algorithm.reduction``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         return clipped_surrogate(

@@ -1,5 +1,6 @@
-"""A policy gradient with importance weights, whose ratio compares the current policy with the
-sampler. Tokens with a ratio out of bounds are masked."""
+"""A policy gradient weighted by importance ratios between the current policy and the sampler.
+Tokens whose ratio is out of bounds are masked.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
-    """Policy gradient weighted by the importance ratio to the sampler (2602.15763): -sg(rho 1[1 -
-    low < rho < 1 + high]) A l, so a token out of bounds has no gradient. Here sg stops the
-    gradient, rho is that ratio, A the advantage and l the log-probability. Needs no recomputed old
-    log-probabilities."""
+    """Policy gradient weighted by rho, the importance ratio to the sampler (2602.15763): -sg(rho
+    1[1 - low < rho < 1 + high]) A l, so a token with rho out of bounds has no gradient. Here sg
+    stops the gradient, A is the advantage and l the log-probability. Needs no recomputed old
+    log-probabilities.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.28

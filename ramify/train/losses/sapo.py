@@ -23,8 +23,10 @@ class Sapo(BaseLossFormula, frozen=True, kw_only=True, tag="sapo"):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
     sequence_mean: bool = True
-    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences,
-    as the paper does. False: weigh tokens as ``rl.algorithm.reduction`` says."""
+    """Whether to average the loss within each sequence (a call or a rollout, see
+    ``rl.loss.sequence``), and then over the sequences, as in the paper. False: average according
+    to ``rl.algorithm.reduction``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         r, advantages = importance_ratio(tokens.now, tokens.old), tokens.advantages

@@ -33,8 +33,10 @@ class SequenceClip(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_cli
     clip_low: float = 0.2
     clip_high: float = 0.2
     sequence_mean: bool = True
-    """Average over each sequence, which ``rl.loss.sequence`` defines, and then over the sequences.
-    False: weigh tokens as ``rl.algorithm.reduction`` says."""
+    """Whether to average the loss within each sequence (a call or a rollout, see
+    ``rl.loss.sequence``), and then over the sequences. False: average according to
+    ``rl.algorithm.reduction``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)

@@ -79,16 +79,20 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The policy loss; implements ``PolicyLoss``. In a configuration: a name in ``POLICY_LOSSES``,
     a dotted path, or a map with ``name`` and options."""
     corrections: tuple[Any, ...] = ()
-    """Factors on the policy loss that correct for a sampler other than the trainer; configured like
-    ``policy``, with names in ``CORRECTIONS``."""
+    """Off-policy corrections: factors on the policy loss that compensate for differences between
+    sampler and trainer. Configured like ``policy``, with names in ``CORRECTIONS``.
+    """
     sequence: SequenceUnit = "call"
-    """What losses and corrections over sequences (``gspo``, ``gmpo``, ``sequence_mask`` …) take as
-    one sequence: the tokens of a ``call``, or those of all calls of a ``rollout``."""
+    """What counts as one sequence for losses and corrections over sequences (``gspo``, ``gmpo``,
+    ``sequence_mask`` …): the tokens of a ``call``, or those of all calls of a ``rollout``.
+    """
     old: Old = "auto"
-    """Source of ``o``, for a loss that uses it. ``pass``: the trainer recomputes it at the start of
-    each step. ``now``: l itself, which is equal if a step is a single optimizer step. ``sampler``:
-    m. ``auto``: ``pass`` if a step has several minibatches; otherwise m, or l for corrections,
-    which compare o with m."""
+    """Where a loss gets the old log-probabilities o from. ``pass``: the trainer recomputes them at
+    the start of each step. ``now``: the current ones, which are the same if a step is a single
+    optimizer step. ``sampler``: those recorded during sampling. ``auto``: ``pass`` if a step has
+    several minibatches; otherwise ``now`` if a loss or correction compares trainer and sampler,
+    and ``sampler`` if none does.
+    """
     value: ValueLoss = ValueLoss()
     """Loss of the critic, if there is one."""
     kl_beta: float = 0.0
@@ -102,12 +106,17 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Weight of the load-balancing loss of a mixture of experts; None: as its checkpoint configures
     (``router_aux_loss_coef``, if ``output_router_logits``)."""
     kd_pull: float = 1e-3
-    """For ``kd`` by sampled tokens: weight of (l - m)²."""
+    """For distillation on sampled tokens: weight of the penalty (l - m)², which pulls the policy
+    towards the sampler.
+    """
     kd: KdKind = "forward"
-    """For ``kd`` by several tokens per position: the form of the loss; see ``distil_losses.py``."""
+    """For distillation on several candidate tokens per position: the form of the loss; see
+    ``distil_losses.py``.
+    """
     kd_clip: float = 1.0
-    """C of ``surrogate``: limit of the difference between teacher and policy. Use 2 for math with
-    tools, 1 for chat."""
+    """For ``kd=surrogate``: limit of the difference between a token's log-probabilities under
+    teacher and policy. Use 2 for math with tools, 1 for chat.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "loss.")
@@ -145,14 +154,16 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reduction(self) -> SequenceUnit | None:
-        """The unit over which the policy loss prescribes a mean: ``call`` or ``rollout``. None if
-        ``rl.algorithm.reduction`` decides how tokens are averaged."""
+        """The unit within which the policy loss must be averaged, ``call`` or ``rollout``. None if
+        ``rl.algorithm.reduction`` decides how tokens are averaged.
+        """
         return self.sequence if getattr(self.policy, "sequence_mean", False) else None
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """True if tokens with advantage 0 matter, because the loss has a term that acts on every
-        token or a mean over tokens."""
+        """True if tokens with advantage 0 must stay in the loss, because a term acts on every
+        token or compares a token with others.
+        """
         return bool(
             self.kl_beta
             or self.entropy
@@ -161,9 +172,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def stored(self) -> dict[str, Any]:
-        """Return this loss as plain data, from which ``restored`` creates it again in another
-        process. A formula from a plug-in is stored by its import location. Raises ConfigError if a
-        formula is not a struct."""
+        """Return this loss as plain data that ``restored`` can rebuild in another process. A
+        formula from a plug-in is stored by its import location. Raises ConfigError if a formula is
+        not a msgspec struct.
+        """
         try:
             data: dict[str, Any] = msgspec.to_builtins(self)
         except TypeError as error:
@@ -180,8 +192,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """Return a copy of this loss for training steps with ``num`` optimizer steps each. The copy
-        replaces ``old="auto"`` by the source of old log-probabilities that suits this number."""
+        """Return a copy of this loss for training steps with ``num`` optimizer steps each. The
+        copy replaces ``old="auto"`` by the source of old log-probabilities that is right for that
+        number.
+        """
         if self.old != "auto":
             return self
         single = "now" if "fresh_old" in self.reads else "sampler"
@@ -433,9 +447,10 @@ class LossTally:
             self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
     def _raise(self, name: str, value: Tensor | float) -> None:
-        """Raise the recorded maximum of a metric to ``value`` if it is larger. Once a NaN occurs,
-        the maximum stays NaN. Tensors stay on their device, so that nothing waits for a batch to
-        finish."""
+        """Update the recorded maximum of a metric with ``value``. Once a NaN occurs, the maximum
+        stays NaN. Tensors stay on their device, since copying them would wait for the batch to
+        finish.
+        """
         before = self.maxima.get(name)
         if before is None:
             self.maxima[name] = value
@@ -481,8 +496,9 @@ class LossTally:
 
 
 def chooses(loss: LossSpec) -> bool:
-    """Return True if the loss selects tokens from the whole step. Its batches must then go through
-    the function ``choose`` first."""
+    """Return True if the loss selects tokens from the whole step. If so, call ``choose`` on the
+    step's batches before training on them.
+    """
     return isinstance(loss.policy, TokenSelectingLoss)
 
 
@@ -519,8 +535,9 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
     """Return the sequence index of each token with loss, counted from 0, and the number of
-    sequences. Tokens of the same call, or of the same rollout if that is the ``unit``, get the same
-    index, even if the call has several paths."""
+    sequences. A sequence is a call, even if it has several paths, or a whole rollout if ``unit``
+    is ``rollout``.
+    """
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
     found = [

@@ -30,9 +30,11 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
 def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
-    """Count the processes of each role, such as trainer or inference, and of each service, by name.
-    ``by_run`` holds the numbers that other options of the run set for a role, or 0 if they set
-    none. Raises ConfigError if such a number differs from the placement's."""
+    """Count the processes of each role, such as trainer or inference, and of each service, by
+    name. ``by_run`` has the number of processes that the run's other options, such as
+    ``inference.num``, set for a role, or 0. Raises ConfigError if such a number differs from the
+    placement's.
+    """
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         by_placement, elsewhere = spec.role(name).count or 0, by_run.get(name, 0)
@@ -90,8 +92,9 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """Return the slots of a group of colocated roles. There are only as many slots as are needed
-    for all processes. The processes of each role are divided evenly among them."""
+    """Return the slots of a group of colocated roles. There are as few slots as can hold all
+    processes, and the processes of each role are divided evenly among them.
+    """
     largest = max(spec.role(role).gpus for role in group)
     num_slots = max(
         -(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group
@@ -114,8 +117,9 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """Return how many processes with ``gpus`` GPUs each fit side by side into a slot with
-    ``largest`` GPUs."""
+    """Return how many processes that need ``gpus`` GPUs each fit into one slot of ``largest``
+    GPUs. There are ``num`` such processes.
+    """
     if not largest:
         return 1
     return max(1, int(largest / gpus + ALMOST)) if gpus else num
@@ -163,8 +167,10 @@ def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
     """Assign the slots of one pool to its machines, and return the placed slots by index. The
-    largest slots are placed first. Each goes to the first machine with enough room, or with
-    ``spread`` to the one with the most room. Raises ConfigError if a slot fits on no machine."""
+    largest slots are placed first. If the pool's order is ``pack``, each goes to the first machine
+    with enough room; if it is ``spread``, to the one with the most room. Raises ConfigError if a
+    slot fits on no machine.
+    """
     free = [_resources(pool)] * pool.nodes
     slots = {}
     for index, slot in sorted(

@@ -32,12 +32,14 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     nodes: int = 1
     gpus: float = 0
-    """Per node, like ``cpus`` and ``memory_gb``."""
+    """GPUs per node; ``cpus`` and ``memory_gb`` are also per node."""
     cpus: float = 1
     memory_gb: float | None = None
     """Main memory in units of 10^9 bytes; None: not limited."""
     order: Literal["pack", "spread"] = "pack"
-    """pack: use as few nodes as possible. spread: place each slot on the node with most free."""
+    """pack: use as few nodes as possible. spread: place each slot on the node with the most free
+    resources.
+    """
 
     def __post_init__(self) -> None:
         check_none_or_positive("placement.pools", "not counted", memory_gb=self.memory_gb)
@@ -53,12 +55,13 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     resources of each."""
 
     pool: str = ""
-    """A name from ``pools``; optional if there is only one pool."""
+    """Name of a pool in ``pools``; optional if there is only one."""
     count: int | None = None
-    """Number of processes. None: as many as the run has elsewhere (``compute.shard.ranks``,
-    ``inference.num``); for rollouts: no workers, the run's own process samples them."""
+    """Number of processes. None: ``compute.shard.ranks`` for the trainer and ``inference.num`` for
+    inference; no workers for rollouts, so that the run's own process samples them.
+    """
     gpus: float = 0
-    """Per process, like ``cpus`` and ``memory_gb``."""
+    """GPUs per process; ``cpus`` and ``memory_gb`` are also per process."""
     cpus: float = 1
     """CPU cores that each process reserves."""
     memory_gb: float = 0
@@ -83,9 +86,9 @@ class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_on
     """Environment variable that the run sets to its address, such as ``VLLM_BASE_URL`` for a judge
     named vllm:NAME."""
     path: str = "/v1"
-    """Appended to the address."""
+    """URL path that is appended to the service's address."""
     start_s: float = 600.0
-    """Seconds it may take until it accepts connections."""
+    """Startup timeout: how many seconds may pass until the service accepts connections."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,12 +107,12 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kind: Literal["local", "ray"] = "local"
     """What starts the processes: this machine, or Ray. ``ramify train --placement`` sets it."""
     pools: dict[str, NodePool] = {}
-    """Pool name -> nodes. Empty: a single pool of any nodes, as large as needed."""
+    """Pool name -> nodes. Empty: a single pool that is as large as needed."""
     trainer: RoleSpec = RoleSpec()
     inference: RoleSpec = RoleSpec()
     rollouts: RoleSpec = RoleSpec()
     services: dict[str, RewardServiceSpec] = {}
-    """Service name -> server, each a separate role: judges, graders of rewards."""
+    """Service name -> judge or reward server. Each service is a separate role."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of roles whose processes share slots, and with them GPUs, which they use in turn. If
     the roles have equally many processes and GPUs, the n-th processes of each share a slot;
@@ -120,9 +123,10 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     start_s: float = 120.0
     """Seconds that a cluster may take to provide the slots, or to replace a lost one."""
     restarts: int = 3
-    """How often a rollout worker or a service that ended is restarted without any success in
-    between (a rollout, or ``start_s`` of service). 0: the run continues without it. Engines have
-    ``inference.restarts``."""
+    """How many times in a row a rollout worker or service that ended is restarted. A completed
+    rollout, or a service's ``start_s`` seconds of uptime, resets the count. 0: the run continues
+    without it. Engines have ``inference.restarts``.
+    """
 
     def __post_init__(self) -> None:
         reserved = next((name for name in self.services if name in ROLES), None)

@@ -1,14 +1,14 @@
-"""Start the servers of judgements or rewards that a run needs. Their addresses are set in
-environment variables, where callers find them.
+"""Start the judge and reward servers that a run needs, and publish their addresses in environment
+variables.
 
     run, rollout workers ── variable: http://… ──▶ service on this machine
                                                └─▶ forwarder on this machine ──▶ service elsewhere
 
-Callers read an environment variable only once, as for any external server, so the address stays the
-same for the whole run. A service that ends is restarted on the same port, and the restart is
-logged. If the service is behind a forwarder, it may then be on another machine. A service counts as
-ready once it accepts connections. What to do while a judge is away for some seconds is decided by
-its caller.
+Callers read an environment variable only once, as for any external server, so the address stays
+the same for the whole run. A service that ends is restarted on the same port, and the restart is
+logged. If the service is behind a forwarder, it may then be on another machine. A service counts
+as ready once it accepts connections. What to do while a judge is away for some seconds is decided
+by its caller.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _BLOCK = 1 << 16
 
 
 class RewardServices:
-    """All services of one run, i.e. its servers of judgements or rewards. This class starts,
-    watches and ends them, and belongs to the run's event loop."""
+    """All services of one run, i.e. its judge and reward servers. This class starts, watches and
+    ends them, in the run's event loop.
+    """
 
     def __init__(
         self,
@@ -46,9 +47,10 @@ class RewardServices:
         *,
         restarts: int = 3,
     ) -> None:
-        """Prepare the services without starting them. ``restarts`` is how often in a row a service
-        is restarted before it is given up. The count starts again once the service has run for its
-        ``start_s`` seconds."""
+        """Prepare the services without starting them. A service that ends is restarted up to
+        ``restarts`` times in a row, after which the run continues without it. The count starts
+        again once the service has run for its ``start_s`` seconds.
+        """
         self._hosts = hosts
         self._restarts = restarts
         self._all = [

@@ -61,11 +61,13 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
     """Data type of the engines' weights."""
     grace_s: float
     direct: bool = False
-    """True if a single plain call may answer a short context."""
+    """True if a single plain call may answer an item with a short context."""
     thinking: bool | None = None
     """See ``PolicySpec.thinking``."""
     depths: tuple[DepthSpec, ...] = ()
-    """See ``Run.depths``. The policy answers at all depths."""
+    """The model of the calls at each depth, as in ``Run.depths``. Empty: the policy answers at all
+    depths.
+    """
     variables: tuple[str, ...] = ()
     """Environment variables that hold the addresses of services."""
 
@@ -74,8 +76,9 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class SerializedTaskItem(msgspec.Struct, frozen=True):
-    """A task item in the form that is sent to a worker. Its values are encoded like values of
-    sessions, so that their types are kept."""
+    """A task item serialized for a rollout worker. Its values are encoded like those of a
+    session's variables, so that their types are kept.
+    """
 
     question: str
     kind: str
@@ -85,8 +88,9 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> SerializedTaskItem:
-        """Encode a task item for a worker. Raises ConfigError if it has a value that no session
-        could receive."""
+        """Encode a task item for a worker. Raises ConfigError if it has a value that cannot be
+        sent to a session either.
+        """
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
             values["context"] = item.context.value
@@ -154,7 +158,9 @@ class WorkerMessage(msgspec.Struct, frozen=True):
     data: bytes = b""
     """A trajectory or a record as JSON for ``done`` and ``said``, otherwise text."""
     paths: tuple[int, ...] = ()
-    """Hashes of the ids that went through engines since the last message with hashes."""
+    """Hashes of the token sequences that passed through engines since the last message with
+    hashes.
+    """
 
 
 def main() -> None:

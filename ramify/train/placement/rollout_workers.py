@@ -115,9 +115,11 @@ class RolloutWorkers:
     ) -> None:
         """Prepare ``num`` workers without starting them.
 
-        ``seen`` receives hashes of the token ids that went through engines. ``restarts`` is how
-        often a worker may end in a row without having completed a rollout. A worker that is silent
-        for more than ``heartbeat_s`` seconds is ended, and counts as lost."""
+        ``seen`` is called with hashes of the token sequences that passed through engines. A worker
+        that ends is restarted unless it has ended more than ``restarts`` times in a row without
+        completing a rollout. A worker that is silent for more than ``heartbeat_s`` seconds is
+        ended, and counts as lost.
+        """
         self._hosts = hosts
         self._num = num
         self._spec = spec
@@ -263,8 +265,9 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart a worker that has ended. After several failed attempts the worker is given up.
-        Either outcome is logged."""
+        """Restart a worker that has ended. After several failed attempts the run continues without
+        it. Either outcome is logged.
+        """
         try:
             worker = await retry_until_started(
                 partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
@@ -289,8 +292,9 @@ class RolloutWorkers:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Send workers the current list of available engines, and detect workers that ended without
-        a message. A failed machine can be the cause of that."""
+        """Send workers the current list of available engines, and detect workers that ended
+        without a message, for example because their machine failed.
+        """
         while True:
             urls = self._engines.current_urls
             for worker in list(self._alive):

@@ -1,15 +1,15 @@
-"""Reduce how often training rolls out items that currently give no training signal, because they
-are too easy or too hard.
+"""Reduce how often training samples items that currently give no training signal, because they are
+too easy or too hard.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
-                             ──> asked in ``share`` of their turns, and passed over in the others
+                             ──> each is sampled in a fraction ``share`` of its turns, else skipped
 
 An item is *settled* if its latest group had no signal: all attempts solved it, or none did. A task
 of a mixture is settled if nearly all of its latest groups had no signal. A settled item is still
-rolled out in some of its turns, so that it returns to normal once it gives a signal again. A hash
-of the run's seed and the item's number chooses these turns. The only state is the run's own
-``groups.jsonl``, which a resumed run has up to its checkpoint, so it decides the same way. The pool
-is off by default.
+sampled in some of its turns, so that it returns to normal once it gives a signal again. A hash of
+the run's seed and the item's number chooses these turns. The only state is the run's own
+``groups.jsonl``. A resumed run has that file up to its checkpoint, so it decides the same way. The
+pool is off by default.
 
 Items that an earlier run found to be settled are handled by ``pool`` in ``tasks/mixture.py``, and
 groups without signal that are replaced within a step by the option ``max_items``.
@@ -27,8 +27,9 @@ from ramify.train.metrics import GROUPS, GroupRecord
 from ramify.types.trajectory import GroupFate
 
 _LATEST = 20
-"""Number of latest groups that decide whether a part of the mixture is settled, i.e. gives no
-training signal."""
+"""Number of recent groups that decide whether a part of the mixture is settled, i.e. gives no
+training signal.
+"""
 _NEARLY_ALL = 0.9
 _DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
 
@@ -40,9 +41,10 @@ class DifficultyPool:
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Create the pool of a run, in the run's ``folder``. ``share`` is the fraction of turns in
-        which an item without training signal is still rolled out. ``has_parts`` is True if the
-        items belong to a mixture of tasks."""
+        """Create the pool of a run, in the run's ``folder``. An item without training signal is
+        still sampled in the fraction ``share`` of its turns, and skipped in the others.
+        ``has_parts`` is True if the items belong to a mixture of tasks.
+        """
         self._share = share
         self._folder = folder
         self._seed = seed

@@ -1,13 +1,13 @@
-"""Queue rollout groups, each of which is several attempts at one item. Rollouts may run ahead of
-the training steps. Groups begin in the order of their items, and a step takes them when they are
-complete.
+"""Queue rollout groups for training steps. A group is several attempts at one item. Rollouts may
+run ahead of the training steps: groups begin in the order of their items, and a step takes groups
+that are complete.
 
     items ── begin, up to a limit ──> rollouts ── complete ──> taken by a step, or given up
                       ▲                                                  │
                       └─────── newer weights: one step's groups more ────┘
 
-A group is *open* from its beginning until a step takes it. Let each step take ``items`` groups, and
-let the engine have the weights after k steps. Then these rules hold:
+A group is *open* from its beginning until a step takes it. Let each step take ``items`` groups,
+and let the engine have the weights after k steps. Then these rules hold:
 
     may begin   at most (k + 1 + max_staleness) * items groups in all, so that a complete group
                 waits for at most max_staleness steps
@@ -53,10 +53,13 @@ from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rol
 from ramify.types.trajectory import Group, GroupFate
 
 _MAX_SKIPPED = 10_000
-"""Maximum number of items skipped in a row, so that every step begins."""
+"""Maximum number of items that the difficulty pool may skip in a row, so that a step always finds
+items.
+"""
 _MOMENT_S = 1e-9
-"""Tolerance for comparing times, since a sum of floats may fall just short of the time that was
-waited for."""
+"""Tolerance for comparing times. Because of rounding, a computed time may be just below the time
+that was waited for.
+"""
 
 
 class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,32 +72,38 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Index of the first item in the training split. After a stage with demonstrations, the default
     is the first item that was not demonstrated."""
     max_items: int | None = None
-    """Dynamic sampling: the most items that a step may try until ``items`` of them have a signal;
-    None: no dynamic sampling."""
+    """Dynamic sampling: how many items a step may try to find ``items`` with a training signal;
+    None: no dynamic sampling.
+    """
     minibatches: int = 1
     """Number of optimizer steps into which a step's rollouts are split."""
     max_staleness: int = 0
-    """How many steps ahead rollouts may begin. 0: each step waits for its own rollouts. With 1 or
-    more, rollouts continue while the trainer learns, and switch to newer weights as they arrive."""
+    """How many steps rollouts may run ahead of training. 0: each step waits for its own rollouts.
+    With 1 or more, rollouts continue while the trainer learns, and switch to newer weights as they
+    arrive.
+    """
     grace_steps: int = 4
-    """With ``max_staleness`` above 0: how many more steps a slow rollout may take before a step
-    waits for it. With 0 grace steps no token is older than ``max_staleness``, and ``max_staleness +
-    1`` steps take at least as long as the slowest rollout."""
+    """With ``max_staleness`` above 0: how many more steps a slow rollout may run before a step
+    waits for it. 0: no token is older than ``max_staleness`` steps, but any ``max_staleness + 1``
+    steps take at least as long as the slowest rollout.
+    """
     straggler_factor: float | None = None
-    """Give up a rollout that takes longer than this many times the median, if its step waits for
-    nothing else; None: never."""
+    """Give up a rollout that takes longer than this multiple of the median duration, once its step
+    waits for nothing else; None: never.
+    """
     settled_share: float | None = None
-    """Difficulty pool: items from which nothing was learned the last time, since all attempts or
-    none solved them, are asked in this share of their turns. The same holds for the parts of a
-    mixture. It needs an algorithm that drops groups without signal. None: all items are asked each
-    time they come."""
+    """Difficulty pool: fraction of their turns in which settled items are still sampled. An item
+    is settled if its last group gave no signal, since all attempts or none solved it; a part of a
+    mixture, if nearly all of its latest groups gave none. Needs an algorithm that drops groups
+    without signal. None: every item is sampled in each of its turns.
+    """
     pause: bool = False
     """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
     with the evaluation."""
 
     @property
     def max_token_staleness(self) -> int:
-        """Maximum staleness of a token, in steps, when the trainer learns from it."""
+        """Maximum age, in steps, that a token can have when the trainer learns from it."""
         return self.max_staleness + self.grace_steps if self.max_staleness else 0
 
     def __post_init__(self) -> None:
@@ -127,7 +136,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 Numbered = tuple[int, Group]
-"""The number of an item, and its group."""
+"""An item's number together with its group."""
 
 
 class QueuedGroup(msgspec.Struct, eq=False):
@@ -137,10 +146,14 @@ class QueuedGroup(msgspec.Struct, eq=False):
     """Number of the group's item."""
     rolling: GroupInProgress
     task: asyncio.Task[Group]
-    """Completes when the group is complete and its signals are computed. Signals of a group that
-    is scored with others of its step are computed after that."""
+    """Completes when all rollouts of the group have ended and their signals are computed. For a
+    group that is scored together with others of its step, it completes before scoring, and signals
+    are computed later.
+    """
     step: int | None = None
-    """Number of steps behind the weights when its first rollout began; None if none has begun."""
+    """Number of training steps behind the engine's weights at the time when the group's first
+    rollout began; None if none has begun.
+    """
     group: Group | None = None
     """The result, once the group is complete."""
     is_scored: bool = False
@@ -153,8 +166,9 @@ class QueuedGroup(msgspec.Struct, eq=False):
         return self.group is not None
 
     def unlearned_record(self, *, spare: bool = False) -> GroupRecord:
-        """Return the record of a group from which nothing is learned. ``spare`` is True if the step
-        already had enough groups."""
+        """Return the record of a group that no step trains on. Pass ``spare=True`` if the step
+        already had enough groups.
+        """
         assert self.group is not None
         return group_record(
             self.number, self.group, None if spare else (), self.rolling.given_up_names
@@ -169,10 +183,9 @@ class StepGroups(msgspec.Struct):
     given_up: list[GroupRecord]
     metrics: dict[str, float]
     notes: list[str]
-    """Sentences about the rollouts that were given up."""
+    """Human-readable notes on the rollouts that were given up."""
     stragglers: dict[int, list[str]]
-    """Ids of the rollouts that were given up while their group continued, by number of the
-    group."""
+    """Ids of the rollouts that were given up while their group continued, keyed by group number."""
 
 
 class GroupQueue:
@@ -194,11 +207,11 @@ class GroupQueue:
     ) -> None:
         """Create a queue. Rollouts begin when ``take`` or ``newer`` is called.
 
-        ``next_item`` is the number of the first item that has never begun. If the run is resumed,
-        ``pending`` holds the numbers of items that had begun before, which begin first. ``read``
-        computes the signals of a group whose rollouts are complete. ``has_no_signal`` returns True
-        if nothing can be learned from a complete group. ``pool`` decides which items are skipped
-        because they gave no signal recently.
+        ``next_item`` is the number of the first item that has not begun. If the run is resumed,
+        ``pending`` holds the numbers of items that were in progress when it stopped, and these
+        begin first. ``read`` computes the signals of a group whose rollouts are complete.
+        ``has_no_signal`` returns True if nothing can be learned from a complete group. ``pool``
+        decides which items are skipped because they gave no signal recently.
         """
         self._rollouts = rollouts
         self._items = items
@@ -218,12 +231,12 @@ class GroupQueue:
         self._step = 0
         self._begun_in_step = 0
         self._took_s: deque[float] = deque(maxlen=sample.items * rollouts.per_item)
-        """Durations of the latest rollouts in seconds. There are as many as a step has rollouts."""
+        """Durations of the most recent rollouts in seconds, as many as one step has rollouts."""
         self._given_up: list[RolloutAttempt] = []
         """Rollouts that were given up and may still be ending."""
         self._notes: list[str] = []
         self._work: ProgressTask | None = None
-        """Progress of the step that is waiting."""
+        """Progress display of the step that is waiting for its groups."""
 
     # --- for the stage
 
@@ -249,8 +262,9 @@ class GroupQueue:
         return self._taken()
 
     def newer(self, step: int) -> None:
-        """Record that the engine now has the weights after ``step`` steps, and begin the groups
-        that may begin with these weights. Does nothing if ``max_staleness`` is 0."""
+        """Begin the groups that are allowed once the engine has the weights after ``step`` steps.
+        Does nothing if ``max_staleness`` is 0.
+        """
         if self._sample.max_staleness:
             self._set_step(step)
             self._begin()
@@ -270,8 +284,9 @@ class GroupQueue:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Hold a context in which no further rollouts begin, if ``sample.pause`` is set. Rollouts
-        that are already running continue."""
+        """A context manager inside which no new rollouts begin, if ``sample.pause`` is set.
+        Running rollouts continue.
+        """
         if not self._sample.pause:
             yield
             return
@@ -355,7 +370,9 @@ class GroupQueue:
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Report how many rollouts have ended in the groups that are nearest to completion."""
+        """Report how many rollouts have ended, counting only as many groups as the step takes,
+        those nearest to completion.
+        """
         if self._work is not None:
             over = sorted(
                 (entry.rolling.num_over for entry in self.open_groups if not entry.has_no_signal),
@@ -408,8 +425,10 @@ class GroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up slow rollouts if the step waits for nothing else. If there are none, return the
-        seconds until there may be some, or None."""
+        """Give up slow rollouts if the step waits for nothing else. If nothing is given up, return
+        how many seconds to wait before checking again, or None if no running rollout can become
+        slow.
+        """
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggler_factor * median(self._took_s)
@@ -505,7 +524,9 @@ class StartedGroup(Protocol):
     """The interface of a rollout group that has begun and that no training step has taken yet."""
 
     step: int | None
-    """Number of steps behind the weights when its first rollout began; None if none has begun."""
+    """Number of training steps behind the engine's weights at the time when the group's first
+    rollout began; None if none has begun.
+    """
 
     @property
     def is_whole(self) -> bool:
@@ -524,8 +545,9 @@ G = TypeVar("G", bound=StartedGroup)
 def room(
     rules: RolloutAdmissionOptions, begun: Sequence[StartedGroup], step: int, num_steps: int
 ) -> int:
-    """Return how many more groups may begin while the engine has the weights after ``step`` of
-    ``num_steps`` steps."""
+    """Return how many more groups may begin while the engine has the weights after ``step`` of the
+    ``num_steps`` training steps.
+    """
     num_zero_variance = sum(group.has_no_signal for group in begun)
     ahead = min(rules.max_staleness, num_steps - step - 1)
     free = (1 + ahead) * rules.items - (len(begun) - num_zero_variance)
@@ -545,8 +567,9 @@ def suffice(
     whole: Sequence[StartedGroup],
     step: int,
 ) -> bool:
-    """Return True if the groups in ``whole`` suffice for step ``step`` to start. ``whole`` are the
-    complete groups among all groups in ``begun``."""
+    """Return True if step ``step`` can start with the complete groups in ``whole``. ``begun``
+    holds all groups that have begun, complete or not.
+    """
     if not rules.max_staleness and len(whole) < len(begun):
         return False
     complete = {id(group) for group in whole}
@@ -576,9 +599,8 @@ def groups_to_give_up(
     ``left_s`` holds, for each group in ``begun``, the seconds until all its running rollouts count
     as slow. The value is None if no rollout is running or one has yet to begin.
 
-    Returns a pair. If there are such groups, the pair consists of these groups and None. Otherwise
-    it consists of an empty list and the seconds until there may be some, or None if there is
-    nothing to wait for.
+    Returns the groups and None, if there are such groups. Otherwise returns an empty list and the
+    seconds until there may be some; these are None if there is nothing to wait for.
     """
     slow = [
         group
@@ -599,8 +621,8 @@ def groups_to_give_up(
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
     """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476). Of ``tried``
-    groups, ``kept`` had a training signal, and ``wanted`` are needed. The number suffices if the
-    same share has a signal again, but the total never exceeds ``max_tried``.
+    groups, ``kept`` had a training signal, and ``wanted`` are needed. It assumes that the same
+    fraction of the new groups has a signal. The total never exceeds ``max_tried``.
 
     wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more.
     """

@@ -60,7 +60,7 @@ from ramify.types.trajectory import Group, Stop, Trajectory
 
 Gauge = Callable[[], Awaitable[CachePressure | None]]
 _FULL = 0.95
-"""Fill level of a cache above which waiting sequences wait for memory."""
+"""How full the engine's cache must be for queued sequences to count as waiting for memory."""
 _LESS = 0.75
 
 
@@ -86,7 +86,7 @@ class ConcurrencyController:
 
     @property
     def follows(self) -> bool:
-        """True if the limit adapts to the engine's cache. False if it is fixed."""
+        """True if the limit adapts to the engine's cache, False if it is fixed."""
         return self._gauge is not None
 
     async def __aenter__(self) -> None:
@@ -112,7 +112,7 @@ class ConcurrencyController:
         self._let_in()
 
     async def look(self) -> None:
-        """Measure the pressure on the engine's cache, and adjust the limit to it."""
+        """Measure the pressure on the engine's cache, and adjust the limit accordingly."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
@@ -150,10 +150,13 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     group: int = 8
     """Attempts per item."""
     concurrency: int = 128
-    """Rollouts at once. Each holds one session, and each of its children another one."""
+    """Maximum number of rollouts that run at once. Each uses one session, and each of its
+    recursive children another one.
+    """
     min_concurrency: int | None = 8
-    """If the engine reports its cache pressure: the lower limit of rollouts at once while it evicts
-    sequences. None: always ``concurrency``."""
+    """Lowest concurrency that the run falls back to while the engine's cache is too full. It has
+    an effect if the engine reports its cache pressure. None: always ``concurrency``.
+    """
     temperature: float = 1.0
     """Temperature at which rollouts are sampled."""
     top_p: float | None = None
@@ -161,15 +164,18 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     top_k: int | None = None
     """Sample only from this many of the likeliest tokens; None: from all."""
     grace_s: float = GRACE_S
-    """How long in seconds a rollout may exceed its deadline (``limits.max_seconds``) before it
-    counts as stalled. The same limit applies to a task's ``prepare`` and ``score``, and to the
-    score of a whole step."""
+    """Seconds that a rollout may exceed its deadline (``limits.max_seconds``) before it counts as
+    stalled. The same limit applies to each call of a task's ``prepare`` and ``score``, and to
+    scoring a whole step together.
+    """
     replay_routes: bool = False
-    """For a mixture of experts: train each sampled token with the experts that the engine chose
-    (2510.11370). Replies then report them."""
+    """Routing replay for mixture-of-experts models (2510.11370): train each sampled token with the
+    experts that the engine chose for it, which replies then report.
+    """
     direct: bool = False
-    """Whether a single plain call may answer a short context, without a session. Such a rollout
-    does not train recursion."""
+    """Whether a single plain call may answer an item with a short context, without a session. Such
+    a rollout does not train recursion.
+    """
     branch: BranchOptions | None = None
     """Fork the sessions of rollouts, for estimators that compare continuations (``branch``,
     ``vine``, ``entropy_branch``); None: no forks."""
