@@ -27,13 +27,13 @@ class AgentOutcome(enum.StrEnum):
     NEVER_CALLED = "never_called"
     """The agent sent no request to its address."""
     OUTLIVED = "outlived"
-    """The agent left processes that were still running some time after it ended. They were then
-    killed."""
+    """The agent ended but left processes running, which were killed after a grace period."""
     CANCELLED = "cancelled"
     """The agent was stopped because its rollout was cancelled."""
 
     @property
     def is_failure(self) -> bool:
-        """True if the agent did not end properly, which is every outcome except ``ENDED`` and
-        ``CANCELLED``."""
+        """True if the agent did not end properly. These are all outcomes except ``ENDED`` and
+        ``CANCELLED``.
+        """
         return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)

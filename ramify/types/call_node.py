@@ -63,7 +63,7 @@ class CallNode(msgspec.Struct, gc=False):
     answer: str = ""
     error: str = ""
     reason: str = ""
-    """One sentence that says why the call ended. Empty for a final answer."""
+    """One sentence on why the call ended. Empty for a final answer."""
     answer_kind: str = ""
     """``number``, ``text``, ``list``, ``dict`` or ``none``."""
     answer_chars: int = 0
@@ -71,7 +71,9 @@ class CallNode(msgspec.Struct, gc=False):
     answer_hash: int = 0
     """Hash of the complete answer."""
     subject: int = 0
-    """Hash of the complete question and context. Siblings with the same hash should agree."""
+    """Hash of the complete question and context. Siblings with the same hash were asked the same,
+    so their answers should agree.
+    """
     outlier: str = ""
     """One sentence that says how the call differs from its siblings. Empty if it does not."""
     input_tokens: int = 0
@@ -80,14 +82,15 @@ class CallNode(msgspec.Struct, gc=False):
     num_turns: int = 0
     """Number of turns that have a reply."""
     asking: int = -1
-    """Index of the turn with a pending request, or -1."""
+    """Index of the turn whose request has no reply yet, or -1 if there is none."""
     is_running: bool = False
     """True while the code of the last reply is running."""
     spans: list[float] | None = None
-    """Times of each request and reply of a session in turn, in seconds since the run began. The
-    list has odd length while a request is pending."""
+    """Alternating times of the requests and replies of a call with a session, in seconds since the
+    run began. The list has odd length while a request is pending.
+    """
     tools: list[tuple[float, bool]] | None = None
-    """One pair (time, whether it failed) for each result of a user's tool."""
+    """One pair (time, whether it failed) for each result of a tool that the user provided."""
     marks: list[Annotation] | None = None
     version: int = 0
     """Version of the run when this call last changed."""
@@ -95,9 +98,11 @@ class CallNode(msgspec.Struct, gc=False):
     """Index of the call's last line in the journal, from 0. ``RunTree.lines_of`` follows the call's
     lines back from it."""
     active_s: float = 0.0
-    """Time of the call's start, last reply or last cell, whichever is the latest."""
+    """Time of the call's latest activity: its start, its last reply or its last cell."""
     siblings: SiblingQuestions | None = None
-    """Questions of all calls of this kind that the same code cell made. None for a root call."""
+    """Questions of all calls of this kind that were made by the same code cell, including this
+    one. None for a root call.
+    """
     nth: int = 0
     """Index of this call among those siblings."""
 
@@ -110,7 +115,8 @@ class CallNode(msgspec.Struct, gc=False):
     @property
     def telling(self) -> str:
         """The part of the call's question that distinguishes it from its siblings. Empty if the
-        beginning of the question is distinctive enough."""
+        questions already differ at the beginning.
+        """
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property

@@ -52,7 +52,7 @@ _ACTS = {
     "RunResumed": "_resume",
     "Scored": "_score",
 }
-"""Maps the tag of an event to the method that applies it."""
+"""Map the tag of an event to the method of ``CallTree`` that applies it."""
 
 
 class CallTree:
@@ -67,7 +67,9 @@ class CallTree:
         """Time of the last event, in seconds since the run began."""
         self.siblings = SiblingOutlierFinder()
         self.marked: list[CallNode] = []
-        """Calls that changed because of an event of another call. The reader clears this list."""
+        """Calls that changed because of an event of another call. The code that displays the tree
+        clears this list.
+        """
         self._fold = TrajectoryFold()
         self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
 
@@ -157,8 +159,9 @@ class CallTree:
         self._fold.apply(event)
 
     def _resume(self, event: RunResumed) -> CallNode | None:
-        """Reopen calls that a limit had ended, because the run continues. Their last turns no
-        longer count."""
+        """Reopen calls that a limit had ended, because the run continues with higher limits. The
+        last turns of these calls are discarded.
+        """
         self.run_data.stop, self.run_data.answer, self.run_data.reason = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]
         for node in nodes:

@@ -101,8 +101,9 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
     """Hash of the model, the full prompt and the sampling settings. Requests with equal hashes are
     identical."""
     last_word: Stop | None = None
-    """The limit because of which this request asks the model to answer with what it has found so
-    far."""
+    """The limit that was reached, if this request therefore asks the model to answer with what it
+    has found so far. None for other requests.
+    """
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
@@ -116,7 +117,9 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
     turn: int
     error: str
     usage: Usage = Usage()
-    """Upper bound of the usage, with ``unknown_calls`` set, if the attempt may have been billed."""
+    """Upper bound of the attempt's usage, with ``unknown_calls`` set, if it may have been
+    billed.
+    """
     cost: float | None = None
     text: str = ""
     """The part of the reply that had arrived."""
@@ -137,7 +140,8 @@ class ReplyReceived(Event, frozen=True, tag="Replied"):
     """True if the reply came from a recorded run or the call cache, and so cost nothing."""
     reused_ids: int = 0
     """Number of ids at the start of the prompt that the call's token path already contains.
-    ``reply.prompt_ids`` holds the ids after them."""
+    ``reply.prompt_ids`` holds only the ids after them.
+    """
 
 
 class CellRan(Event, frozen=True, tag="CellRan"):
@@ -189,8 +193,9 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
-    """A run continues with higher limits, and so do its calls that a limit had ended. The last turn
-    of such a call no longer counts, except for its cost, and the cell before it runs again.
+    """A run continues with higher limits, and so do those of its calls that had reached a limit.
+    The last turn of such a call no longer counts, except for its cost, and the cell before it runs
+    again.
 
     Example:
         RunResumed(limits={"max_turns": 60}, forgets={"0": 30})
@@ -202,8 +207,8 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
-    """A run's mode was chosen, which is the way in which its question is answered: with a session,
-    a plan or one plain call. The event also gives the reason.
+    """A run's mode was chosen, i.e. how its question is answered: with a session, a plan or one
+    plain call. The event also gives the reason.
 
     Example:
         ModeChosen(mode="plan", reason="aggregate: the question says 'How many'", strategy={…})
@@ -213,7 +218,9 @@ class ModeChosen(Event, frozen=True, tag="ModeChosen"):
     """``free`` (a session), ``plan``, or ``direct`` (one plain call)."""
     reason: str
     strategy: dict[str, Any] = {}
-    """The recorded plan, or another strategy that answers the question."""
+    """The recorded plan, or other strategy, that answers the question. Empty if no
+    strategy does.
+    """
     is_asked: bool = False
     """True if a model call chose the mode, because the rules did not decide."""
 
@@ -230,7 +237,7 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
     answer: Any = None
     error: str | None = None
     reason: str = ""
-    """One sentence on why the call ended, with the numbers. Empty for ``FINAL``."""
+    """One sentence on why the call ended, with the relevant figures. Empty for ``FINAL``."""
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
@@ -249,7 +256,7 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     """Id of the call whose answer was chosen among several branches. Empty if there was only one
     answer."""
     reason: str = ""
-    """One sentence on why the run ended, with the numbers. Empty for ``FINAL``."""
+    """One sentence on why the run ended, with the relevant figures. Empty for ``FINAL``."""
     typed_answer: Any = None
     """The answer as packed by ``SharedContext.to_jsonable``, if JSON would change its type (a
     tuple, NaN)."""
@@ -307,8 +314,8 @@ class TrajectoryFold:
     """Build a ``Trajectory`` from the events of a run. The attribute ``trajectory`` is valid after
     every event, even if the run was cut off.
 
-    In a conversation, each further question adds another ``RunStarted`` … ``RunEnded`` to the
-    stream. Its call ids continue the numbering.
+    In a conversation, the stream has one pair of ``RunStarted`` and ``RunEnded`` for each
+    question, and the numbering of calls continues across questions.
     """
 
     def __init__(self) -> None:
@@ -409,8 +416,9 @@ class TrajectoryFold:
                 pass
 
     def add_ended(self, call: Call) -> None:
-        """Add a call that has already ended, including its usage and cost, as its events would have
-        done. The call has at most one turn."""
+        """Add a call that has already ended, including its usage and cost. The result is the same
+        as that of its separate events. The call has at most one turn.
+        """
         self._calls[call.id] = call
         self.trajectory.calls.append(call)
         self.trajectory.usage += call.usage
@@ -418,10 +426,11 @@ class TrajectoryFold:
             self.trajectory.cost = (self.trajectory.cost or 0.0) + call.cost
 
     def _compare_ids(self, call: Call, turn: Turn) -> None:
-        """Count the turn if its prompt does not start with all token ids of the previous turns.
+        """Count a turn as split if its prompt does not start with all token ids of the previous
+        turns.
 
-        A trainer must split or reject such a turn. If its messages do start with all previous
-        messages, the client tokenized old text again, which is recorded as an error.
+        A trainer must split or reject such a turn. If the prompt's messages do start with all
+        previous messages, the client tokenized old text again, which is also recorded as an error.
         """
         before = self._turn_before(call)
         if before is None or before.num_ids is None or turn.reply.prompt_ids is None:

@@ -1,6 +1,6 @@
-"""Divide a forked root call into segments and lines. A root call is forked if several continuations
-start from one of its turns. A segment is the turns between two forks. A line is one path through
-the segments from the question to an end.
+"""Divide a forked root call into segments and lines. A root call is forked if several
+continuations start from one of its turns. A segment is the turns between two forks. A line is one
+path through the segments, from the question to one of the ends.
 
     call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
     call 0:1            ├ t0
@@ -34,12 +34,15 @@ class ForkSegment(NamedTuple):
     stop: int
     """Index after the segment's last turn."""
     continuations: tuple[ForkSegment, ...] = ()
-    """Segments that follow the fork at the end of this one, first the one in the same call. Empty
-    at the end of a path."""
+    """Segments that follow the fork at the end of this one, starting with the one in the same
+    call. Empty at the end of a path.
+    """
 
     def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
-        """Yield the last call of each path through this segment, with the path's share of the
-        rollout. The shares add up to ``share``, which is the share of this segment."""
+        """Yield the last call of each path through this segment, with the fraction of the rollout
+        that the path represents. These fractions add up to ``share``, the fraction of this
+        segment.
+        """
         if not self.continuations:
             yield self.call, share
         for each in self.continuations:

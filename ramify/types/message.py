@@ -84,7 +84,9 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Number of those calls whose token counts are upper bounds, because the server reported no
     usage."""
     cache_write_tokens: int = 0
-    """Part of ``input_tokens`` that the provider wrote to its prompt cache and bills as such."""
+    """Part of ``input_tokens`` that the provider wrote to its prompt cache, which it bills at a
+    separate price.
+    """
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -132,17 +134,23 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Log-probability of each sampled token under the distribution that it was drawn from."""
     versions: tuple[VersionSpan, ...] | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token, the ids that top-p and top-k left to choose from. A trainer uses them
-    to renormalize as the sampler did. None if nothing was excluded."""
+    """For each sampled token, the ids that remained after top-p and top-k filtering. A trainer
+    renormalizes over them as the sampler did. None if nothing was filtered out.
+    """
     routes: tuple[tuple[int, ...], ...] | None = None
-    """For each sampled token, the experts that processed the token before it in a mixture of
-    experts: k ids for each layer in turn. None if the engine does not report them."""
+    """For mixture-of-experts models: for each sampled token, the experts of the forward pass that
+    produced it, i.e. of the preceding token. They are k ids per layer, concatenated. None if the
+    engine does not report them.
+    """
     filter: str = ""
-    """The server's name for the reason it stopped the reply, such as ``SAFETY`` or ``refusal``. Set
-    if ``finish`` is ``content_filter``."""
+    """The server's own reason for stopping the reply, such as ``SAFETY`` or ``refusal``. Set if
+    ``finish`` is ``content_filter``.
+    """
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """For each sampled token, the most likely ids with their log-probabilities, most likely first,
-    under the distribution that it was drawn from. None unless the request asked for them."""
+    """For each sampled token, the most likely ids at its position with their log-probabilities,
+    most likely first. The log-probabilities are under the distribution that the token was drawn
+    from. None unless the request asked for them.
+    """
 
     def __post_init__(self) -> None:
         if self.token_ids is None:

@@ -1,15 +1,15 @@
-"""Check short forms of structs, for readers that need only some of the fields. A short form has the
-same tag as the whole struct but fewer fields.
+"""Check the short forms of structs. A short form has the same tag as the whole struct but fewer
+fields, for readers that do not need the others.
 
     @check_short_form(ReplyReceived)
     class ReplyOutline(Event, frozen=True, tag="Replied"):
         call: str
         turn: int
 
-The decoder skips fields that a type does not name, so a short form is decoded several times faster.
-If a field is renamed in the whole struct only, the short form's field would silently keep its
-default, and a page would show a zero. The decorator therefore compares both when the short form is
-defined.
+The decoder skips fields that a type does not name, so a short form is decoded several times
+faster. If a field is renamed in the whole struct only, the short form's field would silently keep
+its default, and a page would show a zero. The decorator therefore compares both when the short
+form is defined.
 
 The short forms of events are in ``store/short_events.py``.
 """

@@ -42,8 +42,9 @@ _MAX_SEGMENTS = 10_000
 
 
 class NotAPicture(ValueError):
-    """Raised if bytes are not a picture, or if the picture is damaged. The message completes a
-    sentence that begins with the picture's name."""
+    """Raised if bytes are not a picture, or if the picture is damaged. The message is the end of a
+    sentence that the caller begins with the picture's name, such as "is a damaged WebP picture".
+    """
 
 
 class PictureTooLarge(NotAPicture):
@@ -70,9 +71,9 @@ class PictureSize(msgspec.Struct, frozen=True):
 
     kind: PictureKind
     width: int
-    """Pixels."""
+    """Width in pixels."""
     height: int
-    """Pixels."""
+    """Height in pixels."""
 
 
 class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -87,9 +88,9 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
     name."""
     kind: PictureKind
     width: int
-    """Pixels."""
+    """Width in pixels."""
     height: int
-    """Pixels."""
+    """Height in pixels."""
     num_bytes: int
     name: str = ""
     """Name of the picture's file or page. Empty for a picture that a session created."""

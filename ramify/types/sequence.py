@@ -39,8 +39,9 @@ class SamplingMask(msgspec.Struct):
     truncated the vocabulary."""
 
     offsets: Ints
-    """Token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``, [T + 1]. An empty slice means
-    the whole vocabulary."""
+    """Where the ids of each position begin, [T + 1]: token t was drawn from ``ids[offsets[t] :
+    offsets[t + 1]]``. An empty slice means the whole vocabulary.
+    """
     ids: Ints
     """Token ids of all positions, concatenated, [M]."""
 
@@ -73,8 +74,10 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     """Token ids that the sampler could choose from. None if every token was drawn from the whole
     vocabulary."""
     routes: Ints | None = None
-    """Experts that processed the preceding token when this one was sampled, [T, J], with J = layers
-    times experts per token; -1 for unknown. None if no engine reported them."""
+    """For mixture-of-experts models: the experts of the forward pass that produced each token,
+    i.e. of the preceding token, [T, J], with J = layers times experts per token; -1 for unknown.
+    None if no engine reported them.
+    """
     temperature: float = 1.0
     """Sampling temperature. Logits are divided by it before log-probabilities are compared."""
     name: str = ""
@@ -127,19 +130,26 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     """The S segments in preorder: each comes directly before its descendants. Together they cover
     [0, T)."""
     sources: Ints
-    """Index of the token before each of the E entries' tokens, [E]. Its hidden state predicts the
-    entry."""
+    """For each of the E entries, the index of the token whose hidden state predicts it, which is
+    the token before it, [E].
+    """
     targets: Ints
     """Token id of each entry, [E]."""
     streams: dict[str, Floats]
     """Values of each entry, [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``,
     ``kd``, ``temperature`` and the named streams of the sequences."""
     denominators: dict[str, float]
-    """Divisor of each loss component's weighted sum, over all batches of the step."""
+    """For each loss component, the number by which its weighted sum is divided. The sum runs over
+    all batches of the step.
+    """
     sequences: dict[int, str]
-    """Names of the sequences with entries here, by their index in the packed list."""
+    """Names of the sequences that have entries in this batch, keyed by their index in the list
+    that was packed.
+    """
     owners: Ints
-    """Index of each entry's sequence, and of its token in that sequence, [E, 2]."""
+    """For each entry, the index of its sequence and the position of its token in that sequence,
+    [E, 2].
+    """
     versions: Ints | None = None
     """Policy version that sampled each entry's token, [E]. None if unknown."""
     kept: SamplingMask | None = None
@@ -147,8 +157,9 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     routes: Ints | None = None
     """Experts of each entry's token as in ``TokenSequence``, [E, J]."""
     token_weights: Floats | None = None
-    """Weight of each token, [T]: 1 / the number of times that the step's batches compute it. Each
-    token of the forest then counts once. None: 1 for all."""
+    """Weight of each token, [T]. A token that the batches of the step compute c times has weight 1
+    / c, so that it counts once in total. None: 1 for all.
+    """
 
     def __post_init__(self) -> None:
         num_tokens, num_entries = len(self.token_ids), len(self.sources)

@@ -25,7 +25,9 @@ question."""
 _MAX_SHOWN = 40
 _DEVIATIONS = 3.0
 _SCALE = 1.4826
-"""Standard deviation of a normal distribution in units of its median absolute deviation."""
+"""Factor that converts a median absolute deviation to the standard deviation of a normal
+distribution.
+"""
 _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dict"}
 
 
@@ -39,8 +41,9 @@ class SiblingOutlierFinder:
 
     def add(self, node: CallNode, question: str) -> list[CallNode]:
         """Add a call to the calls of its cell. ``question`` is the call's complete question.
-        Returns earlier siblings whose short question (``CallNode.telling``) must now be shown
-        differently, because they share less text with the new one."""
+        Returns the earlier siblings whose distinguishing part (``CallNode.telling``) has changed,
+        because they share less text with the new question.
+        """
         if (parent := node.parent) is None:
             return []
         place = (parent.call, parent.turn, parent.cell)
@@ -161,7 +164,8 @@ def _far(values: Sequence[float]) -> list[tuple[int, float]]:
     """Find values that are more than three scaled median absolute deviations from the median.
     Returns the index of each such value, with the median.
 
-    If more than half of the values are equal, a different value counts only if it is the only one.
+    If more than half of the values are equal, that deviation is 0. Then a single value that
+    differs from all others is returned, if there are more than four values.
     """
     from statistics import median
 

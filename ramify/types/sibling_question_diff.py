@@ -21,10 +21,10 @@ _MAX_CHARS = 2_000
 _MAX_PART = 120
 """Number of characters of a question's distinguishing part that are stored."""
 _MIN_ELIDED = 12
-"""Fewer common characters than this at the beginning are not left out."""
+"""Minimum length, in characters, of a shared beginning that is left out of a shown question."""
 _MAX_NAME = 40
 _MAX_BARE_WORDS = 4
-"""A name of more words than this is put in quotes."""
+"""Maximum number of words in a name that is shown without quotes."""
 _START_OF_WORD = lazy_pattern(r"\S*$")
 _REST_OF_WORD = lazy_pattern(r"\S*")
 _LAST_WORD = lazy_pattern(r"[^\W\d_]+[ \t]+$")
@@ -40,12 +40,13 @@ class SiblingQuestions:
         self._prefix = ""
         """The beginning that all questions share."""
         self._suffix = ""
-        """The end that all questions share, without ``_prefix``."""
+        """The end that all questions share. It does not overlap with ``_prefix``."""
         self._parts: list[str] = []
         """The part of each question between ``_prefix`` and ``_suffix``."""
         self._sorted: list[str] | None = None
-        """``_parts`` in sorted order. Computed when a name is first needed, because a cell may have
-        thousands of outliers."""
+        """``_parts`` in sorted order. It is computed only when a name is needed, and only once,
+        since a cell may have thousands of calls that need one.
+        """
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -77,8 +78,9 @@ class SiblingQuestions:
         return has_grown
 
     def _grow(self, prefix: str, suffix: str) -> None:
-        """Shorten the shared beginning and end to ``prefix`` and ``suffix``. The text cut off is
-        added to the distinguishing part of each earlier question."""
+        """Shorten the shared beginning and end to ``prefix`` and ``suffix``. The distinguishing
+        part of each earlier question grows by the text that is no longer shared.
+        """
         if len(self._parts) == 1:
             end = len(self._first) - len(suffix)
             self._parts = [self._first[len(prefix) : end][:_MAX_PART]]

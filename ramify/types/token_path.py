@@ -43,11 +43,14 @@ class TokenPath(msgspec.Struct, frozen=True):
     """Sampled spans in order, each with the turn that sampled it. Several paths of one tree may
     share spans."""
     kept: tuple[tuple[int, ...], ...] | None = None
-    """For each token, the ids that top-p and top-k left to choose from, [T]. Empty for the whole
-    vocabulary. None if no reply reports them."""
+    """For each token, the ids that remained after top-p and top-k filtering, [T]. An empty tuple
+    means the whole vocabulary. None if no reply reports them.
+    """
     routes: tuple[tuple[int, ...], ...] | None = None
-    """For each token, the experts that processed the token before it, [T]. Empty if unknown. None
-    if no reply reports them."""
+    """For mixture-of-experts models: for each token, the experts of the forward pass that produced
+    it, i.e. of the preceding token, [T]. An empty tuple means that they are unknown. None if no
+    reply reports them.
+    """
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -72,8 +75,8 @@ class TokenPathBuilder:
         return has_ids and reused_ids == len(self._ids)
 
     def add(self, call: str, turn: int, reply: Reply, reused_ids: int) -> None:
-        """Add the reply of a turn to the path. A reply without token ids makes the path unknown
-        until a later reply has them.
+        """Add the reply of a turn to the path. After a reply without token ids, the path is
+        unknown until a later reply has them.
 
         Args:
             call: id of the call.

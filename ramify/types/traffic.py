@@ -1,5 +1,5 @@
-"""Define the format of recorded traffic: conversations of users with a served policy. A store names
-the policy that replied, and marks how each turn was recorded.
+"""Define the format of recorded traffic: conversations between users and a served policy. A store
+of traffic names the policy that replied, and marks how each turn was recorded.
 
     STORE/traffic.json     the policy, as ``PolicyArchitectureIdentity``
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
@@ -23,11 +23,13 @@ RECORDER = "traffic"
 FEEDBACK = "feedback"
 """Author and reward name of a user's feedback on a reply."""
 REDACTED = "redacted"
-"""Name of a turn's token flags: 1 for each sampled token that was redacted. Missing if none was."""
+"""Name of the per-token values that mark redacted tokens: 1 for each sampled token that was
+redacted. A turn without redacted tokens has no such values.
+"""
 TEMPERATURE = "temperature"
-"""Name of a turn's sampling temperature among its numbers."""
+"""Name under which a turn's sampling temperature is stored."""
 NEXT_MESSAGE = "next_message"
-"""Key in a rollout's ``metadata`` of the message that the user wrote after the reply."""
+"""Key in a rollout's ``metadata`` under which the user's next message after the reply is stored."""
 
 
 class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
@@ -43,8 +45,9 @@ class PolicyArchitectureIdentity(msgspec.Struct, frozen=True):
 
     def difference(self, other: PolicyArchitectureIdentity) -> str:
         """Describe how the policy ``other`` differs from this one. Returns an empty text if both
-        have the same tokenizer and architecture. Token ids and log-probabilities of one can then be
-        used for the other."""
+        have the same tokenizer and architecture, so that token ids and log-probabilities of one
+        can be used for the other.
+        """
         if self.vocabulary != other.vocabulary:
             return f"another tokenizer ({self.name}; here it is {other.name})"
         if self.architecture != other.architecture:

@@ -28,9 +28,10 @@ SCHEMA_VERSION = 2
 Version 2 added ``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
-"""Kinds of calls. ``strategy``: a call without turns, which a plan or another strategy answers by
-its leaf calls. ``judge``: a call that judges its parent call after that ended. Training never uses
-it."""
+"""Kinds of calls. ``strategy``: a call without turns, answered by a plan or another strategy that
+makes ``leaf`` calls. ``judge``: a call that judged its parent call after the parent had ended;
+training never uses it.
+"""
 
 
 class Stop(enum.StrEnum):
@@ -50,7 +51,7 @@ class Stop(enum.StrEnum):
     ERROR = "error"
     CANCELLED = "cancelled"
     SUSPENDED = "suspended"
-    """The run waits until a person has removed the cause of a failure. It can be resumed."""
+    """The run waits until someone fixes the cause of a failure. It can be resumed."""
 
     def is_truncated(self) -> bool:
         """Return True if a limit cut the call short, so that its answer is the best one so far."""
@@ -100,8 +101,8 @@ class AgentCallReason(enum.StrEnum):
     """The client changed nothing, but the chat template renders an earlier message differently."""
 
     def is_rewritten(self) -> bool:
-        """Return True if the client sent back a history that differs from the one it had sent and
-        received.
+        """Return True if the client sent back a history that differs from what was actually sent
+        and received.
 
         >>> AgentCallReason.THINKING.is_rewritten(), AgentCallReason.TEMPLATE.is_rewritten()
         (True, False)
@@ -150,8 +151,9 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def reference_text(self) -> str:
         """Text that names the files to which the context refers, such as ``by reference:
-        /var/log/a.log (92,663,629 bytes) and 2 more files``. Empty if the context contains its
-        texts."""
+        /var/log/a.log (92,663,629 bytes) and 2 more files``. Empty if the context does not refer
+        to files.
+        """
         if not self.files:
             return ""
         more = len(self.files) - 1
@@ -174,7 +176,7 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     error: str | None = None
     """Traceback with the cell's line numbers. None if the cell succeeded."""
     seconds: float = 0.0
-    """Working time of the session in seconds, excluding time spent waiting for models."""
+    """Execution time of the cell in seconds, excluding time spent waiting for models."""
     stdout_chars: int = 0
     """Full length of the printed output. It exceeds ``len(stdout)`` if the output was truncated."""
     stdout_digest: str | None = None
@@ -182,16 +184,18 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     restored: tuple[str, ...] = ()
     """Reserved names that the cell overwrote and that were restored."""
     died: bool = False
-    """True if the session died during the cell and lost the cell's effects. ``error`` gives the
-    reason."""
+    """True if the session died while it ran the cell, so that the cell's effects were lost.
+    ``error`` gives the reason.
+    """
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One request to a model, the model's reply, and the code cells in the reply that were run."""
 
     reused: int
-    """Number of earlier messages of the conversation that this prompt starts with. Earlier messages
-    are the prompts and replies of all previous turns."""
+    """Number of messages at the start of this prompt that are earlier messages of the
+    conversation, i.e. prompts and replies of previous turns.
+    """
     prompt: tuple[Message, ...]
     """Messages of this prompt that follow the reused ones."""
     reply: Reply
@@ -199,7 +203,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     cells: tuple[Cell, ...] = ()
     reused_ids: int = 0
     """Number of earlier token ids that this prompt starts with. It is less than all of them if the
-    history was summarized, or if the client tokenized old text again; see ``paths``."""
+    history was summarized, or if the client tokenized old text again (see ``paths``).
+    """
 
     @property
     def num_ids(self) -> int | None:
@@ -211,7 +216,9 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Parent(msgspec.Struct, frozen=True, gc=False):
-    """The code that made a call: cell ``cell`` of turn ``turn`` of the call ``call``."""
+    """The place in the code that made a call: cell ``cell`` of turn ``turn`` of the parent call
+    ``call``.
+    """
 
     call: str
     turn: int
@@ -293,8 +300,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Rewards of single calls, by call id and then by reward name."""
     marks: list[Annotation] = msgspec.field(default_factory=list)
-    """Annotations in addition to the rewards, oldest first. A later one replaces an earlier one
-    with the same target and name."""
+    """Annotations that are not rewards, oldest first. A later one replaces an earlier one with the
+    same target and name.
+    """
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
@@ -318,8 +326,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     """True if the run has no rewards yet because its task scores all rollouts of a step
     together."""
     score_error: str = ""
-    """Why the task could not score the run, without the names of task and item. Empty if the run
-    has rewards or failed before it was scored. ``errors`` has the whole message."""
+    """Why the task could not score the run, without the names of the task and item. Empty if the
+    run has rewards or failed before it was scored. ``errors`` has the complete message.
+    """
 
     @property
     def root(self) -> Call:
@@ -411,10 +420,11 @@ class GroupFate(enum.StrEnum):
     """The outcome of a group of rollouts: whether training used it, and if not, why."""
 
     LEARNT = "learnt"
-    """Some tokens of the group had an advantage."""
+    """Training used the group: some of its tokens had a nonzero advantage."""
     NO_SIGNAL = "no_signal"
-    """No token had an advantage (zero variance), or the group was replaced because nothing could be
-    learned from it."""
+    """All advantages of the group were 0 (zero variance), or the group was replaced because
+    nothing could be learned from it.
+    """
     LOST = "lost"
     """No rollout of the group has a reward."""
     SPARE = "spare"

@@ -26,9 +26,11 @@ MAX_RUNS = 8
 _MAX_PAIRS = 40_000
 """Maximum number of pairs of questions whose words are compared."""
 _ALIKE = 0.5
-"""Minimum share of common words for two questions to match."""
+"""Minimum fraction of words that two questions must have in common to match."""
 Row = list[CallNode | None]
-"""One call for each run, or None for a run that has no such call."""
+"""One row of a comparison of runs: the matching call of each run, or None for a run that has no
+such call.
+"""
 
 
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:

@@ -86,7 +86,7 @@ class CellValueOrigins(msgspec.Struct):
     is_parsed: bool = True
     prints: list[ValueOrigin] = []
     is_straight: bool = True
-    """True if each print ran exactly once, in the order of ``prints``."""
+    """True if each print certainly ran once, in the order of ``prints``."""
     echo: ValueOrigin = NOTHING
     """Origin of the last expression's value."""
     uses: list[TracedExpression] = []
@@ -137,8 +137,9 @@ class CellValueTracer:
         return self._cell
 
     def _quietly(self, node: ast.expr) -> ValueOrigin:
-        """Return the origin of an expression that was evaluated before, without recording its
-        prints and uses again."""
+        """Return the origin of an expression that was already traced, without recording its prints
+        and uses a second time.
+        """
         prints, uses = len(self._cell.prints), len(self._cell.uses)
         flow = self._flow(node)
         del self._cell.prints[prints:], self._cell.uses[uses:]
@@ -199,8 +200,9 @@ class CellValueTracer:
             self._statement(statement)
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
-        """Trace a block of code that may not have run. A variable that the block assigns may still
-        have its earlier value, so both possible origins are merged."""
+        """Trace a block of code that may or may not have run. A variable that the block assigns
+        may still have its earlier value, so both origins are merged.
+        """
         before = dict(self.env)
         self._block(body)
         for name, flow in before.items():
@@ -226,7 +228,8 @@ class CellValueTracer:
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Trace the definition of a function. The function's origin includes all variables and
-        calls in its body. It is unknown when its prints run."""
+        calls in its body. If its body prints, the cell's prints have no certain order.
+        """
         before = dict(self.env)
         prints = len(self._cell.prints)
         self._block(node.body)

@@ -1,8 +1,8 @@
-"""Send changes of a run or training folder to the pages that show it. One task polls each file,
-however many pages follow it.
+"""Send changes of a run or training folder to the pages that show it. Each file is polled by one
+task, regardless of how many pages follow it.
 
     file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
-    replies arrive ── polled every 0.1 s meanwhile ──> {"arriving": […]} to each page
+    replies being streamed ── read about every 0.1 s ──> {"arriving": […]} to each page
 
 A page that connects late, or reconnects, names the version that it has and receives the changes
 since then. This module decides how often files are polled and what stays in memory. view_server.py
@@ -48,7 +48,7 @@ class FileFeed(Generic[T]):
     def __init__(self, watched: T) -> None:
         self.watched: T = watched
         self.lock = asyncio.Lock()
-        """Held while the file is read, or while a thread uses ``watched``."""
+        """Held while the file is being read, or while a thread uses ``watched``."""
         self._queues: set[asyncio.Queue[Any]] = set()
         self._task: asyncio.Task[None] | None = None
         self._arriving: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class FileFeed(Generic[T]):
             queue.put_nowait(message)
 
     _sent_head: tuple[object, ...] = ()
-    """Values from which the overview that the pages last received was made."""
+    """The inputs of the overview that was last sent to the pages."""
     _sent_version = -1
     """Version of ``watched`` that all pages have received."""
 

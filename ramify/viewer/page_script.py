@@ -114,8 +114,9 @@ def whole(on_demand: Sequence[str]) -> str:
 
 def _vendored(name: str, source: str) -> str:
     """Convert a third-party JavaScript module to code that defines its exports as constants.
-    ``name`` is the imported name as the page's code writes it. Named exports are given in braces:
-    ``{ names }``."""
+    ``name`` is the name in the page's import statement. Named exports are given in braces: ``{
+    names }``.
+    """
     if name.startswith("{"):
         exports = _VENDOR_EXPORTS.findall(source)[-1]
         pairs = (each.split(" as ") for each in exports.split(","))
@@ -195,8 +196,9 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the text around each citation in an answer. A key consists of the name of the cited
-    text and the first cited line, such as ``report.txt/12``."""
+    """Return the text around each citation in an answer. Its key combines the name of the cited
+    text and the first cited line, as in ``report.txt/12``.
+    """
     found = {}
     for each in citations:
         name, line = each["source"], each["first_line"]
@@ -208,8 +210,9 @@ def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> str:
-    """Encode a value as JSON that can be embedded in HTML. A parser cannot find an end tag or a
-    comment in it."""
+    """Encode a value as JSON that is safe to embed in HTML, since it contains no end tags or
+    comments.
+    """
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

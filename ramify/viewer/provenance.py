@@ -38,7 +38,7 @@ MAX_CALLS = 3_000
 """Maximum number of sub-calls whose results are read."""
 MAX_LINKS = 2_000
 _MAX_SHOWN = 200
-"""Maximum number of sources that the link of a computed value names."""
+"""Maximum number of sources listed in the link of a computed value."""
 
 
 class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
@@ -54,11 +54,12 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
     sources: list[str] = []
     """Sub-calls that returned the text, or from whose results it was computed."""
     is_certain: bool = False
-    """True if the value came back through variables. False if only the texts are the same."""
+    """True if the value came back through variables. False if the link rests only on equal text."""
     is_computed: bool = False
     via: list[list[Any]] = []
-    """Variables that the value passed through as [variable, turn, cell, line], last assigned
-    first."""
+    """Variables that the value passed through, as [variable, turn, cell, line], most recently
+    assigned first.
+    """
     place: list[Any] | None = None
     """The output or prompt where the value was first seen, as [turn, cell, part, start, end]."""
 
@@ -319,7 +320,8 @@ class _CallLinks:
 
     def _via(self, names: frozenset[str]) -> list[list[Any]]:
         """Return the variables among ``names`` whose values came from sub-calls or the context.
-        Each has the turn, cell and line of its last assignment, the latest first."""
+        Each comes with the turn, cell and line of its last assignment, most recent first.
+        """
         known = [
             [name, *self._flow.defined[name]]
             for name in sorted(names)
@@ -348,8 +350,9 @@ def _position(text: str, value: str) -> int:
 def _calls_by_place(
     run: WatchedRun, id: str
 ) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
-    """Return the sub-calls of the call ``id`` by the turn and cell whose code made them. Each comes
-    with its question and answer."""
+    """Return the sub-calls of the call ``id``, grouped by the turn and cell whose code made them.
+    Each comes with its question and answer.
+    """
     found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
     children = [node for node in run.tree.order if node.parent and node.parent.call == id]
     for node in children[:MAX_CALLS]:

@@ -29,7 +29,9 @@ QUERIES = {
     "rlm_query_batched": "rlm",
 }
 _MIN_WORDS = 6
-"""Minimum characters of a literal that can distinguish one call expression from another."""
+"""Minimum length, in characters, of a literal that can distinguish one call expression from
+another.
+"""
 
 
 class CellSubcall(msgspec.Struct, frozen=True):
@@ -44,9 +46,9 @@ def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.
     """Find the expression in a cell's code that made each sub-call. Returns the ids of the
     sub-calls for each expression, by its syntax node.
 
-    An expression is recognised by its kind and by the literal words of its prompt. If each
-    expression runs once, the order decides. Calls that look the same are assigned to every
-    expression of their kind.
+    If each expression runs once, sub-calls are matched in order. Otherwise an expression is
+    recognised by its kind and by the literal text in its prompt. Calls that look the same are
+    assigned to every expression of their kind.
     """
     sites = _sites_of(tree)
     found: dict[ast.AST, list[str]] = {site: [] for site, _, _ in sites}
@@ -92,8 +94,9 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Assign the sub-calls to expressions in the code by their order alone. Returns None unless
-    each expression runs once and makes a known number of calls."""
+    """Match sub-calls to the expressions in the code purely by order. Returns None unless each
+    expression runs once and makes a known number of calls.
+    """
     repeated = {
         inner
         for outer in ast.walk(tree)
@@ -132,16 +135,17 @@ def _in_order(
 
 
 MAX_SOURCES = 3
-"""Maximum number of calls that may have returned a value for it to be linked."""
+"""A value that more calls than this returned is not linked to any of them."""
 _MIN_TEXT = 5
-"""Minimum characters of a text that identifies a value. A number needs at least 3 digits
-instead."""
+"""Minimum length, in characters, of a text that can be linked to the call that returned it. A
+number needs at least 3 digits instead.
+"""
 NUMBER = re.compile(
     r"(?<![\w.])(?<!\w-)[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w]|\.\d)"
 )
 _PERCENT = re.compile(r"\s?%")
 _MAX_LITERAL = 2_000
-"""Number of characters of a literal that are searched for numbers."""
+"""Number of characters at the beginning of a literal that are searched for numbers."""
 _MAX_LEAVES = 500
 
 
@@ -210,7 +214,9 @@ class ReturnedValueIndex:
 
 
 def is_telling(text: str) -> bool:
-    """Return True if a text is long enough to be unlikely to equal another by coincidence."""
+    """Return True if a text is long enough that an equal text elsewhere is unlikely to be a
+    coincidence.
+    """
     if NUMBER.fullmatch(text):
         return sum(letter.isdigit() for letter in text) >= 3
     return len(text) >= _MIN_TEXT

@@ -36,7 +36,7 @@ from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import struct_fields
 
 MAX_RUNNING = 4
-"""Maximum number of unfinished runs that the pages of one server may have started."""
+"""Maximum number of runs started from the pages of one server that may be in progress at once."""
 T = TypeVar("T")
 _UNUSED_KEY = "no-key-is-needed-for-an-estimate"
 
@@ -224,7 +224,7 @@ def _store_of(located: LocatedRun) -> RunStore:
 
 
 async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the event loop of the synchronous API and await its result."""
+    """Run a coroutine on the event loop of the synchronous API, and await its result here."""
     return await asyncio.wrap_future(
         asyncio.run_coroutine_threadsafe(work, event_loop_thread.loop())
     )

@@ -66,7 +66,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     cost: float | None = None
     """Cost in dollars. None if no model had a known price."""
     stop: str = ""
-    """Why the run stopped. Empty while the run is in progress, and if it was interrupted."""
+    """Why the run stopped. Empty if it is in progress or was interrupted."""
     reward: float | None = None
     """The run's first reward, if any."""
     rewards: dict[str, float] = {}
@@ -80,11 +80,11 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     ending: str = ""
     """One sentence on why the run ended."""
     labels: tuple[str, ...] = ()
-    """Labels from people's reviews, and the verdict of the people who gave them."""
+    """Labels that reviewers gave to the run, and their verdict."""
     verdicts: dict[str, Verdict] = {}
     note: str = ""
     corrected: dict[str, float] = {}
-    """Corrected scores by name. ``reward`` already is the corrected one."""
+    """Corrected scores by name. ``reward`` already includes the correction."""
 
     def take_review(self, review: HumanRunReview) -> None:
         """Copy the labels, note and corrected scores of a person's review into this row."""
@@ -126,8 +126,9 @@ class MatrixListRow(msgspec.Struct, omit_defaults=True):
 
     key: str
     name: str
-    """The matrix's id, which begins with the date. The names of its cells' records begin with
-    it."""
+    """The matrix's id, which begins with the date. Each of its cells has a record whose name
+    begins with this id.
+    """
     suites: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
@@ -268,7 +269,7 @@ def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
 
 
 MAX_MAP_ROWS = 100_000
-"""Maximum number of questions shown in the table of a map (one question asked about many rows)."""
+"""Maximum number of rows in the table of a map. A map asks one question about many rows."""
 MAX_FILES = 20_000
 """Maximum number of files listed from one place. The list states if there are more."""
 _Stamp = tuple[int, int]
@@ -288,11 +289,13 @@ class RunCatalog:
         self._places = RunLocations(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
-        """State of each place's store with the rows of its runs in that state, by the number of the
-        place."""
+        """For each place, by number: the state of its store when it was last read, and the rows of
+        its runs in that state.
+        """
         self._trainings: dict[int, tuple[dict[Path, int], list[Path]]] = {}
-        """Times of change of the folders in each place, and its training folders, by the number of
-        the place."""
+        """For each place, by number: the modification times of its folders, and the training
+        folders found in it.
+        """
         self._problems: list[UnreadableFileRow] = []
         self._reading_maps = threading.Lock()
 
@@ -307,8 +310,9 @@ class RunCatalog:
     def listing(self) -> tuple[list[RunListRow], list[EvaluationListRow], list[UnreadableFileRow]]:
         """Return all runs and all evaluations, newest first, and the unreadable files.
 
-        A run or evaluation with a problem has a normal row that names the problem. Returned rows
-        are never modified, so a row that is the same object as before is unchanged.
+        A run or evaluation with a problem has a normal row whose field ``problem`` describes it.
+        Rows are never modified, so an identical object in a later listing means that the row is
+        unchanged.
         """
         self._problems = []
         rows = [row for place in self._places for row in self._rows_in(place)]
@@ -322,8 +326,9 @@ class RunCatalog:
         return self.listing()[0]
 
     def trainings(self) -> list[TrainingListRow]:
-        """Return a row for each training folder, in the order of the given places. A training
-        folder is one that has metrics."""
+        """Return a row for each training folder, i.e. each folder with a metrics file, in the
+        order of the given places.
+        """
         return [
             TrainingListRow(place.key(folder), folder.name, str(folder))
             for place in self._places

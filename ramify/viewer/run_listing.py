@@ -39,15 +39,20 @@ class VersionedRunList:
         self._version = 0
         self._rows: dict[str, tuple[int, RunListRow]] = {}
         self._gone: dict[str, int] = {}
-        """Version at which each deleted run was first missing, by the run's key."""
+        """For each deleted run, by key, the version of the list in which it is missing for the
+        first time.
+        """
         self._oldest = 0
-        """Oldest version from which changes are still known."""
+        """Oldest version since which all changes are known. For an older one, the whole list is
+        sent.
+        """
         self._others: dict[str, Any] = {}
         self._others_version = 0
 
     def rows(self) -> dict[str, Any]:
-        """Return all runs with the other fields of the listing, such as evaluations and training
-        folders."""
+        """Return the rows of all runs, and the rest of the listing, such as evaluations and
+        training folders.
+        """
         with self._lock:
             runs, others = self._look()
             return {"runs": runs, **others}

@@ -1,15 +1,15 @@
 """Resolve the addresses of runs and files. An address names a run or file in one of the places
 (folders, files and stores) that the viewer was given.
 
-    20260301-142501-5gk0x7m-which-host      a run of the first place, a store of any kind
-    p2:20260301-…                           a run of place 2, a store
+    20260301-142501-5gk0x7m-which-host      a run in the first place, which is a store
+    p2:20260301-…                           a run in place 2, also a store
     p3/rollouts/step-000010.jsonl:7         line 7 of a file of trajectories in place 3
-    20261126-211500-map-1a2b3c4d5e:7        question 7 of a map of the first place
+    20261126-211500-map-1a2b3c4d5e:7        question 7 of a map in the first place
 
-A store without files, such as a ``MemoryStore``, is a place, too. No address can reach a file
-outside the places. The first line of a file decides its kind: a journal (one run, one event per
-line), a file of trajectories (one run per line, as training saves rollouts), or the record of an
-evaluation (a plan, then one outcome per line).
+A store need not have files; a ``MemoryStore`` is a place, too. No address can reach a file outside
+the places. The first line of a file decides its kind: a journal (one run, one event per line), a
+file of trajectories (one run per line, as training saves rollouts), or the record of an evaluation
+(a plan, then one outcome per line).
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class LocatedRun(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind | str:
-    """Return the kind of a file, which is recognised by its first line: journal, trajectory or
-    evaluation. For any other file, return a sentence that says why it is not a run."""
+    """Determine a file's kind from its first line: journal, trajectory or evaluation. For any
+    other file, return a sentence that says why it is not a run.
+    """
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
     if line.startswith(_JOURNAL_BEGINS) or (line and _JOURNAL_BEGINS.startswith(line)):
@@ -149,8 +150,9 @@ class RunLocations:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def maps(self) -> Iterator[tuple[ViewedPlace, StoredMap]]:
-        """Yield the maps in all stores, each up to date. A map is one question asked about many
-        rows. Unreadable maps are skipped."""
+        """Yield the maps in all stores, with their latest results. A map asks one question about
+        many rows. Unreadable maps are skipped.
+        """
         for place in self._all:
             if isinstance(place.store, Store):
                 for path in MapStore(place.store.root).paths():
@@ -222,8 +224,8 @@ def walk(
 ) -> Iterator[Path]:
     """Yield the files below ``folder`` whose name satisfies ``matches``, ordered by name.
 
-    Folders of checkpoints are skipped. ``failed`` is called for a folder that cannot be read. Every
-    folder that is searched is added to ``folders``.
+    Folders of checkpoints are skipped. If a folder cannot be read, ``failed`` is called with it
+    and the error. All searched folders are appended to the list ``folders``, if it is given.
     """
     if folders is not None:
         folders.append(folder)

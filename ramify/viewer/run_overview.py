@@ -66,7 +66,9 @@ calls with a session. ``tools`` has [time, whether it failed] for each tool answ
 [turn, name, value] for each score that is not a reward.
 """
 TEXTS = ("question", "answer", "telling")
-"""Columns that make up most of the overview's bytes but are visible only in a few rows."""
+"""Columns with text. They make up most of the overview's bytes, but only a few of their rows are
+visible at a time.
+"""
 _MAX_ERRORS = 200
 MAX_CITATIONS = 100
 """Maximum number of citations in the head of a run's page."""
@@ -136,8 +138,8 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Average a value that training recorded for each turn, and return the mean of each call by its
-    id. Each turn has the same weight.
+    """Average per-turn values that training recorded over the turns of each call, and return the
+    means by call id. Each turn has the same weight.
 
     ``recorded`` maps a turn to a number, or to a list with one number per token. For example,
     ``{"0.1/2": 0.25}`` has the value of turn 2 of call 0.1. ``size`` converts each number first,
@@ -156,8 +158,9 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _same(column: list[Any]) -> Any:
-    """Return the single value of a column whose values are all the same. Any other column is
-    returned unchanged."""
+    """Replace a column whose values are all the same by that single value. Any other column is
+    returned unchanged.
+    """
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
@@ -227,8 +230,9 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:
-    """Return which turn of another run this run continues, with the other run's address if it is in
-    the same store. Returns None if this run continues no other."""
+    """Return the turn of another run from which this run continues, with the other run's address
+    if it is in the same store. Returns None if this run does not continue another.
+    """
     forked = run.tree.run.metadata.get("forked")
     if not isinstance(forked, dict):
         return None

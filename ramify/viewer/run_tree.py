@@ -55,7 +55,9 @@ class RunTree:
         self._starts = array("q")
         """Byte offset of each journal line."""
         self._before = array("q")
-        """For each journal line, the previous line about the same call, or -1."""
+        """For each line of the journal, the index of the previous line about the same
+        call, or -1.
+        """
 
     @property
     def run(self) -> Trajectory:
@@ -81,8 +83,9 @@ class RunTree:
         return node
 
     def take_marked(self) -> set[int]:
-        """Return the indices of calls that changed because of another call's event, and forget
-        them."""
+        """Return the indices of calls that changed because of another call's event, and clear the
+        list of such calls.
+        """
         marked = {node.index for node in self.calls.marked}
         for node in self.calls.marked:
             node.version = self.version
@@ -139,7 +142,7 @@ class CallDetail(msgspec.Struct):
     call: Call
     notes: list[CallNote] = msgspec.field(default_factory=list)
     spans: list[float] = msgspec.field(default_factory=list)
-    """Times of each request and reply in turn, in seconds since the run began."""
+    """Alternating times of requests and replies, in seconds since the run began."""
     tools: list[ToolAnswered] = msgspec.field(default_factory=list)
     pending: UnansweredModelRequest | None = None
     last_word: Stop | None = None
@@ -177,7 +180,9 @@ class CallDetailReader:
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
-        """Read the call of ``node`` in full. Raises StoreError if its lines cannot be read."""
+        """Return the call of ``node`` with all of its turns and texts, read from the journal.
+        Raises StoreError if its lines cannot be read.
+        """
         reading = self._cached.pop(node.id, None)
         try:
             reading = reading or _Reading(self._run, tree, node)
@@ -192,7 +197,7 @@ class CallDetailReader:
 
 
 class _Reading:
-    """The state of reading one call, after the journal lines read so far."""
+    """Reads one call from the journal, and continues after the lines that it has already read."""
 
     def __init__(self, run: StoredRun, tree: RunTree, node: CallNode) -> None:
         self._run = run
@@ -232,8 +237,9 @@ class _Reading:
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:
-        """Add a note to the turn if ``TrajectoryFold`` found the token ids of its reply
-        inconsistent."""
+        """Add a note to the turn of a reply if ``TrajectoryFold`` reported that the reply's token
+        ids are inconsistent.
+        """
         errors = self._fold.trajectory.errors
         if isinstance(event, ReplyReceived) and len(errors) > self._num_errors:
             detail.notes.append(CallNote(event.at_s, event.turn, "note", errors[-1]))

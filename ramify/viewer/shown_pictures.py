@@ -1,8 +1,8 @@
-"""Provide the pictures in the prompts of a run to the run's page: a list of them, and the bytes of
-each.
+"""Serve the pictures in a run's prompts to the run's page: a list of them, and the bytes of each.
 
-A picture's bytes are a blob of the store that has the run. The page receives only pictures that the
-named call has shown to a model, and only blobs that are pictures. It cannot read any other blob.
+A picture's bytes are a blob of the store that has the run. The page receives only pictures that
+the named call has shown to a model, and only blobs that are pictures. It cannot read any other
+blob.
 """
 
 from __future__ import annotations

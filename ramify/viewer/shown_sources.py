@@ -1,4 +1,4 @@
-"""Provide a run's sources to its page: the files and pages that the run's context was read from.
+"""Serve a run's sources to its page, i.e. the files and web pages from which its context was read.
 The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
 The table comes from the run's record (``sources.base.RecordedSources``). The texts are read from
@@ -21,8 +21,9 @@ from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CHARS = 250_000_000
-"""Maximum size, in characters, of a stored context whose texts are shown. Texts that stay in their
-files do not count."""
+"""Maximum size, in characters, of a stored context whose texts are shown. Texts that are still
+read from their original files do not count.
+"""
 NUM_LINES = 200
 """Number of lines of a text to send at once."""
 MAX_LINE_CHARS = 2_000
@@ -46,8 +47,9 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Return the table of a run's sources. Its field ``key`` is the name of the source's text in
-    the context. Raises StoreError if the record of the sources cannot be read."""
+    """Return the table of a run's sources. The field ``key`` of a row is the name under which the
+    context holds the source's text. Raises StoreError if the record of the sources cannot be read.
+    """
     try:
         read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
     except msgspec.ValidationError as error:

@@ -1,13 +1,13 @@
-"""Show the code of a call beside the code of a typical sibling. A reader then sees what a call that
+"""Show the code of a call beside that of a typical sibling, so that a reader sees what a call that
 went wrong did differently.
 
     0.6  total = sum(… if row[0] == 'east')        11 of 11 siblings:  total = sum(…)
 
-Siblings are the calls of the same kind that the same cell made, without those that failed or
-differ. The call is compared with the code that most siblings share. If all siblings wrote different
-code, it is compared with the most similar one. Cells are matched in order. The module
-types/sibling_outliers.py finds the calls that differ. The page marks the words that differ
-(static/sibling_code.js).
+Siblings are the calls of the same kind that the same cell made. Those that failed, or whose answer
+is an outlier, are left aside. The call is compared with the code that most siblings share. If all
+siblings wrote different code, it is compared with the most similar one. Cells are matched in
+order. The module types/sibling_outliers.py finds the calls that differ. The page marks the words
+that differ (static/sibling_code.js).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ramify.viewer.watched_run import WatchedRun
 _MAX_SIBLINGS = 16
 """Maximum number of siblings whose code is read."""
 _MAX_CHARS = 20_000
-"""Number of characters of each cell's code that are compared."""
+"""Maximum number of characters of a cell's code that are compared."""
 _Code = tuple[str, ...]
 """Code of each cell of a call, in order."""
 
@@ -33,9 +33,9 @@ def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
     """Compare the code of the call ``id`` with that of a typical sibling. Raises StoreError if
     there is no such call.
 
-    In the result, ``cells`` has pairs [code of the call or None, code of the sibling or None]. It
-    is empty without a sibling to compare with. ``shared_by`` is the number of siblings, out of
-    ``num_siblings``, that have exactly this code.
+    In the result, ``cells`` has pairs [code of the call or None, code of the sibling or None]. The
+    list is empty if there is no sibling to compare with. ``shared_by`` is the number of siblings,
+    out of ``num_siblings``, that have exactly this code.
     """
     own = _code_of(run, id)
     codes = _codes_of_siblings(run, run.tree.nodes[id])

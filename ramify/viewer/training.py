@@ -48,10 +48,11 @@ from ramify.viewer.run_overview import means_by_call
 from ramify.viewer.training_verdict import alarms, num_averaged_steps, stage_facts
 
 FINAL = ("first", "last", "best")
-"""Stages of the evaluations before and after training. They are shown separately from the
-curves."""
+"""Stages of the evaluations before training (``first``), and of the last and the best checkpoint
+after it. They are shown separately from the curves.
+"""
 MAX_ITEM_STEPS = 50
-"""Maximum number of saved steps, counted from the latest, that are searched for an item."""
+"""Maximum number of saved steps that are searched for an item, beginning with the latest."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
 _decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
@@ -77,14 +78,16 @@ class TrainingCurves:
         self._num_lines = 0
         # A version of another server, or from before the file was replaced, is none of these.
         self._first_version = self.version = secrets.randbits(50)
-        """``version`` grows by one with each line."""
+        """Version before the first line of the file. ``version`` grows by one with each line."""
         self._looked_at = self.version
-        """Version at which ``_others`` was last updated."""
+        """Version at which ``_others`` was last checked for changes."""
         self._others: dict[str, tuple[int, Any]] = {}
-        """All data except the curves, each with the version at which it changed."""
+        """Everything the page shows in addition to the curves, by name: the version at which it
+        last changed, and its value.
+        """
         self.names: dict[str, tuple[list[int], list[float]]] = {}
         self._written: dict[str, list[int]] = {}
-        """Versions at which the points of each metric were written, by the metric's name."""
+        """For each metric, by name, the version at which each of its points was read."""
         self.stages: list[tuple[str, int]] = []
         """Stages, each with its first step."""
         self.final: list[dict[str, Any]] = []
@@ -95,9 +98,11 @@ class TrainingCurves:
         self.diagnoses: list[tuple[int, Diagnosis]] = []
         """Faults that the automatic diagnosis found, with their steps."""
         self.clock: dict[str, list[float]] = {"steps": [], "seconds": [], "tokens": []}
-        """Steps, with the training time in seconds and the tokens so far at the end of each."""
+        """For each training step, its number, and the total training time in seconds and number of
+        tokens at its end. The three lists have equal length.
+        """
         self._ticked: list[int] = []
-        """Version at which each point of ``clock`` was written."""
+        """For each point of ``clock``, the version at which it was read."""
 
     def size_changed(self) -> bool:
         """Return True if the file of metrics has changed since it was last read. This costs only
@@ -214,8 +219,9 @@ class TrainingCurves:
         }
 
     def _look(self) -> None:
-        """Record which data other than the curves has changed. Files beside the metrics can change
-        without a new line of metrics. The change then belongs to the next version."""
+        """Record which data other than the curves has changed. Other files in the folder can
+        change while the metrics get no new line; such a change is assigned to the next version.
+        """
         at = max(self.version, self._looked_at + 1)
         for name, value in self._beside_curves().items():
             if name not in self._others or self._others[name][1] != value:
@@ -380,7 +386,9 @@ class EvaluationLibrary:
         self._library = library
         self._known: dict[Path, tuple[tuple[int, int], EvaluationReport | None]] = {}
         self._questions: dict[Path, tuple[str, str]] = {}
-        """Question and expected answer of each run, by its journal. They never change."""
+        """For each run, by its journal, the question and the expected answer, which never
+        change.
+        """
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:

@@ -25,13 +25,15 @@ from ramify.train.metrics import Diagnosis
 Curves = Mapping[str, tuple[list[int], list[float]]]
 """Steps and values of each metric, by its name."""
 COMPARED = 5
-"""Maximum number of first and last steps whose means are compared."""
+"""Maximum number of steps that are averaged at each end of a stage for the comparison."""
 MAX_MARKS = 50
 """Maximum number of steps at which one alarm is marked. The latest are kept."""
 _NOISE = 2.0
-"""Number of standard errors within which two mean rewards count as equal."""
+"""Mean rewards that differ by at most this many standard errors count as equal."""
 _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
-"""Shares at which a fact becomes a warning."""
+"""Fractions of rollouts that were cut, that failed, and that gave a signal, beyond which the fact
+is shown as a warning.
+"""
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
@@ -56,7 +58,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
     steps: list[int]
     """Steps at which the fault began."""
     ceased: int | None = None
-    """Step at which the fault had ended. None while it lasts."""
+    """First step at which the fault was gone. None while it lasts."""
     metrics: list[str] = []
     """Metrics whose curves show the fault."""
 
@@ -70,8 +72,9 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """Return the alarms of a training run. Those that still last come first, and each part is
-    ordered by first step. ``diagnoses`` must be in the order of their steps."""
+    """Return the alarms of a training run, those that still last first. Ongoing and past alarms
+    are each ordered by their first step. ``diagnoses`` must be in the order of their steps.
+    """
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
         policy = each.text.partition(": ")[0] if each.text.startswith("policy.") else ""

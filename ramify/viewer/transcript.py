@@ -1,5 +1,5 @@
-"""Provide one call for its page: its prompts, replies, code and output, turn by turn. Also provide
-the tokens of a turn with their log-probabilities, advantages and scores.
+"""Serve one call to its page: its prompts, replies, code and output, turn by turn. Also serve the
+tokens of a turn with their log-probabilities, advantages and scores.
 
 A text longer than ``MAX_TEXT`` is cut and sent with its full length, unless the full text is
 requested. The prompt of a sub-call may be half a megabyte.
@@ -203,8 +203,9 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
 
 
 def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
-    """Return the messages that the request of ``turn`` sent. If the call continues a turn of
-    another call, that turn's messages come first."""
+    """Return the messages that were sent in the request of ``turn``. If the call continues a turn
+    of another call, that call's messages come first.
+    """
     messages: list[Message] = []
     if call.fork is not None:
         origin = run.call_detail(call.fork.call).call

@@ -1,4 +1,4 @@
-"""Open the viewer's page from Python, for the runs of this process and for notebooks.
+"""Open the viewer from Python, for runs of this process and in notebooks.
 
 The command ``ramify view`` is in ramify/cli/view_command.py. It can also start runs from a page.
 """

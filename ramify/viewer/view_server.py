@@ -103,10 +103,11 @@ class ViewServer:
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """Create a server that shows the runs in ``library``. A browser must present ``token``. By
-        default, the server creates one if its ``address`` needs it. ``first`` is the run that a
-        browser will open first, which the server begins to read when it starts. ``rebuild`` builds
-        the RLM of a stored run, so that pages can run it again."""
+        """Create a server that shows the runs in ``library``. A browser must present ``token``; by
+        default, a token is created if the ``address`` needs one. ``first`` is the run that a
+        browser will open first, so the server begins to read it when it starts. ``rebuild``
+        creates the RLM of a stored run, so that the run can be repeated from its page.
+        """
         self.address = address = address or ListenAddress()
         self.token = token or (new_key() if address.needs_key else "")
         """Access token of the page. Empty if the address needs none."""

@@ -1,5 +1,5 @@
-"""Hold one run that a page shows, with its call tree so far. The tree is updated from the lines
-that were added to the run's journal.
+"""One run shown on a page, with its call tree so far. The tree is updated from the lines that were
+added to the run's journal.
 
     journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
@@ -41,21 +41,24 @@ class WatchedRun:
         self.source = located.run
         self.line = located.line
         self.problem = ""
-        """Why reading stopped. Empty if it did not. Reading is tried again when the file
-        changes."""
+        """Why reading stopped. Empty if it did not stop. The file is read again when it changes."""
         self.damage = ""
-        """Describes the first skipped line and counts further ones. Empty if no line was
-        skipped."""
+        """Description of the first line that was skipped, with the number of further ones. Empty
+        if no line was skipped.
+        """
         self.torn = ""
-        """Describes an incomplete last line that a killed writer left. Empty if there is none."""
+        """Description of an incomplete last line, left by a writer that was killed. Empty if there
+        is none.
+        """
         self.is_alive = False
         """True if a process is writing the journal now."""
         self.tree = RunTree()
         self.offset = 0
         """Number of bytes read."""
         self.generation = 0
-        """How often the file was read again from the start, because it was truncated or
-        replaced."""
+        """How many times the file was read from the start again, because it was truncated or
+        replaced.
+        """
         self._num_damaged = 0
         self._first_damage = ""
         self._suspect_offset = -1
@@ -67,7 +70,7 @@ class WatchedRun:
         self._stamp: tuple[int, int] | None = None
         self._details = CallDetailReader(self.source)
         self._chain = ChecksumChain()
-        """Checksum of the last line that was read."""
+        """Running checksum of the journal lines that were read."""
 
     @property
     def version(self) -> int:
@@ -213,8 +216,9 @@ class WatchedRun:
             changed.update(self.tree.take_marked())
 
     def _should_retry(self, offset: int) -> bool:
-        """Return True if a damaged line should be read again. This is so if it is new and its
-        writer is still alive."""
+        """Return True if a damaged line should be read again. That is so the first time, if the
+        writer is still alive and may not have finished the line.
+        """
         is_new = self.is_alive and self._suspect_offset != offset
         if is_new:
             self._suspect_offset, self._read_state = offset, None

@@ -224,13 +224,14 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """Request a rollout, which starts when a slot is free. ``over`` is called with this attempt
-        when the rollout has ended or was given up."""
+        """Request a rollout, which starts when a slot is free. ``over`` is called with this
+        attempt once the rollout has ended or was given up.
+        """
         self.name = name
         self.began_at: float | None = None
         """Monotonic time at which the rollout began. None while it waits for a slot."""
         self.took_s: float | None = None
-        """Duration in seconds. None while the rollout is running, and if it was given up."""
+        """Duration in seconds; None while the rollout is running, or if it was given up."""
         self.was_given_up = False
         self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         self._item = item
@@ -325,8 +326,9 @@ class GroupInProgress:
         )
 
     def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
-        """Return the complete rollouts that have no score yet. ``every_line`` includes all branches
-        of rollouts that forked."""
+        """Return the complete rollouts that have no score yet. With ``every_line``, each branch of
+        a forked rollout is scored, and not only the rollout as a whole.
+        """
         return [
             AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
             for each in self.attempts
@@ -369,8 +371,10 @@ class Rollouter:
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
         """Create a rollouter. ``greedy`` adds one rollout of each item at temperature 0
-        (``Group.greedy``). ``gauge`` measures the pressure on the engine's cache.
-        ``rollout_worker`` runs the rollouts in other processes; None: they run in this process."""
+        (``Group.greedy``). ``gauge`` measures the pressure on the engine's cache, which limits
+        concurrency; None: concurrency is fixed. ``rollout_worker`` runs the rollouts in other
+        processes; None: they run in this process.
+        """
         self._rollout_worker = rollout_worker
         self._rlm = rlm
         self._task = task
@@ -378,7 +382,7 @@ class Rollouter:
         self._seed = seed
         self._greedy = greedy
         self._stored: dict[str, str] = {}
-        """The stored run of each rollout that is not scored yet, by name of the rollout."""
+        """Map the name of each rollout that is not scored yet to its run in the run store."""
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
         followed = gauge if options.min_concurrency is not None else None
@@ -449,11 +453,12 @@ class Rollouter:
         what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
-        """Roll out one group per item, and return the groups in order. They include failed
-        rollouts. Only unexpected errors and cancellations are raised.
+        """Roll out one group per item, and return the groups in order, including failed rollouts.
+        Only unexpected errors and cancellations are raised.
 
-        ``what`` names the work in progress reports. ``after`` is applied to each group as soon as
-        it is complete, while others continue."""
+        ``what`` is the label of this work in progress reports. ``after`` is applied to each group
+        as soon as it is complete, while others continue.
+        """
 
         async def whole(rolling: GroupInProgress) -> Group:
             group = await rolling.whole()
@@ -508,8 +513,10 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline. The
-        load of a machine then never influences a reward. Other rollouts are returned unchanged."""
+        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline, so
+        that the load of a machine never influences a reward. Other rollouts are returned
+        unchanged.
+        """
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
             rollout.rewards, rollout.call_rewards = {}, {}
@@ -528,12 +535,15 @@ async def close(attempts: Iterable[RolloutAttempt]) -> None:
 
 
 ITEMS = 20
-"""Number of items that are counted. They are the first ones that the run will roll out."""
+"""Number of items, from the first one that the run will roll out, for which root calls are
+counted.
+"""
 
 
 class RootModeCounts(msgspec.Struct, frozen=True):
-    """Counts how the root calls of a run's first items begin. An item begins with one plain call,
-    or with a recursive root call, which has a session and may call children."""
+    """Counts of how the root calls of a run's first items will be answered: by one plain call, or
+    by a recursive root call, which has a session and may call children.
+    """
 
     items: int
     """Number of items that were counted."""
@@ -542,9 +552,9 @@ class RootModeCounts(msgspec.Struct, frozen=True):
     depth: int
     """``limits.max_depth``. With 0 no root may call a child, so none is recursive."""
     is_conducted: bool = False
-    """True if the task itself holds the conversations of its items."""
+    """True if the task itself conducts the conversations of its items, without recursive calls."""
     is_recorded: bool = False
-    """True if the items are recorded traffic."""
+    """True if the rollouts are replies that were recorded from live traffic."""
 
     @property
     def num_recursive(self) -> int:

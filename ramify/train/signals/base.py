@@ -40,8 +40,9 @@ class TopKCandidates(msgspec.Struct, eq=False):
     teacher: list[list[float]]
     """Log-probabilities of the candidates under the teacher, [N, k]."""
     student: list[list[float]] = msgspec.field(default_factory=list)
-    """Log-probabilities under the policy being trained, at the time the signal read the turn, [N,
-    k]. Empty if not requested."""
+    """Log-probabilities of the candidates under the policy being trained, computed when the signal
+    scored the turn, [N, k]. Empty if not requested.
+    """
 
 
 class SignalScore(msgspec.Struct, eq=False):
@@ -54,14 +55,16 @@ class SignalScore(msgspec.Struct, eq=False):
     """A number for each of the N sampled tokens of the turn's reply, [N]."""
     logprobs: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
     """The teacher's log-probability of each sampled token, [N], for losses that need it instead of
-    the difference."""
+    its difference from the policy's.
+    """
     top: dict[TurnId, TopKCandidates] = msgspec.field(default_factory=dict)
     """Candidate tokens at each position, if the teacher was asked for more than the sampled
     token."""
     reference: dict[TurnId, list[float]] = msgspec.field(default_factory=dict)
-    """Log-probability of each sampled token under the initial policy without any hint, [N]. Set for
-    all turns of a call or for none. It saves the trainer a forward pass if its loss has a KL to
-    that policy."""
+    """Log-probability of each sampled token under the initial policy without any hint, [N]. Set
+    for all turns of a call or for none. It saves the trainer a forward pass if its loss has a KL
+    term to the initial policy.
+    """
     notes: dict[TurnId, str] = msgspec.field(default_factory=dict)
     """A short text per turn, such as a hint, which the viewer shows next to the turn."""
     abstained: str = ""
@@ -69,10 +72,11 @@ class SignalScore(msgspec.Struct, eq=False):
     outcome: float | None = None
     """A reward for the whole trajectory. None if the signal gives none."""
     counts: dict[str, float] = msgspec.field(default_factory=dict)
-    """Counts for the metrics: votes, votes outside the format, and rejected hints by reason."""
+    """Counts for the metrics, such as votes, malformed votes, and rejected hints by reason."""
     calls: list[Call] = msgspec.field(default_factory=list)
-    """Calls of the judges, of kind ``judge``. They are added to the tree after its token streams
-    were created, so they are never trained on."""
+    """The judges' own model calls, of kind ``judge``. They are added to the call tree only after
+    its token sequences were built, so they are never trained on.
+    """
 
 
 class JudgeTurnView(msgspec.Struct, frozen=True):
@@ -109,9 +113,10 @@ class ModelCaller(Protocol):
 
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
-    """Everything that a judge sees when it judges a turn or a trajectory. It includes the task
-    item, which has information that the policy did not have. A judge that uses this information is
-    privileged and must say so."""
+    """Everything that a judge sees when it judges a turn or a trajectory. The task item is
+    included, which contains information that the policy did not have. A judge that uses this
+    information is privileged and must declare it.
+    """
 
     trajectory: Trajectory
     steps: tuple[JudgeTurnView, ...]
@@ -139,11 +144,11 @@ class JudgeVerdict(msgspec.Struct, frozen=True):
     hints: tuple[str, ...] = ()
     """All accepted hints, if there are several. ``hint`` is the one that the judge prefers."""
     invalid: int = 0
-    """Number of votes outside the format, which are ignored."""
+    """Number of malformed votes, which are ignored."""
     reason: str = ""
     """Why the judge abstains, in a few words."""
     place: TurnId | None = None
-    """The turn that the hint is about. None if it is the judged turn."""
+    """The turn that the hint is about; None: the judged turn."""
 
 
 class Judge(Protocol):
@@ -167,8 +172,9 @@ class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
     temperature: float = 1.0
     """Logits are divided by this number, the temperature at which the tokens were sampled."""
     is_plain: bool = False
-    """True if training would score this sequence anyway. It is scored here because other sequences
-    share its prefix."""
+    """True if training would score this sequence anyway. It is scored here, together with other
+    sequences that share its prefix, to save that pass.
+    """
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
@@ -218,9 +224,10 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     weights: Mapping[str, float] = {}
     """The task's weights of its rewards, by reward name."""
     asking: Callable[[Trajectory, str, SignalScore], ModelCaller] | None = None
-    """Maps (trajectory, name of the signal, score) to a caller for judges that ask a model. The
-    caller records its calls in the score, each under the turn that it is about. None if no client
-    pool is available."""
+    """Creates the ``ModelCaller`` of a judge, given a trajectory, the name of the signal and its
+    score. The caller adds its calls to the score, each as a child of the turn that it is about.
+    None if no client pool is available.
+    """
     scorers: Mapping[str, TokenScorer] = {}
     """Teachers by name: ``reference``, ``ema``, ``live`` for the current policy, or a checkpoint
     folder."""

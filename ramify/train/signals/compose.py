@@ -59,10 +59,11 @@ class Hybrid(
     w_rl: Weight = 1.0
     terms: tuple[HybridTerm, ...] = ()
     observe: Weight = 0.0
-    """Weight of the cross-entropy on observations (ECHO uses 0.1), which is a mean over the
-    observed tokens of trained turns."""
+    """Weight of a cross-entropy loss on observed tokens, such as tool output (ECHO uses 0.1). It
+    is averaged over the observed tokens of trained turns.
+    """
     passed: float = 0.5
-    """For ``route``: minimum reward of a trajectory that counts as passed."""
+    """For ``route``: minimum reward at which a trajectory counts as passed."""
 
     def __post_init__(self) -> None:
         from ramify.train.advantages import ALGORITHMS
@@ -104,14 +105,15 @@ class Hybrid(
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridStepAlgorithm:
-        """Return this algorithm for one step, combined with the scores that its signals gave in
-        that step."""
+        """Return this algorithm for one step. It combines the outcome with the scores
+        (``readings``) that the signals gave in that step.
+        """
         return HybridStepAlgorithm(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
-        """Assign advantages from the outcome alone, as if no signal had given any number."""
+        """Assign advantages from the outcome alone, without any signal's scores."""
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
@@ -172,9 +174,10 @@ class HybridStepAlgorithm:
         )
 
     def _with_outcomes(self, group: Group) -> Group:
-        """Return a copy of ``group`` with the rewards of the signal called ``outcome`` instead of
-        the task's. A rollout without such an outcome gets no reward. If the signal did not run, the
-        group is returned unchanged."""
+        """Return a copy of ``group`` whose rewards are those of the signal named ``outcome``
+        instead of the task's. A rollout to which that signal gave no outcome gets no reward. If
+        the signal did not run, the group is returned unchanged.
+        """
         outcomes = self._readings.get(OUTCOME)
         if not outcomes:
             return group

@@ -27,9 +27,13 @@ class HintsForTrajectory(msgspec.Struct, eq=False):
     """
 
     reading: SignalScore
-    """Notes, counts and the judges' calls. Its field ``abstained`` is set if no hint was found."""
+    """The source's notes, counts and judge calls for this trajectory. Its field ``abstained`` is
+    set if no hint was found.
+    """
     at: dict[TurnId, list[str]] = msgspec.field(default_factory=dict)
-    """Candidate hints for each turn, best first. The hints are shown before the turn's reply."""
+    """Candidate hints for each turn, best first. The teacher sees a hint just before the turn's
+    reply.
+    """
 
 
 class HintSource(Protocol):

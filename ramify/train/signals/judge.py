@@ -1,17 +1,17 @@
-r"""Judges that ask a model to rate rollouts, and the process reward, for which a judge rates each
+r"""Judges that ask a model to rate rollouts, and the process reward, in which a judge rates each
 turn. Contains the judges' prompts and the strict parsing of their replies.
 
     StepJudge          one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
                                                                      or \boxed{-1}
 
-The last box in a reply decides, and must hold exactly one of the signs. Anything else is an invalid
-vote, which is counted and never interpreted. No judge sees the right answer. A model wrote the text
-to be judged, so the prompt quotes it and tells the judge to follow no instruction in it. Rule-based
-judges implement the same interface, ``Judge`` (``base.py``).
+The last box in a reply decides, and must hold exactly one of the signs. Anything else is an
+invalid vote, which is counted and never interpreted. No judge sees the right answer. A model wrote
+the text to be judged, so the prompt quotes it and tells the judge to follow no instruction in it.
+Rule-based judges implement the same interface, ``Judge`` (``base.py``).
 
-    votes 1, 1, -1                 mean: 1/3        majority: 1, and a tie is 0
-    all votes outside the format   the turn has no number; if no turn has one, the signal abstains
+    votes 1, 1, -1        mean: 1/3        majority: 1, and a tie is 0
+    all votes invalid     the turn has no number; if no turn has one, the signal abstains
 
 For the process reward, every turn of the root call is judged, including the last. Turns are judged
 concurrently, and each is judged together with the observation that followed it.
@@ -78,9 +78,10 @@ class HintVote(NamedTuple):
 
 
 def read_hint(text: str) -> HintVote | None:
-    """Return the vote and the hint in a judge's reply, or None if the reply does not follow the
-    format. The last box must contain a sign. If the vote is 1, there must be exactly one non-empty
-    hint block, because choosing among several would be a guess."""
+    """Return the vote and the hint in a judge's reply, or None if the reply is malformed. The last
+    box must contain a sign. A vote of 1 needs exactly one non-empty hint block, since with several
+    it would be unclear which is meant.
+    """
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
@@ -254,8 +255,9 @@ def judge_of(spec: Any) -> Judge:
 
 def checked_judge_spec(spec: Any) -> Any:
     """Check the configuration of a judge and return it. A mapping, such as one from a checkpoint,
-    is replaced by the judge that it describes. A name is built once, so that an unknown name fails
-    at the start of the run."""
+    is replaced by the judge that it describes. A name is returned as it is, but its judge is
+    created once, so that an unknown name fails at the start of the run.
+    """
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
 
@@ -284,12 +286,14 @@ class ProcessRewardSignal(
     tag_field="name",
     tag="process",
 ):
-    """A process reward: each turn gets a score from -1 to 1 by a judge's votes. Implements
-    ``Signal``."""
+    """A process reward: a judge's votes give each turn a score from -1 to 1. Implements
+    ``Signal``.
+    """
 
     judge: Any
-    """A name from ``judge.JUDGES``, ``module:Class``, or an instance. Its option ``votes``
-    applies."""
+    """A name from ``judge.JUDGES``, ``module:Class``, or an instance. The judge's own option
+    ``votes`` sets the number of votes.
+    """
     merge: Merge = "mean"
     children: bool = False
     """Also judge the turns of calls below the root."""

@@ -30,10 +30,13 @@ from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, 
 POLICY = "policy"
 """Model name by which a judge selects the policy being trained."""
 BUDGET = Limits(max_calls=10_000_000, max_tokens=1_000_000_000_000)
-"""Default limits on calls and tokens of all judges of a run. Their cost is limited with the
-run's."""
+"""Default limits on the calls and tokens of all judges of a run. Their cost counts towards the
+run's cost limit.
+"""
 DECIMALS = 4
-"""Decimals of stored per-token numbers. Rounding saves space, because there are many of them."""
+"""Number of decimals of stored per-token numbers. Rounding saves space, because there are many of
+them.
+"""
 
 
 class JudgeModelAccess:
@@ -48,8 +51,9 @@ class JudgeModelAccess:
         own: Mapping[str, Client] | None = None,
         cache: CallCache | None = None,
     ) -> None:
-        """Set up access to models through ``pool``. ``own`` maps model names such as ``policy`` to
-        clients that need no connection."""
+        """Set up access to models through ``pool``. ``own`` maps names of models that run in this
+        process, such as ``policy``, to their clients.
+        """
         self.pool = pool
         self._own = dict(own or {})
         self._cache = cache
@@ -168,9 +172,10 @@ class RequestBudgetReservation:
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls and the signals' numbers to a trajectory. Each call is placed below the
-    call that it is about, after its existing children. The numbers become annotations under the
-    signal's name: on turns, and as a separate reward on the root."""
+    """Add the judges' calls and the signals' numbers to a trajectory. Each judge call becomes the
+    last child of the call that it judged. The numbers become annotations under the signal's name,
+    on turns, and on the root as a separate reward.
+    """
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None

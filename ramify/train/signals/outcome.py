@@ -1,8 +1,8 @@
 r"""Signals that are computed by rules: a rollout's outcome, its tool use and its format. Only a
 rubric, which may grade the outcome, asks a model.
 
-    outcome    a verifier decides whether a rollout is right, and tool use shapes how wrong a wrong
-               one is; this number replaces the task's reward:
+    outcome    a verifier decides whether a rollout is right; if it is wrong, the penalty depends on
+               its tool use. This number replaces the task's reward:
                accuracy 1 -> 1
                accuracy 0 -> min(-0.6, -1 + 0.05·(k - 2)) for k tool observations: 0 -> -1.1,
                4 -> -0.9
@@ -18,8 +18,8 @@ whether a rollout is right. Always evaluate on the task's reward, never on this 
 
 Code that runs can still be wrong, and a policy that is rewarded for running code learns to run
 code. Keep the weight of the tool-use signal small, and watch how tool use correlates with the
-outcome, which is reported as ``NAME/outcome_correlation``. A well-formed reply earns nothing, since
-a policy that is rewarded for its format learns only the format.
+outcome, which is reported as ``NAME/outcome_correlation``. A well-formed reply earns nothing,
+since a policy that is rewarded for its format learns only the format.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def tool_shaped_outcome(right: bool, num_calls: int) -> float:
-    """Return the outcome of a rollout, shaped by its number of tool observations (``num_calls``). A
-    right answer gets 1. A wrong one gets a negative number that rises with each observation, up to
-    -0.6.
+    """Return the outcome of a rollout, shaped by its number of tool observations (``num_calls``).
+    A right answer gets 1. A wrong one gets a negative number, which rises by 0.05 with each
+    observation up to -0.6.
 
     Example:
         tool_shaped_outcome(right=False, num_calls=12)    # -0.6
@@ -138,7 +138,9 @@ class OutcomeSignal(
     passed: float = 0.5
     """Minimum score of an answer that counts as right."""
     tools: bool = True
-    """True: tool use shapes the outcome of a wrong answer. False: a wrong answer always gets -1."""
+    """Whether the outcome of a wrong answer depends on tool use. False: a wrong answer always gets
+    -1.
+    """
     raw: bool = False
     """Use the score unchanged, without mapping it to ±1 and without shaping."""
 
@@ -202,7 +204,7 @@ class OutcomeSignal(
 
 
 MAX_CHARS = 50_000
-"""Only this many characters at the end of a reply are searched for the pattern."""
+"""Number of characters at the end of a reply that are searched for the pattern."""
 
 
 class FormatSignal(

@@ -64,13 +64,13 @@ class PolicyScorer:
         self.busy_s = 0.0
         """Total compute time in seconds."""
         self.row_tokens = 0.0
-        """Tokens of all scored sequences, except those that training would score anyway (plain
-        ones)."""
+        """Tokens of all scored sequences, except plain ones, which training would score anyway."""
         self.packed_tokens = 0.0
-        """Tokens actually computed for them. A shared prefix counts once, and plain sequences are
-        subtracted."""
+        """Tokens actually computed for the sequences counted in ``row_tokens``: a shared prefix
+        counts once, and tokens of plain sequences are not counted.
+        """
         self.plain_tokens = 0.0
-        """Tokens computed for plain sequences, which training does not compute again."""
+        """Tokens computed for plain sequences, whose scores save training the same pass."""
 
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0
@@ -242,8 +242,9 @@ def _scores(row: TokenScoringRequest, logprobs: Any, columns: Mapping[str, Any])
 
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
-    """Raise ConfigError if a teacher's vocabulary differs from the policy's. Its scores would then
-    be for other tokens. The error shows the first difference."""
+    """Raise ConfigError if a teacher's vocabulary differs from the policy's, since the same token
+    ids would then mean different tokens. The error shows the first difference.
+    """
     policy_ids = policy.tokenizer.get_vocab()
     teacher_ids = teacher.tokenizer.get_vocab()
     if policy_ids != teacher_ids:
@@ -280,13 +281,13 @@ class RunTeachers:
         """Prepare the teachers of a run. Teachers that are checkpoints are loaded now, and all
         others at first use.
 
-        ``sources`` maps the name of each teacher to the decay of its moving average, which only
-        ``ema`` uses. ``policy`` is the policy being trained; ``weights`` yields its current
-        weights, and ``save`` writes them to a folder. ``is_copy`` is True if the trained weights
-        are elsewhere, as in a sharded run, and ``policy`` is a copy that only samples.
+        ``sources`` maps the name of each teacher to a decay of its moving average, which only the
+        teacher ``ema`` uses. ``policy`` is the policy being trained; ``weights`` yields its
+        current weights, and ``save`` writes them to a folder. ``is_copy`` is True if the trained
+        weights are elsewhere, as in a sharded run, and ``policy`` is a copy that only samples.
         ``client_of`` connects to an engine by name. ``in_engine`` runs a function between two
-        engine steps, if the engine samples from the very module that is trained. Raises ConfigError
-        for a checkpoint that does not exist or has another vocabulary.
+        engine steps, if the engine samples from the very module that is trained. Raises
+        ConfigError for a checkpoint that does not exist or has another vocabulary.
         """
         self._sources = dict(sources)
         self._policy = policy

@@ -85,8 +85,9 @@ class TrainingSignalSet:
 
     @property
     def kept(self) -> Mapping[str, RunTeachers]:
-        """State that a checkpoint must store, by name. It contains the teachers if they have state
-        that cannot be recomputed, and is otherwise empty."""
+        """State that a checkpoint must store, by name. It holds the teachers if they have state
+        that cannot be recomputed, and is otherwise empty.
+        """
         return (
             {"teachers": self._teachers}
             if self._teachers is not None and self._teachers.has_state
@@ -132,7 +133,7 @@ class SignalRunner:
     ) -> None:
         self.context = context
         self._scores: dict[str, dict[str, SignalScore]] = {name: {} for name in signals}
-        """Scores by signal name and trajectory id, for all groups that were not forgotten yet."""
+        """Scores by signal name and trajectory id, for all groups that are still needed."""
         self._signals = signals
         self._hybrid = hybrid
         self._teachers = teachers
@@ -146,7 +147,9 @@ class SignalRunner:
         self._before: dict[str, float] = {}
         self._reported: set[str] = set()
         self._complete_at = self._read_at = time.perf_counter()
-        """Times at which the latest group became complete and the latest scoring ended."""
+        """``_complete_at`` is when the latest group became complete, and ``_read_at`` when its
+        scoring ended.
+        """
 
     async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
         """Prepare the signals for training step ``step``. ``items`` maps ids to the task items of
@@ -294,9 +297,10 @@ SIGNALS = Registry(
         "tools": "ramify.train.signals.outcome:ToolUseSignal",
     },
 )
-"""Maps a name to the class that implements ``base.Signal``. A user's struct can be restored from a
-checkpoint if its tag is its registered name, or the path by which it was chosen
-(``my_judges:Strict``)."""
+"""Maps a name to the class that implements ``base.Signal``. A checkpoint can restore a user's
+signal if the tag of its struct is the name under which it is registered, or the path in the
+configuration (``my_judges:Strict``).
+"""
 
 
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:

@@ -73,9 +73,10 @@ class TeacherSignal(
     """Text appended to the last message before the reply. It must contain ``{hint}``."""
     student: Literal["sampler", "recomputed"] = "sampler"
     """Source of the policy's log-probabilities ℓ_o. ``sampler``: those reported by the sampler.
-    ``recomputed``: another pass over the sequence without the hint, by the code that scores the
-    teacher. This is exact even if sampler and trainer round differently (bf16), and costs half of a
-    forward pass."""
+    ``recomputed``: a pass over the sequence without the hint, by the code that also scores the
+    teacher. This is exact even if sampler and trainer round differently (bf16), but costs an
+    additional half of a forward pass.
+    """
     top: int | None = None
     """Candidates per position, for losses over more than the sampled token. -1: the whole
     vocabulary. None: no candidates."""
@@ -87,12 +88,15 @@ class TeacherSignal(
     overlap: int = 4
     """Number of most likely tokens per position that ``choose="overlap"`` compares."""
     evidence: float | None = None
-    """Minimum change of a token's log-probability by the hint; smaller changes count as 0. Tokens
-    that the hint does not affect are then not pulled towards an old teacher. Needs one more teacher
-    pass. None: all tokens count."""
+    """Minimum change that the hint must make to a token's log-probability under the teacher;
+    smaller changes count as 0. This keeps tokens that the hint does not affect from being pulled
+    towards an older teacher. Needs one more teacher pass. None: all tokens count.
+    """
     turns: Literal["all", "named"] = "all"
-    """Which turns are scored. ``all``: every turn from the hint on. ``named``: only turns up to the
-    one that the hint is about, since later turns have already seen what the hint says."""
+    """Which turns are scored. ``all``: the turn with the hint and all later ones. ``named``: these
+    turns up to the one that the hint is about, since later turns have already seen what the hint
+    says.
+    """
     cut_off: bool = False
     """Also score trajectories that were cut off by a limit."""
     ema_decay: float = 0.05
@@ -248,9 +252,6 @@ class TeacherSignal(
         """Return the token ids of ``prompt`` with the hint added to the end of its last message.
         The messages are rendered with and without the hint, and only the ids that differ are
         replaced.
-
-        The messages are rendered with and without the hint, and only the ids that differ are
-        replaced.
         """
         if writing is None:
             raise _CannotInsert("no renderer")
@@ -344,12 +345,12 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """Yield the group's root calls as they were sampled, if the loss also has a KL term to this
-        teacher.
+        """Yield scoring requests for the group's root calls without a hint, if the loss also has a
+        KL term to this teacher. They save training the pass that this term would need.
 
-        They are packed with the sequences that the teacher scores anyway, so their prompts cost
-        nothing, and training saves a pass. Yields nothing if candidates are requested, because
-        those would be computed for these calls as well.
+        They are packed with the sequences that the teacher scores anyway, so the prompts that both
+        share are computed only once. Yields nothing if candidates are requested, because those
+        would be computed for these calls as well.
         """
         if not context.wants_reference or self.source != "reference" or self.top:
             return
@@ -466,8 +467,10 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """Return the first ``num`` candidates of each position, which are sorted by probability. The
-    result is empty if ``num`` is 0. All candidates are kept if ``num`` is ``ALL``."""
+    """Return the first ``num`` candidates of each position. The candidates of a position are
+    sorted by probability. The result is empty if ``num`` is 0. All candidates are kept if ``num``
+    is ``ALL``.
+    """
     if not num:
         return []
     return [list(row if num == ALL else row[:num]) for row in rows]

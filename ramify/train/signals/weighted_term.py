@@ -25,7 +25,9 @@ from ramify.types.trajectory import Group, Trajectory
 Readings = Mapping[str, Mapping[str, SignalScore]]
 """Scores by signal name and then by trajectory id."""
 Numbers = dict[TurnId, list[float]]
-"""Numbers of one trajectory by turn: one for each of the N sampled tokens, [N]."""
+"""The numbers of one trajectory: each turn maps to a list with one number per sampled
+token, [N].
+"""
 OUTCOME = "outcome"
 
 
@@ -76,18 +78,21 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     norm: Norm = "none"
     """How numbers of turns are normalised (see ``token_arithmetic.py``)."""
     plus_outcome: float = 0.0
-    """Share c of the outcome's reward o that is added to a turn's number p before ``norm``: R = p +
-    c·o. For step-wise advantages that replace the outcome's (with ``w_rl=0``)."""
+    """Coefficient c of the outcome's reward o, which is added to a turn's number p before
+    ``norm``: R = p + c·o. For step-wise advantages that replace the outcome's (with ``w_rl=0``).
+    """
     clip: float | None = None
-    """Limit C: numbers are clipped to ±C. With unclipped teacher gaps, replies grew to their length
-    limit."""
+    """Numbers are clipped to ±clip; None: no clipping. Without clipping, teachers' numbers made
+    replies grow to their length limit.
+    """
     route: Literal["all", "failed", "hinted"] = "all"
     """Which trajectories the term applies to."""
     early: float = 0.0
     """Strength γ of the emphasis on early tokens. 0: all tokens weigh the same."""
     into: Literal["advantage", "loss"] = "advantage"
-    """Where the term goes. ``advantage``: it is added to the advantages. ``loss``: a teacher's
-    scores become the loss component ``kd``."""
+    """What the term contributes to. ``advantage``: it is added to the advantages. ``loss``: a
+    teacher's scores become the loss component ``kd``.
+    """
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
@@ -212,8 +217,9 @@ class HybridTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint. Then
-        the hint, a mask or an option of the term must be wrong."""
+        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint. The
+        cause is then an error in the hint, a mask or an option of the term.
+        """
         if self.term.into == "loss" or not values or any(values):
             return
         if any(reading.tokens and reading.notes for reading in readings.values()):

@@ -1,5 +1,5 @@
-"""Define the interface to experiment trackers: services such as MLflow that receive a run's metrics
-in addition to ``metrics.jsonl``.
+"""Define the interface of experiment trackers, services such as MLflow that receive a run's
+metrics. The metrics are written to ``metrics.jsonl`` in any case.
 
     StepMetrics ── listener ──> queue ── thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
@@ -67,8 +67,8 @@ class Tracker(Protocol):
     MLflow.
 
     It is created as ``Class(about, **options)`` on the main thread before training. All other
-    methods are called on one other thread. A class may also have two optional methods:
-    ``note(step, name, text)`` receives each fault that the run's diagnosis finds, and
+    methods are called on a single background thread. A class may also have two optional methods:
+    ``note(step, name, text)`` receives each problem that the run's diagnosis finds, and
     ``send_folder(folder)`` uploads the published policy as an artefact of the run.
 
     Example:
@@ -214,9 +214,10 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Upload ``folder`` as an artefact to the tracker ``name``, and attach it to the tracker's run
-    for this training run. ``title`` is the training run's name. Returns ``name``. Raises
-    ConfigError if the upload fails."""
+    """Upload ``folder`` as an artefact to the tracker ``name``, under the tracker's run that
+    belongs to the training run in ``run_folder``. ``title`` is the training run's name. Returns
+    ``name``. Raises ConfigError if the upload fails.
+    """
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")

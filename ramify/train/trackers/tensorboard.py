@@ -21,8 +21,9 @@ class TensorBoardTracker:
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: TrackerRunInfo, folder: str = "") -> None:
-        """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder. After a
-        resume, TensorBoard ignores earlier events of steps after the resumed one."""
+        """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder. If the
+        run was resumed, TensorBoard discards earlier events of the steps that are now repeated.
+        """
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
         # File names have a resolution of one second: without a suffix, a run that is resumed within
         # the same second would overwrite its own file.

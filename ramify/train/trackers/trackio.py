@@ -48,6 +48,7 @@ class TrackioTracker:
 
 
 def _silenced() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that suppresses Trackio's usage hints. Only the command itself may
-    write to standard output."""
+    """Return a context manager that suppresses Trackio's usage hints, since standard output is
+    reserved for the command's own output.
+    """
     return contextlib.redirect_stdout(io.StringIO())
