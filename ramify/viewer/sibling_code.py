@@ -34,7 +34,7 @@ def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
     there is no such call.
 
     In the result, ``cells`` has pairs [code of the call or None, code of the sibling or None]. The
-    list is empty if there is no sibling to compare with. ``shared_by`` is the number of siblings,
+    list is empty without a sibling to compare with. ``shared_by`` is the number of siblings,
     out of ``num_siblings``, that have exactly this code.
     """
     own = _code_of(run, id)
