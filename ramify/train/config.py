@@ -110,9 +110,8 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rank: int = 16
     """Rank of the adapters: the size of their inner dimension."""
     alpha: float | None = None
-    """Adapters are scaled by ``alpha / rank``. None: 32 for a pretrained checkpoint, otherwise
-    twice the rank.
-    """
+    """Adapters are scaled by ``alpha / rank``. None: by the policy
+    (``policy_dependent_defaults.py``)."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter."""
 

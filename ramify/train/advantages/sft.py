@@ -46,7 +46,9 @@ class SFT(
     those without a reward.
     """
     min_call_reward: float | None = None
-    """The same for calls below the root that have their own reward."""
+    """Minimum reward that a call below the root needs to be trained on, if it has its own reward;
+    None: no minimum.
+    """
     children: bool = True
     """Train on the replies of calls below the root."""
     llm_calls: bool = False

@@ -112,8 +112,8 @@ def return_malloc_memory() -> bool:
 
     A rank repeatedly gathers and frees whole layers. By default glibc serves such blocks from the
     heap once the first ones were freed, and smaller allocations between them keep the heap from
-    shrinking. A model of 264 MB on two ranks peaked at 2.6 times its share of memory, and at 1.02
-    times with this setting.
+    shrinking. With a model of 264 MB on two ranks, memory peaked at 2.6 times what the ranks hold,
+    and at 1.02 times with this setting.
     """
     return _configured(_BLOCK, _BLOCK, 0)
 

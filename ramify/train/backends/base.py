@@ -78,7 +78,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     num_steps: int | None = None
     """Step at which ``final_fraction`` is reached; None: the length of the stage."""
     final_fraction: float = 0.1
-    """Learning rate at the end of a linear or cosine schedule, as a share of ``lr``."""
+    """Learning rate at the end of a linear or cosine schedule, as a fraction of ``lr``."""
 
     def __post_init__(self) -> None:
         if not self.peak_lr >= 0 or not math.isfinite(self.peak_lr):
@@ -189,13 +189,14 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     memory, and change the loss only by rounding."""
 
     backend: str = "single"
-    """A name in ``BACKENDS``, or ``module:attribute``."""
+    """Name of a training backend in ``BACKENDS``, or ``module:attribute``."""
     shard: ShardSpec = ShardSpec()
     """Options of the ``fsdp`` backend."""
     max_tokens: int | None = None
-    """Largest number of tokens per batch; larger trees are cut. None: as many as fit into 4 GiB of
+    """Maximum number of tokens per batch; larger trees are cut. None: as many as fit into 4 GiB of
     activations on a CPU, or two fifths of a GPU's memory. On a CPU small trees share a batch only
-    up to 4096 tokens: larger batches do not fit the CPU cache."""
+    up to 4096 tokens: larger batches do not fit the CPU cache.
+    """
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of matrix products; weights, log-probabilities and losses are fp32. auto: the
     engine's precision (``policy.dtype``), i.e. fp32 on a CPU and the checkpoint's on a GPU."""

@@ -72,7 +72,7 @@ class PackingSpec(msgspec.Struct, frozen=True):
     """Maximum number of tokens in a batch, which limits the memory of activations. Larger prefix
     trees are cut."""
     share: bool = True
-    """True to compute shared prefixes once. False makes every path a separate row."""
+    """Whether to compute each shared prefix only once. False: every path is a separate row."""
     cost: PackingCostModel = PackingCostModel()
     fill_tokens: int | None = None
     """Small prefix trees are packed into one batch up to this number of tokens; a larger tree gets

@@ -103,8 +103,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     entropy: float = 0.0
     """c: weight of the entropy bonus, i.e. the policy's entropy at sampled tokens."""
     router_aux_loss_coef: float | None = None
-    """Weight of the load-balancing loss of a mixture of experts; None: as its checkpoint configures
-    (``router_aux_loss_coef``, if ``output_router_logits``)."""
+    """Weight of the load-balancing loss of a mixture-of-experts model; None: the value in the
+    checkpoint's configuration (``router_aux_loss_coef``, if ``output_router_logits`` is set).
+    """
     kd_pull: float = 1e-3
     """For distillation on sampled tokens: weight of the penalty (l - m)², which pulls the policy
     towards the sampler.
@@ -472,7 +473,7 @@ class LossTally:
         """Return the metrics of the step.
 
         ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
-        (sum rho)² / sum rho² as a share of the tokens. The others are means over the entries with
+        (sum rho)² / sum rho² as a fraction of the tokens. The others are means over the entries with
         policy-gradient weight: ``clip_fraction`` (``clip_low`` of tokens with A < 0, ``clip_high``
         of those with A > 0), ``approx_kl`` (mean of r - 1 - log r),
         ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,

@@ -88,7 +88,7 @@ class RewardServices:
                 os.environ[name] = value
 
     async def _watch(self, service: _RunningService) -> None:
-        """Restart ``service`` whenever it ends, until it is given up."""
+        """Restart ``service`` whenever it ends, until it has used up its restarts."""
         restarts = ProcessRestartLimiter(self._restarts, _log, "service")
 
         def failed(why: object) -> bool:

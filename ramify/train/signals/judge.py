@@ -291,8 +291,8 @@ class ProcessRewardSignal(
     """
 
     judge: Any
-    """A name from ``judge.JUDGES``, ``module:Class``, or an instance. The judge's own option
-    ``votes`` sets the number of votes.
+    """Name of a judge in ``judge.JUDGES``, ``module:Class``, or an instance. The judge's own
+    option ``votes`` sets the number of votes.
     """
     merge: Merge = "mean"
     children: bool = False

@@ -128,8 +128,9 @@ class OutcomeSignal(
     """
 
     verifier: str = ""
-    """A name from ``tasks.scoring.SCORERS``, or ``module:attribute``, called with (answer, item).
-    Empty: the task's own reward is used."""
+    """Name of a scorer in ``tasks.scoring.SCORERS``, or ``module:attribute``, which is called with
+    (answer, item). Empty: the task's own reward is used.
+    """
     rubric: Rubric | None = None
     """Rubric with which a judge model grades the answer, instead of a verifier."""
     model: str = ""

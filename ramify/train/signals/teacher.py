@@ -63,8 +63,9 @@ class TeacherSignal(
     ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` is ℓ_T, and ``top`` holds candidates if requested."""
 
     hints: Any = None
-    """A name from ``hint_sources.HINTS``. None: the teacher sees what the policy saw, and every
-    trajectory is scored."""
+    """Name of a hint source in ``hint_sources.HINTS``. None: the teacher sees what the policy saw,
+    and every trajectory is scored.
+    """
     source: str = "reference"
     """The teacher: ``reference`` (the initial policy, frozen), ``ema`` (an average of the policy's
     weights), ``live`` (the current policy), ``random`` (untrained weights, a control),
