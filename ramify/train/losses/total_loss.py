@@ -473,7 +473,7 @@ class LossTally:
         """Return the metrics of the step.
 
         ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
-        (sum rho)² / sum rho² as a fraction of the tokens. The others are means over the entries with
+        (sum rho)² / sum rho² as a fraction of the tokens. The others are means over entries with
         policy-gradient weight: ``clip_fraction`` (``clip_low`` of tokens with A < 0, ``clip_high``
         of those with A > 0), ``approx_kl`` (mean of r - 1 - log r),
         ``mismatch`` (mean of |o - m|, or of |l - m| if no old pass was made) and ``mismatch_max``,
