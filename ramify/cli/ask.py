@@ -67,7 +67,8 @@ SETTINGS = (
     CliOptionSpec(
         "max_turns",
         int,
-        "maximum turns per session (default: 30, or what a local policy was trained with)",
+        "maximum turns per session, before one more for a final reply (default: 30, or what a "
+        "local policy was trained with)",
     ),
     CliOptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     CliOptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),

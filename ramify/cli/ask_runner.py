@@ -25,7 +25,13 @@ from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.stop_signals import add_signal_handler, run_deadline_watchdog
-from ramify.cli.terminal_text import StderrMessageWriter, one_line, print_error, seconds
+from ramify.cli.terminal_text import (
+    StderrMessageWriter,
+    one_line,
+    print_error,
+    seconds,
+    with_option_names,
+)
 from ramify.engine.answer_serialization import jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
@@ -116,7 +122,8 @@ def run_again(
         )
     if is_over:
         how = f"; {remedy}" if (remedy := rerun.limit_hint(recorded)) else ""
-        notes.say(f"run {started.id} has already ended; this is its answer{how}")
+        text = f"run {started.id} has already ended; this is its answer{how}"
+        notes.say(with_option_names(text))
         result = asyncio.run(rlm.aresume(run))
         screen.close_live_view()
         return _print(result, notes, as_json, has_schema, is_stored=True)
@@ -234,7 +241,7 @@ def _print(
         if result.partial:
             notes.say(f"its last message: {one_line(result.partial)}")
     elif result.error:
-        notes.say(f"ramify: {result.error}")
+        notes.say(f"ramify: {with_option_names(result.error)}")
     failure = result.failure
     is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
@@ -243,7 +250,7 @@ def _print(
     reason = result.trajectory.reason
     printed = result.error if result.answer is not None else why_unanswered(result)
     if result.stop is not Stop.FINAL and reason not in (printed or ""):
-        notes.say(f"ended: {ending(result.stop, reason, 0)}")
+        notes.say(f"ended: {with_option_names(ending(result.stop, reason, 0))}")
     return code if is_written else max(code, ExitCode.ERROR)
 
 
@@ -262,7 +269,7 @@ def _print_json(result: Result, run_id: str | None) -> None:
     fields = {
         "answer": jsonable(result.answer),
         "stop": result.stop,
-        "error": result.error,
+        "error": why_unanswered(result) if result.answer is None else result.error,
         "partial": result.partial or None,
         "citations": result.citations,
         "mode": mode or None,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ramify.cli.settings import VALUE_FORMS
-from ramify.cli.terminal_text import write_stderr
+from ramify.cli.terminal_text import set_option_names, write_stderr
 from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
 from ramify.logging import configure_console
 from ramify.nearest_name import nearest_name
@@ -170,6 +170,7 @@ class CliCommandSpec(NamedTuple):
         words = values.pop("words")
         # Records go to stderr as a command's own messages do.
         configure_console(write_stderr, values.pop("verbosity"))
+        set_option_names({option.name: option.long for option in self.options})
         if len(words) < self.min_words:
             raise UsageError(f"missing argument: give {self.words}")
         if self.max_words is not None and len(words) > self.max_words:

@@ -97,7 +97,7 @@ def _show_costs(
     if preview.is_direct:
         print(f"whole run: {dollars(least)} to {dollars(most)}")
     elif math.isfinite(limit):
-        print(f"whole run: {dollars(least)} to {dollars(limit)}, which is its max_cost")
+        print(f"whole run: {dollars(least)} to {dollars(limit)}, which is its --max-cost")
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:

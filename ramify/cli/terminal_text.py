@@ -23,10 +23,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -129,8 +130,37 @@ def write_stderr(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error to stderr as one line, even if its text has several lines."""
-    write_stderr("ramify: " + clean_line(text))
+    """Print an error to stderr as one line, even if its text has several lines. It names the
+    options of this command where it would name fields."""
+    write_stderr("ramify: " + with_option_names(clean_line(text)))
+
+
+def set_option_names(options: Mapping[str, str]) -> None:
+    """Set which options limit a run of this process's command: the name of a field, such as
+    ``max_turns``, and the option that sets it, such as ``--max-turns``. Other options are left
+    out."""
+    _option_of.clear()
+    _option_of.update({name: options[name] for name in options if name.startswith("max_")})
+    for field, name in (("memory_bytes", "memory"), ("patience_s", "patience")):
+        if name in options:
+            _option_of[field] = options[name]
+
+
+def with_option_names(text: str) -> str:
+    """Return an error or an advice with the options of this command in place of fields.
+
+    ``4 of 4 turns were used: raise max_turns`` becomes ``4 of 4 turns were used: raise
+    --max-turns``. The name of a reason why a run stopped stays, as in ``max_turns: 4 of 4 turns``.
+    """
+    if not _option_of:
+        return text
+    names = "|".join(sorted(_option_of, key=len, reverse=True))
+    pattern = rf"\b(raise |lower |omit |sandbox |its )({names})\b(?! of depth)|\b()({names})(?==)"
+    return re.sub(pattern, lambda m: (m[1] or "") + _option_of[m[2] or m[4]], text)
+
+
+_option_of: dict[str, str] = {}
+"""Name of a field -> the option of this process's command that sets it."""
 
 
 def json_line(value: Any) -> str:

@@ -23,6 +23,9 @@ class CallOutcome(msgspec.Struct, frozen=True):
     refused_answer: str = ""
     """The last answer that was rejected, and why, as in ``FINAL_VAR(n): name 'n' is not
     defined``. Empty if none was rejected since the last cell ran."""
+    cell_error: str = ""
+    """The exception of the last cell that ran, as in ``NameError: name 'n' is not defined``. Empty
+    if that cell succeeded."""
     answered_by: str = ""
     """Id of the continuation that gave the answer, if there were several."""
 

@@ -54,7 +54,8 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     ``max_reasoning_tokens``."""
 
     max_turns: int = 30
-    """Maximum number of model requests in one RLM call. Each child call counts its own requests."""
+    """Maximum number of model requests in one RLM call, before one more that asks for a final
+    answer. Each child call counts its own requests."""
     max_depth: int = 1
     """How deeply ``rlm_query`` may nest. With 0, only the root has a session, and its ``rlm_query``
     becomes one plain call."""

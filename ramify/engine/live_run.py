@@ -228,8 +228,9 @@ class SharedRunState:
             return outcome.error or str(outcome.failure or "")
         if stop is Stop.MAX_TURNS:
             most = self.setup.max_turns(depth)
-            used = min(num_turns, most)  # without the request for a final reply
-            return f"{used} of {most} turns were used: raise max_turns{_refused(outcome)}"
+            more = ", and one more for a final reply" if num_turns > most else ""
+            used = f"{min(num_turns, most)} of {most} turns were used{more}"
+            return f"{used}: raise max_turns{_refused(outcome) or _cell_error(outcome)}"
         if stop is Stop.DEADLINE:
             kept = f", and the last {ending.last_word_s:.3g} s are kept for the final reply"
             return (
@@ -345,6 +346,14 @@ class SharedRunState:
     def expect_module(self, module: str, source: str) -> None:
         """Tell the sandbox that its next sessions will probably install a module."""
         expect_module(self._resources.sandbox(), module, source)
+
+
+def _cell_error(outcome: CallOutcome) -> str:
+    """Return the end of an error sentence about a call without an answer, if its last cell raised
+    an exception. Empty otherwise."""
+    if outcome.answer is not None or not outcome.cell_error:
+        return ""
+    return f"; its last cell raised {one_line(outcome.cell_error)[:_REFUSED_CHARS]}"
 
 
 def _refused(outcome: CallOutcome) -> str:

@@ -90,6 +90,8 @@ class PerTurnCallState(msgspec.Struct):
     """Number of consecutive messages without code or an answer."""
     refused_answer: str = ""
     """The last answer that was not accepted, with the reason."""
+    cell_error: str = ""
+    """The exception of the last cell that ran, in one line; empty if that cell succeeded."""
     told: dict[str, int] = {}
     """Limit -> urgency of the last warning about it."""
 
@@ -359,6 +361,7 @@ class RlmCall:
             if self.run.ending.closing is not None:
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
+            self._state.cell_error = (cell.error or "").rstrip().rpartition("\n")[2]
             reports.append(self.scaffold.report(cell))
             final = note.get("final", final)
             self._state.partial = note.get("partial", self._state.partial)
@@ -477,7 +480,12 @@ class RlmCall:
             if self._state.is_cut:
                 cut = truncated_reply_error(self.run.requests, self.call, self._state.last_text)
                 return CallOutcome(stop, answer, str(cut), cut)
-            return CallOutcome(stop, answer, refused_answer=self._state.refused_answer)
+            return CallOutcome(
+                stop,
+                answer,
+                refused_answer=self._state.refused_answer,
+                cell_error=self._state.cell_error,
+            )
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
@@ -487,6 +495,7 @@ class RlmCall:
             best,
             f"the run's limit is reached ({stop})" if best is None else None,
             refused_answer=self._state.refused_answer,
+            cell_error=self._state.cell_error,
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:

@@ -381,10 +381,12 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """Return why the run ended: the recorded reason of the call that gave the answer, or the
-        reason of a failure outside of all calls."""
-        calls = [call for call in self.recorder.trajectory.calls if call.parent is None]
-        if calls and calls[-1].stop == outcome.stop and not outcome.answered_by:
+        """Return why the run ended: the recorded reason of the call that answers, or the reason of
+        a failure outside of all calls."""
+        chosen = outcome.answered_by
+        roots = [call for call in self.recorder.trajectory.calls if call.parent is None]
+        calls = [call for call in roots if not chosen or call.id == chosen]
+        if calls and calls[-1].stop == outcome.stop:
             return calls[-1].reason
         return run.reason(outcome, 0) if run else outcome.error or ""
 

@@ -67,8 +67,12 @@ CASES = {
         2,
         r"schema no.json cannot be read",
     ),
-    "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"max_calls=0 allows nothing"),
-    "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 2, r"max_cost=-1.0 allows nothing"),
+    "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"limit --max-calls=0 allows nothing"),
+    "negative cost": (
+        [*MODEL, "q", "--max-cost", "-1"],
+        2,
+        r"limit --max-cost=-1.0 allows nothing",
+    ),
     "a limit that cannot be enforced": (
         ["--model", "openai:unlisted@http://127.0.0.1:9/v1", "q", "--max-cost", "1"],
         2,
@@ -112,7 +116,7 @@ CASES = {
     "too much memory": (
         [*WORK, "--memory", "900TB"],
         2,
-        r"memory_bytes is .*, more than the .* bytes of this machine",
+        r"sandbox --memory is .*, more than the .* bytes of this machine",
     ),
     "too little memory": (
         [*WORK, "--memory", "1MB"],

@@ -28,7 +28,7 @@ WRONG = {
         ([*M, "q", "nowhere.txt"], "nowhere.txt does not exist"),
         ([*M, "q", "--temperature", "-1"], "temperature=-1 is out of range"),
         ([*M, "q", "--temperature", "nan"], "temperature=nan is out of range"),
-        ([*M, "q", "--max-seconds", "-1"], "max_seconds=-1.0 allows nothing"),
+        ([*M, "q", "--max-seconds", "-1"], "limit --max-seconds=-1.0 allows nothing"),
         ([*M, "q", "--branches", "0"], "branches is 0"),
         ([*M, "q", "--progress", "loud"], "--progress loud: known: "),
         (

@@ -38,7 +38,7 @@ def test_truncated_answer_is_printed_and_exits_with_code_3(shell: Shell) -> None
     assert (done.code, done.out) == (3, ("A long story " * 2)[:24] + "\n")
     assert "openai:m" in why
     assert why.endswith(
-        "the reply was cut at its limit of 6 tokens; ask for less, or raise max_reply_tokens"
+        "the reply was cut at its limit of 6 tokens; ask for less, or raise --max-reply-tokens"
     )
     assert summary.startswith("max_tokens · 1 turn, 1 request")
 
@@ -78,6 +78,31 @@ def test_reason_for_missing_answer_is_printed_once(shell: Shell, reply: Reply, w
     assert error.startswith("ramify: no answer: ")
     assert why in error
     assert " · run " in summary
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ["--max-turns", "2"],
+            "no answer: max_turns: 2 of 2 turns were used, .*: raise --max-turns",
+        ),
+        (["--max-calls", "1"], "no answer: max_calls: 0 of 1 requests .*: raise --max-calls"),
+        (["--max-tokens", "500"], "nothing was asked: .* 500 of 500 were left: raise --max-tokens"),
+        (["--max-turns", "0"], "limit --max-turns=0 allows nothing: give a positive number, or .*"),
+        (["--memory", "1"], "sandbox --memory is 1, too little for a Python session: .*"),
+        (["--patience=-1"], "limit --patience=-1.0 allows nothing: .*"),
+    ],
+)
+def test_errors_name_options_and_not_fields(shell: Shell, options: list[str], why: str) -> None:
+    shell.write("log.txt", "abc")
+    script = ["```repl\nprint(1)\n```"] * 9
+    arguments = ["how long?", "log.txt", "--no-direct", "--answer-schema", NUMBER, *options]
+    done = shell.ask(script, *arguments, "--json")
+    [error] = [line for line in done.err.splitlines() if line.startswith("ramify: ")]
+    assert re.fullmatch(f"ramify: {why}", error)
+    if done.out:  # its fields keep their names
+        assert f"raise {options[0][2:].replace('-', '_')}" in json.loads(done.out)["error"]
 
 
 @pytest.mark.parametrize("text", ["", "The first half"])

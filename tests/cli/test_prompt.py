@@ -46,7 +46,7 @@ def test_dry_run_says_what_would_be_loaded_and_paid(shell: Shell) -> None:
     assert shown[0] == "would load: log.txt: text, 81,000 characters"
     assert shown[1] == "would be answered by a session; nothing was sent"
     assert shown[2].startswith("first turn: $0.00")
-    assert shown[3].endswith(" to $2.00, which is its max_cost")
+    assert shown[3].endswith(" to $2.00, which is its --max-cost")
     assert not (shell.folder / "store").exists()
 
 

@@ -179,6 +179,14 @@ def test_failed_branch_does_not_affect_the_others() -> None:
     ]
 
 
+def test_reason_of_branches_without_an_answer_counts_the_turns_of_one_of_them() -> None:
+    with rlm(lambda _: code("print(1)"), branches=3, limits={"max_turns": 4}) as r:
+        result = r.completion("text", "?", answer_type=int)
+    assert (result.stop, result.answer) == (Stop.MAX_TURNS, None)
+    reason = "4 of 4 turns were used, and one more for a final reply: raise max_turns"
+    assert result.reason == reason
+
+
 def test_replay_diverging_in_a_branch_names_the_call(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with rlm([code("FINAL(llm_query('a'))")] * 2 + ["one", "two"], store=store, branches=2) as r:

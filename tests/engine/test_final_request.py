@@ -40,6 +40,29 @@ def test_final_answer_of_a_child_has_the_length_of_its_own_depth() -> None:
     assert [request.sampling.max_tokens for request in model.requests] == [600, 8192, 4096]
 
 
+@pytest.mark.parametrize(
+    ("cell", "end"),
+    [
+        ("print(sql('select 1'))", "; its last cell raised NameError: name 'sql' is not defined"),
+        ("1 / 0\nprint(1)", "; its last cell raised ZeroDivisionError: division by zero"),
+        ("print(1)", ""),
+    ],
+)
+def test_reason_names_the_exception_of_the_last_cell(cell: str, end: str) -> None:
+    with rlm(lambda _: code(cell), limits={"max_turns": 2}) as r:
+        result = r.completion("text", "?", answer_type=int)
+    used = "2 of 2 turns were used, and one more for a final reply: raise max_turns"
+    assert (result.stop, result.answer, result.reason) == (Stop.MAX_TURNS, None, used + end)
+
+
+def test_reason_of_a_run_with_one_call_names_its_limit() -> None:
+    with rlm(lambda _: code("print(1)"), limits={"max_calls": 1}) as r:
+        result = r.completion("text", "?", answer_type=int)
+    assert (result.stop, result.answer) == (Stop.MAX_CALLS, None)
+    wanted = "0 of 1 requests were used, and one is kept for the final reply: raise max_calls"
+    assert result.reason == wanted
+
+
 def test_limit_of_plain_calls_does_not_hold_for_children() -> None:
     def script(messages: tuple[Message, ...]) -> str:
         if messages[0].role != "system":

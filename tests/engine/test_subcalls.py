@@ -291,7 +291,7 @@ def test_turns_scaffold_and_tools_can_differ_by_depth() -> None:
     assert (root.stop, len(root.turns)) == (Stop.FINAL, 2)
     assert (called.stop, called.reason) == (
         Stop.MAX_TURNS,
-        "1 of 1 turns were used: raise max_turns",
+        "1 of 1 turns were used, and one more for a final reply: raise max_turns",
     )
     assert called.turns[0].cells[0].stdout == "False x\n"
     systems = [call.turns[0].prompt[0].content for call in (root, called)]
