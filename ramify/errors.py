@@ -358,14 +358,20 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
     )
 
 
+_MAX_LISTED = 40
+"""Maximum number of known names that are listed beside a suggestion."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
-    a, b"``. Letter case is ignored."""
+    a, b"``. A long list is left out if a name is near. Letter case is ignored."""
     if not isinstance(known, set | frozenset):
         known = list(known)
     if not known:
         return "there are none"
     close = nearest_name(name, known)
+    if close and len(known) > _MAX_LISTED:
+        return f"did you mean '{close}'?"
     hint = f"did you mean '{close}'? " if close else ""
     return f"{hint}known: {', '.join(sorted(known))}"
 

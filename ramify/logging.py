@@ -36,7 +36,8 @@ from contextvars import ContextVar
 from logging import DEBUG, ERROR, INFO, WARNING, Handler, LogRecord
 from pathlib import Path
 from traceback import format_exception
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from ramify.log_outputs import (
     FORMAT_VARIABLE,
@@ -68,6 +69,52 @@ _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
     "ramify_on_warning", default=None
 )
 _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", default=None)
+
+
+class CallingLine(NamedTuple):
+    """A line outside of the package that called it. Warnings about the call point there."""
+
+    path: str
+    number: int
+    registry: dict[Any, Any]
+    """The warnings that the line's module has already shown, as ``warnings`` keeps them."""
+
+
+_calling_line: ContextVar[CallingLine | None] = ContextVar("ramify_calling_line", default=None)
+"""The line that started the current work, which may run in another thread or task."""
+_OURS = os.path.dirname(__file__) + os.sep
+_PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+
+
+def calling_line() -> CallingLine | None:
+    """Return the innermost line on the stack that belongs neither to this package nor to the
+    standard library. If there is none, return the line that started the current work, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_of_python = path.startswith(_PYTHONS) and _INSTALLED not in path
+        if not path.startswith(_OURS) and not is_of_python:
+            registry = frame.f_globals.setdefault("__warningregistry__", {})
+            return CallingLine(path, frame.f_lineno, registry)
+        frame = frame.f_back
+    return _calling_line.get()
+
+
+@contextlib.contextmanager
+def warnings_at(line: CallingLine | None) -> Iterator[None]:
+    """Provide a context manager in which warnings, also those of the tasks that are started there,
+    point to ``line``."""
+    with _given(_calling_line, line):
+        yield
+
+
+def warn_at(line: CallingLine | None, message: str, category: type[Warning]) -> None:
+    """Issue a Python warning that points to ``line``, or to this function if it is None."""
+    if line is None:
+        warnings.warn(message, category, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, category, line.path, line.number, registry=line.registry)
 
 
 class LogRedactionFilter(logging.Filter):
@@ -169,10 +216,14 @@ class ComponentLogger:
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
         """Issue a Python warning, and log the event ``warning``. The journal of the current run
-        records the warning too."""
+        records the warning too. The warning points to the line that started the current work, or
+        else to the frame at ``stacklevel``."""
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
-        warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
+        if (line := _calling_line.get()) is not None:
+            warn_at(line, redact_likely_secrets(message), category)
+        else:
+            warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
 
     def forward(self, sent: ForwardedLogRecord, process: str) -> None:
         """Log a record that another process sent, under the run ids of that record."""

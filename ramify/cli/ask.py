@@ -183,7 +183,11 @@ OF_ONE_QUESTION = (
     MODE,
     CliOptionSpec("answer_schema", str, "JSON schema that the answer must match", "FILE|JSON"),
     CliOptionSpec(
-        "resume", str, "continue a run: suspended, killed, or with a higher limit", "RUN"
+        "resume",
+        str,
+        "continue a run: suspended, killed, failed, or with a higher limit; --model changes its "
+        "model",
+        "RUN",
     ),
     CliOptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
     CliOptionSpec("call", str, "with --from: the call of that turn (default: the root)", "ID"),

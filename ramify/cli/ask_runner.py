@@ -122,6 +122,7 @@ def run_again(
         )
     if is_over:
         how = f"; {remedy}" if (remedy := rerun.limit_hint(recorded)) else ""
+        how += "; no model is asked, so --model is ignored" * bool(models)
         text = f"run {started.id} has already ended; this is its answer{how}"
         notes.say(with_option_names(text))
         result = asyncio.run(rlm.aresume(run))
@@ -245,7 +246,10 @@ def _print(
     failure = result.failure
     is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
-        notes.say(f"continue this run with: ramify ask --resume {run_id}")
+        notes.say(
+            f"continue this run with: ramify ask --resume {run_id}, and with --model NAME for "
+            "another model"
+        )
     notes.say(format_run_summary(result.trajectory, run_id))
     reason = result.trajectory.reason
     printed = result.error if result.answer is not None else why_unanswered(result)

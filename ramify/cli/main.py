@@ -109,7 +109,8 @@ def run(arguments: list[str]) -> int:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
         print_error(str(error) if isinstance(error, RamifyError) else _unexpected(error))
-        return ExitCode.USAGE if isinstance(error, WRONG) else ExitCode.ERROR
+        is_wrong = isinstance(error, WRONG) or _missing_extra(error)
+        return ExitCode.USAGE if is_wrong else ExitCode.ERROR
 
 
 def command(name: str) -> CliCommandSpec:
@@ -197,6 +198,12 @@ _EXTRAS = {
 """Module -> optional extra that installs it, for commands that need the module to run at all."""
 
 
+def _missing_extra(error: Exception) -> str:
+    """Return the optional extra without which a command could not start. Empty if ``error`` has
+    another cause."""
+    return _EXTRAS.get(error.name or "", "") if isinstance(error, ModuleNotFoundError) else ""
+
+
 def _unexpected(error: Exception) -> str:
     """Describe in one line an exception that no command has caught.
 
@@ -208,8 +215,8 @@ def _unexpected(error: Exception) -> str:
             return f"cannot write to stdout: {error.strerror}"
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"this needs {error.name}: {install_command(_EXTRAS[error.name])}"
+    if isinstance(error, ModuleNotFoundError) and (extra := _missing_extra(error)):
+        return f"this needs {error.name}: {install_command(extra)}"
     return (
         f"{_place_in_plugin(error) or 'internal error'}: {type(error).__name__}: {error}; set "
         "RAMIFY_DEBUG=1 to see the traceback"

@@ -32,6 +32,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 from ramify.errors import ConfigError, LoopBlocked
+from ramify.logging import calling_line, warnings_at
 
 on_blocked: ContextVar[Callable[[LoopBlocked], object] | None] = ContextVar(
     "on_blocked", default=None
@@ -216,7 +217,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         _settle(answer, None, error)
 
     # A blocked loop never completes its own future, so the caller waits for a second one.
-    context = contextvars.copy_context()
+    with warnings_at(calling_line()):
+        context = contextvars.copy_context()
     context.run(on_blocked.set, release)
     future = context.run(asyncio.run_coroutine_threadsafe, work, used)
     future.add_done_callback(lambda done: _copy(done, answer))

@@ -35,7 +35,7 @@ from ramify.errors import (
 )
 from ramify.format_quantities import plain
 from ramify.progress import report_reply_text
-from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
+from ramify.types.event import SENT_AGAIN, AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply, Usage, encodable, encodable_message
 from ramify.types.trajectory import Stop
 
@@ -534,7 +534,7 @@ class TurnRequest:
         interrupted. The provider may have billed it."""
         usage, cost = self.most()
         self._requests.ledger.charge(usage, cost)
-        self._attempted("in flight when the run was cut off; sent again", usage, cost)
+        self._attempted(SENT_AGAIN, usage, cost)
 
     def most(self) -> tuple[Usage, float | None]:
         """Return upper bounds on the usage and the cost of the request, which are the reserved

@@ -115,10 +115,11 @@ async def answer_plainly(
             "ask in another way, or ask another model"
         )
         return CallOutcome(Stop.ERROR, error=str(unanswered), failure=unanswered)
-    return CallOutcome(
-        Stop.ERROR,
-        error=f"after {1 + max_repairs} replies the value still does not fit its schema: {error}",
+    misfit = ModelError(
+        f"after {1 + max_repairs} replies the value still does not fit its schema: "
+        + " ".join(error.split())
     )
+    return CallOutcome(Stop.ERROR, error=str(misfit), failure=misfit)
 
 
 def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:

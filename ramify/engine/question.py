@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import warnings as warnings_of_python
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, runtime_checkable
 
@@ -31,6 +30,7 @@ from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
 from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
+from ramify.logging import calling_line, warn_at
 from ramify.nearest_name import nearest_name
 from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
 from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
@@ -447,18 +447,18 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         raise ConfigError(f"the question is a {type(text).__name__}: give a text")
     _refuse_pictures(context)
     if isinstance(context, str) and len(text) > max(len(context), _LONG_QUESTION_CHARS):
-        warnings_of_python.warn(
+        warn_at(
+            calling_line(),
             f"the question has {len(text):,} characters and its context {len(context):,}: the "
             "order is completion(context, question)",
             UserWarning,
-            stacklevel=4,
         )
     if isinstance(context, str) and _is_path(context):
-        warnings_of_python.warn(
+        warn_at(
+            calling_line(),
             f"the context is the text '{context}' itself, not the content of that file or folder: "
             f"give ramify.load('{context}')",
             UserWarning,
-            stacklevel=4,
         )
     if not text.strip():
         raise ConfigError("the question is empty: say what you want to know")

@@ -52,7 +52,13 @@ from ramify.errors import (
     SandboxError,
     StoreError,
 )
-from ramify.logging import ComponentLogger, in_run, take_collected
+from ramify.logging import (
+    ComponentLogger,
+    calling_line,
+    in_run,
+    take_collected,
+    warnings_at,
+)
 from ramify.sandbox.base import SharedContext, stays_in_files
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -99,7 +105,7 @@ class RunHandle:
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
         self._on_blocked = event_loop_thread.on_blocked.get()
-        with in_run(self.id, self._warn):  # the task inherits it
+        with in_run(self.id, self._warn), warnings_at(calling_line()):  # the task inherits both
             self._task = asyncio.get_running_loop().create_task(self._drive())
 
     # --- for the caller ---------------------------------------------------------------------------

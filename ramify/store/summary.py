@@ -121,6 +121,8 @@ def _add(summary: RunSummary, event: AnyEventOutline) -> None:
                 summary.num_files = 0 if event.context is None else len(event.context.files)
         case RunEnded():
             summary.stop, summary.reason = event.stop, event.reason or event.error or ""
+            # The cost is 0, not None, if the model has a price but no request was sent.
+            summary.cost = event.cost if summary.cost is None else summary.cost
             summary.answer = (
                 None if event.answer is None else cut(answer_text(event.answer), MAX_ANSWER)
             )

@@ -32,6 +32,7 @@ from ramify.types.event import (
     ScoreAdded,
     ToolAnswered,
     TrajectoryFold,
+    add_failed_attempt,
 )
 from ramify.types.message import Usage
 from ramify.types.sibling_outliers import SiblingOutlierFinder
@@ -176,7 +177,7 @@ class CallTree:
     def _attempt(self, event: AttemptFailed) -> CallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
-        self.run_data.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
+        add_failed_attempt(self.run_data, event)
         return node
 
     def _end(self, event: CallEnded) -> CallNode:

@@ -106,6 +106,11 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
     """
 
 
+SENT_AGAIN = "in flight when the run was cut off; sent again"
+"""Text of an ``AttemptFailed`` that was not seen to fail: its run ended first, and the continued
+run sent the request again."""
+
+
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
     """An attempt to get a reply from a model failed.
 
@@ -310,6 +315,13 @@ TASK = "task"
 """Name under which a task gives its scores."""
 
 
+def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
+    """Add the text of a failed attempt to the errors of a run. An attempt that was not seen to
+    fail, because its run ended first, is only a warning: it may have been billed twice."""
+    texts = trajectory.warnings if event.error == SENT_AGAIN else trajectory.errors
+    texts.append(f"call {event.call}, turn {event.turn}: {event.error}")
+
+
 class TrajectoryFold:
     """Build a ``Trajectory`` from the events of a run. The attribute ``trajectory`` is valid after
     every event, even if the run was cut off.
@@ -346,9 +358,7 @@ class TrajectoryFold:
                 self._requests[event.call] = event
             case AttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
-                self.trajectory.errors.append(
-                    f"call {event.call}, turn {event.turn}: {event.error}"
-                )
+                add_failed_attempt(self.trajectory, event)
             case ReplyReceived():
                 call = self._calls[event.call]
                 request = self._requests.pop(event.call)

@@ -341,6 +341,16 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         """Depth of the deepest call. It is 0 if the root call made no calls."""
         return max((call.depth for call in self.calls), default=0)
 
+    def __str__(self) -> str:
+        """Return the tree of calls as text: one line for each call, with its question and its
+        answer, or the reason why it has none. ``repr`` has the whole record."""
+        lines = [f"run {self.id}: {self.stop or 'running'}"]
+        for call in self.walk():
+            what = call.error or call.reason if call.answer is None else answer_text(call.answer)
+            texts = (" ".join(cut(text).split())[:80] for text in (call.question, what or ""))
+            lines.append("  " * call.id.count(".") + f"{call.id} {' → '.join(texts)}")
+        return "\n".join(lines)
+
     def call(self, id: str) -> Call:
         for call in self.calls:
             if call.id == id:

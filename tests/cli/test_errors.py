@@ -316,7 +316,7 @@ def test_missing_extra_is_named_with_the_command_that_installs_it(
     recipe = Path(__file__).parents[2] / "recipes" / "tiny.py"
     env = {"PYTHONPATH": f"{missing.parent}:{shell.env['PYTHONPATH']}"}
     done = shell.run(*command.split(), str(recipe), **env)
-    assert done.code == 1
+    assert done.code == 2
     assert done.err.splitlines()[-1] == f"ramify: this needs {package}: {install_command('train')}"
 
 

@@ -102,9 +102,10 @@ def test_configuration_file_named_by_variable_must_exist(config: Path) -> None:
 
 def test_unknown_variables_are_named() -> None:
     (line,) = unknown_variables(KINDS, {"RAMIFY_MAX_COSTS": "1", "RAMIFY_HOME": "/x", "OTHER": ""})
-    assert line.startswith(
-        "RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?"
-    )
+    wanted = "RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?"
+    assert line == wanted
+    (line,) = unknown_variables(KINDS, {"RAMIFY_QQQQQQQQ": "1"})
+    assert "known: RAMIFY_ALLOW_PRIVATE, " in line  # the list helps if no name is near
 
 
 def test_every_variable_that_the_package_reads_is_known() -> None:

@@ -37,6 +37,7 @@ DOCUMENTS = "###\nlabel;qty;user\nred;17;bavo\n###\nred|kilu|3\n"
         ("count rows of 'red' in all docs", DOCUMENTS, True),
         ("How many rows are red?", LEDGER, False),
         ("count rows of 'red' in all docs", LEDGER, False),
+        ("count rows of 'red'", DOCUMENTS, False),
         ("count rows of 'red'", "GET /orders 200\nGET /stock 500\n", False),
         ("count rows of 'red'", "bavo,teal,17\nkilu,plum,3\n", False),
     ],
@@ -47,6 +48,8 @@ def test_tiny_warns_about_what_it_was_not_trained_for(
     (tmp_path / "in.txt").write_text(context)
     asked = shell.run("ask", question, str(tmp_path / "in.txt"), "--model", "tiny")
     warning = "tiny knows only ledgers (rows of user, colour and quantity), with questions such as"
+    documents = "\"count rows of 'red' in all docs\" if lines such as ### divide the rows"
+    assert (documents in asked.err) is not is_known
     assert ("do not trust the answer" in asked.err, warning in asked.err) == (not is_known,) * 2
     shown = shell.run("show", "last")
     assert (warning in shown.out) is not is_known

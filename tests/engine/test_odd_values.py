@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify import Citation, ConfigError, Stop, Store
+from ramify import RLM, Citation, ConfigError, ModelError, Stop, Store
 from ramify.engine.typed import citation_error
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
@@ -168,6 +168,18 @@ def test_answer_type_may_be_a_list_of_pydantic_models() -> None:
     with rlm([code("FINAL([{'a': 1}])")]) as r:
         result = r.completion("text", "?", answer_type=list[item])  # type: ignore[valid-type]
     assert (result.answer, result.response) == ([item(a=1)], '[{"a":1}]')
+
+
+def test_error_about_an_answer_of_a_wrong_type_is_one_line() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    item = pydantic.create_model("Item", a=(int, ...), b=(int, ...))
+    with RLM(client(["{}"] * 3)) as r, pytest.raises(ModelError) as raised:
+        r.completion("?", answer_type=item)
+    start = (
+        "after 3 replies the value still does not fit its schema: 2 validation errors for Item a "
+    )
+    assert str(raised.value).startswith(start)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

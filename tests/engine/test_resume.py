@@ -94,6 +94,8 @@ async def _kill_and_resume(tmp_path: Path) -> None:
         assert result.usage.unknown_calls == 4
         assert result.usage.calls == 1 + 8 + 12 + 1 + 4
         assert result.trajectory.usage == result.usage == store.load("last").usage == replayed.usage
+        again_sent = [text for text in result.trajectory.warnings if text.endswith("; sent again")]
+        assert (len(again_sent), result.trajectory.errors) == (4, [])
         kinds = Counter(event.__struct_config__.tag for event in store.events("last"))
         assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (
             22,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import linecache
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import ramify
 from ramify import ConfigError, JailSpec, SandboxSpec
+from ramify.errors import WeakSandboxWarning
 from tests.engine.helpers import client, code, rlm
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -56,6 +59,25 @@ def test_name_of_a_file_as_context_gives_a_warning(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             r.completion(f"{file}.bak", "Which host?")
+
+
+def test_warnings_point_to_the_line_of_the_caller(tmp_path: Path) -> None:
+    file = tmp_path / "log.txt"
+    file.write_text("web-3 failed")
+
+    async def ask() -> None:
+        async with rlm([code("FINAL(1)")], sandbox="process") as r:
+            await r.acompletion(str(file), "How many?")
+
+    with rlm([code("FINAL(1)")], sandbox="process") as r, pytest.warns() as first:
+        r.completion(str(file), "How many?")
+    with pytest.warns() as second:
+        asyncio.run(ask())
+    found = [*first, *second]
+    lines = [linecache.getline(warned.filename, warned.lineno).strip() for warned in found]
+    assert [warned.category for warned in found] == [UserWarning, WeakSandboxWarning] * 2
+    call = 'completion(str(file), "How many?")'
+    assert lines == [f"r.{call}"] * 2 + [f"await r.a{call}"] * 2
 
 
 def test_a_prompt_beyond_the_window_is_not_sent() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ramify import Limits, SandboxSpec, Stop
 from ramify.types.message import Message, Reply
-from tests.engine.helpers import client, code, rlm
+from tests.engine.helpers import by_role, client, code, rlm
 
 ANSWER = [code("print(len(context))"), code("FINAL(7)")]
 
@@ -86,3 +86,13 @@ def test_a_result_shows_itself_in_one_line() -> None:
     assert "&lt;b&gt;x" in page
     assert "<b>x" not in page
     assert (result.reason, result.error) == ("", None)
+
+
+def test_a_trajectory_prints_its_tree() -> None:
+    with rlm(by_role([code("FINAL(llm_query('a\\nb'))")])) as r:
+        result = r.completion("text", "How many?")
+    assert str(result.trajectory).splitlines() == [
+        f"run {result.run_id}: final",
+        "0 How many? → re: a b",
+        "  0.0 a b → re: a b",
+    ]

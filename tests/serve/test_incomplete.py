@@ -47,6 +47,23 @@ def test_cut_or_filtered_reply_is_reported_as_incomplete(
     asyncio.run(main())
 
 
+def test_replies_that_do_not_fit_response_format_are_a_failure_of_the_model() -> None:
+    async def main() -> None:
+        form = {"name": "f", "schema": {"type": "object", "required": ["a"]}}
+        async with serving(session(direct=lambda _: "{}")) as server, asking(server) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(
+                    model="mine",
+                    messages=[user("Hello")],
+                    response_format={"type": "json_schema", "json_schema": form},  # type: ignore[typeddict-item]
+                )
+            assert isinstance(caught.value.body, dict)
+            assert (caught.value.status_code, caught.value.body["code"]) == (502, "model_failed")
+            assert "after 3 replies the value still does not fit its schema" in str(caught.value)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("finish", ["length", "stop"])
 def test_run_without_an_answer_is_an_http_error(finish: Any) -> None:
     """Not an empty answer that looks whole: an agent would continue with it."""

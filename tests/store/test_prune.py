@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ramify.clients.base import Price
 from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.run import EvaluationPlan, EvaluationStore
 from ramify.store.store import Store
@@ -20,6 +21,7 @@ from ramify.store.summary import RunSummary
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import JOURNAL
+from tests.engine.helpers import client, rlm
 from tests.store.helpers import append_all, short_run, start_writer, write_run
 
 IDS = [f"2026010{day}-000000-aaaa" for day in range(1, 6)]
@@ -36,6 +38,14 @@ def set_age(path: Path, age_s: float) -> None:
 
 def ids(store: Store) -> list[str]:
     return [run.id for run in store.runs()]
+
+
+def test_run_that_may_not_ask_costs_nothing(store: Store) -> None:
+    """It does not have an unknown cost, since the price of its model is known."""
+    with rlm(client([], price=Price(1, 1)), limits={"max_cost": 1e-4}, store=store) as r:
+        result = r.completion("text", "?")
+    (summary,) = store.runs()
+    assert (result.stop, result.cost, summary.cost) == (Stop.MAX_COST, 0.0, 0.0)
 
 
 def test_run_summary_matches_folded_trajectory(store: Store):

@@ -50,6 +50,7 @@ def _is_written_in(lines: list[str], form: LedgerRowTextFormat) -> bool:
 
 
 LEDGER_FORM = TaskQuestionForm(
-    "ledgers (rows of user, colour and quantity), with questions such as \"count rows of 'red'\"",
+    "ledgers (rows of user, colour and quantity), with questions such as \"count rows of 'red'\", "
+    "or \"count rows of 'red' in all docs\" if lines such as ### divide the rows into documents",
     _fits,
 )
