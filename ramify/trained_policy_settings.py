@@ -36,7 +36,8 @@ _SCRATCH_MARK = "<|u|>"
 class TrainedPolicySettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The settings that a policy was trained with: its prompt scaffold, its limits and its task."""
+    """The settings that a policy was trained with: its prompt scaffold, its limits, its task, and
+    whether plain calls answered."""
 
     scaffold: str | None = None
     """Name of the scaffold. None if any scaffold is suitable."""
@@ -47,6 +48,9 @@ class TrainedPolicySettings(
     """Maximum levels of calls below the root."""
     max_reply_tokens: AtLeastOne | None = None
     """Maximum tokens per reply."""
+    direct: bool = False
+    """True if one plain call answered each short input in training. False if each call had a Python
+    session, or if the folder predates this field."""
     is_from_scratch: bool = False
     """True if training began with random weights and Ramify's own conversation format."""
     task: str = ""

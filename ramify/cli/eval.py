@@ -42,7 +42,7 @@ from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill
+from ramify.cli.settings import fill, named_models
 from ramify.cli.stop_signals import run_deadline_watchdog
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import (
@@ -107,7 +107,8 @@ OF_A_MATRIX = (
         "modes",
         str,
         "ways to answer, separated by commas: free (a session; the default), plan (a ready plan), "
-        "direct (one plain call), auto (one of them, chosen for each question)",
+        "direct (one plain call; the default for policies that were trained so), auto (one of "
+        "them, chosen for each question)",
         "MODES",
     ),
     CliOptionSpec("mode", str, "the same for one of them", "MODE"),
@@ -142,7 +143,8 @@ _NOT_HERE = ("cite", "cache", *OF_SOURCES)
 _DIRECT = CliOptionSpec(
     "direct",
     bool,
-    "answer with one plain call if the input is small enough (default: no, always use a session)",
+    "answer with one plain call if the input is small enough (default: no, always use a session, "
+    "unless the policy was trained with plain calls)",
 )
 _SETTINGS = tuple(
     _DIRECT if option.name == "direct" else option
@@ -278,7 +280,8 @@ def _matrix(
         suites=tuple(_names(suites)),
         lengths=tuple(map(parse_length, _names(axes["lengths"]))),
         models=tuple(models),
-        modes=tuple(_names(axes["modes"])) or ("free",),
+        modes=tuple(_names(axes["modes"]))
+        or ("direct" if all(map(_was_trained_direct, models)) else "free",),
         systems=tuple(systems),
         scaffolds=tuple(scaffolds) if len(scaffolds) > 1 else (),
         split=plan_options["split"],
@@ -537,7 +540,7 @@ def _plan_of(
     if kept.get("examples"):
         kept["examples"] = str(Path(kept["examples"]).expanduser().absolute())
     # Written out because plans of older versions lack it and used direct calls.
-    kept.setdefault("direct", False)
+    kept.setdefault("direct", _was_trained_direct(settings["model"]))
     if kept.get("mcp"):
         from ramify.engine.mcp_tools import redacted_server
 
@@ -549,6 +552,14 @@ def _plan_of(
         settings=kept,
         **{name: value for name, value in fields.items() if value is not None},
     )
+
+
+def _was_trained_direct(model: str) -> bool:
+    """Return True if a model is a policy that was trained with plain calls. ``model`` is the name
+    of a model, or an alias of the configuration file."""
+    from ramify.engine.scaffold import card_of
+
+    return card_of(named_models().get(model, model)).direct
 
 
 def open_task(plan: EvaluationPlan) -> Task:

@@ -37,6 +37,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import card_of
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED, attempt
 from ramify.evaluate.cost_budget import CostBudget
@@ -162,7 +163,7 @@ async def evaluate(
     record: EvaluationFileWriter | None = None,
     on_outcome: Watcher | None = None,
     grace_s: float = GRACE_S,
-    direct: bool = False,
+    direct: bool | None = None,
     budget: CostBudget | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on a task: run the planned attempts that are not recorded yet, up to
@@ -170,14 +171,17 @@ async def evaluate(
 
     ``sampling`` applies to every request, except for its seed. ``on_outcome`` is called with each
     attempt as it ends. If ``direct`` is true, a single plain call may answer a short context (see
-    ``attempt``). ``budget`` limits the dollars of all attempts together; once it is used up, no
-    attempt begins. Failures of an attempt's model, session or score are recorded in its outcome.
+    ``attempt``); None: if the plan's model is a policy that was trained so. ``budget`` limits the
+    dollars of all attempts together; once it is used up, no attempt begins. Failures of an
+    attempt's model, session or score are recorded in its outcome.
     Raises ConfigError for a split that the task does not have; bugs are also raised.
 
     Example:
         plan = evaluate.EvaluationPlan(model="gpt-5-mini", task="needle", items=20, attempts=4)
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
     """
+    if direct is None:
+        direct = card_of(plan.model).direct
     mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
     job = EvaluationSetup(
         plan, task, record, RlmAttemptMaker(rlm, sampling, mode), on_outcome, budget

@@ -188,7 +188,8 @@ def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluationPl
     run = parts.run
     if not run.can_be_evaluated:
         return SplitEvaluationPlan(None, keep=run.evaluate.keep)
-    evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers)
+    direct = parts.policy.card.direct
+    evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers, direct=direct)
     return SplitEvaluationPlan(
         evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep
     )

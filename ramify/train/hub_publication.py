@@ -13,6 +13,7 @@ appear in it. How a tracker sends a folder is defined in ``trackers/``.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,15 @@ from typing import NamedTuple
 import msgspec
 
 from ramify import __version__
+from ramify.clients.function_client import FunctionClient
+from ramify.engine import event_loop_thread
+from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.secrets import redact_likely_secrets
+from ramify.tasks.base import Item, TaskStart, items_of, task_of
 from ramify.train.checkpoint import FOLDER, CheckpointState, read_state
 from ramify.train.config import Run
 from ramify.train.config_redaction import redacted
@@ -34,6 +40,7 @@ from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_stored_run
 from ramify.train.run_record import KeptPolicy
 from ramify.train.trackers.base import send_folder
+from ramify.trained_policy_settings import read_card
 
 HUB = "hf://"
 _CARD, _CONFIG, _ADAPTER = "README.md", "ramify.json", "adapter"
@@ -78,6 +85,7 @@ def publish(
         train.publish("runs/mine", "hf://me/mine", licence="apache-2.0")
     """
     source = Path(run_folder)
+    _check_run(source)
     kept, state, run = _trained(source)
     repository = str(dest).removeprefix(HUB) if str(dest).startswith(HUB) else ""
     if repository and repository.strip("/").count("/") != 1:
@@ -100,6 +108,17 @@ def publish(
         if repository:
             shutil.rmtree(folder, ignore_errors=True)
     return PublicationResult(folder, url, sent)
+
+
+def _check_run(source: Path) -> None:
+    """Raise ConfigError if ``source`` is a part of a run, such as its policy, which has a file of
+    the same name as the run."""
+    if (source / FOLDER).is_dir():
+        return
+    for folder in source.absolute().parents[:3]:
+        if (folder / FOLDER).is_dir():
+            shown = folder if source.is_absolute() else Path(os.path.relpath(folder))
+            raise ConfigError(f"{source} is a part of a run: give the run's folder, {shown}")
 
 
 def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
@@ -199,25 +218,31 @@ def _name_base(folder: Path, base: str) -> None:
 def _card(folder: Path, source: Path, kept: KeptPolicy, run: Run, licence: str, base: str) -> str:
     from huggingface_hub import ModelCardData
 
+    ways = _answer_ways(run, direct=read_card(folder).direct)
     data = ModelCardData(
         license=licence or None,
         base_model=base or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["ramify", "recursive-language-model", *(["lora"] if run.policy.lora else [])],
+        tags=[
+            "ramify",
+            *(["recursive-language-model"] if ways.session else []),
+            *(["lora"] if run.policy.lora else []),
+        ],
     )
-    first = next((each for each in read_metrics(source) if each.stage == "first"), None)
-    begun = first.values if first is not None else {}
+    begun: dict[str, float] = {}
+    for row in read_metrics(source):  # one for each split
+        if row.stage == "first":
+            begun = {**row.values, **begun}
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_BEGIN}\n# {run.name}",
-        "A policy for recursive language models: it gets its input as a variable in a Python "
-        "session, and writes code to read it. Trained with Ramify.",
+        f"{_about(ways)} Trained with Ramify.",
         _usage(bool((folder / _ADAPTER).is_dir())),
         f"## Lineage\n{_lines(_lineage(source, kept, run, base))}",
         f"## Data\n{_lines(_data(run))}",
         f"## Scores\n{_scores(kept, begun)}",
-        f"## Prompt\n{_prompt(run)}",
-        f"## Limits\n{_lines(_limits(run))}",
+        f"## Prompt\n{_prompt(run, direct=ways.plain)}",
+        f"## Limits\n{_lines(_limits(run, ways))}",
         f"## Licence\n{_licence(licence, base)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -281,21 +306,70 @@ def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
     return "\n".join([*rows, "", "The checkpoint was chosen by its validation reward."])
 
 
-def _prompt(run: Run) -> str:
-    """Return the prompt section of the model card. It shows the messages that precede the first
-    reply to a validation item."""
-    from ramify.clients.function_client import FunctionClient
-    from ramify.engine.rlm import RLM
-    from ramify.engine.scaffold import scaffold_of
-    from ramify.tasks.base import items_of, task_of
+class AnswerWays(NamedTuple):
+    """How a policy answered in training: with plain calls, in sessions, or both."""
 
+    plain: bool
+    """True if short inputs were answered by one plain call."""
+    session: bool
+    """True if any input had a Python session."""
+
+
+_LOOKED_AT = 20
+"""Maximum number of validation items that are looked at."""
+
+
+def _answer_ways(run: Run, *, direct: bool) -> AnswerWays:
+    """Return how the policy answered. ``direct`` is true if it was trained with plain calls; then
+    the validation items tell whether some of them need a session."""
+    if not direct:
+        return AnswerWays(plain=False, session=True)
+    try:
+        items = items_of(task_of(run.task.name, **run.task.options), "validation")
+        num = min(len(items), _LOOKED_AT)
+        with _asking_nobody(run) as rlm:
+            plain = [
+                event_loop_thread.run(rlm.is_direct(_start(items[index]), items[index].question))
+                for index in range(num)
+            ]
+    except (RamifyError, LookupError):
+        plain = []  # _prompt reports it
+    return AnswerWays(plain=True, session=not all(plain))
+
+
+def _asking_nobody(run: Run) -> RLM:
+    """Return an ``RLM`` like that of the run's rollouts, for looking at prompts."""
+    nobody = FunctionClient(lambda messages: "", "nobody:asked")
+    return RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold))
+
+
+def _start(item: Item) -> TaskStart:
+    return TaskStart(context=item.context, messages=item.messages)
+
+
+def _about(ways: AnswerWays) -> str:
+    if not ways.plain:
+        return (
+            "A policy for recursive language models: it gets its input as a variable in a Python "
+            "session, and writes code to read it."
+        )
+    if not ways.session:
+        return "A policy that answers by one plain call: its reply to the prompt is the answer."
+    return (
+        "A policy that answers about a short input by one plain call. It gets a longer one as a "
+        "variable in a Python session, and writes code to read it."
+    )
+
+
+def _prompt(run: Run, *, direct: bool) -> str:
+    """Return the prompt section of the model card. It shows the messages that precede the first
+    reply to a validation item. ``direct``: whether a plain call answers a short input."""
     name = run.scaffold if isinstance(run.scaffold, str) else type(run.scaffold).__name__
     begin = f"Trained with the scaffold `{name}`; other prompts were not seen."
     try:
         item = items_of(task_of(run.task.name, **run.task.options), "validation")[0]
-        nobody = FunctionClient(lambda messages: "", "nobody:asked")
-        with RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold)) as rlm:
-            preview = rlm.prompt(item.context, item.question)
+        with _asking_nobody(run) as rlm:
+            preview = rlm.prompt(_start(item), item.question, direct=direct)
     except (RamifyError, LookupError) as error:
         _log.warning("prompt_unknown", f"the card has no prompt: {error}", shown=True)
         return begin
@@ -310,10 +384,13 @@ def _shortened(text: str, chars: int = 6000) -> str:
     return text if len(text) <= chars else f"{text[:chars]}… ({len(text):,} characters)"
 
 
-def _limits(run: Run) -> Iterator[str]:
+def _limits(run: Run, ways: AnswerWays) -> Iterator[str]:
     yield "It was trained on the task above, and was not tested on others."
-    yield "It writes Python code that is run: use a sandbox, which `ramify` does by default."
     limits = run.limits
+    if not ways.session:
+        yield f"Trained with at most {limits.max_reply_tokens} tokens per reply."
+        return
+    yield "It writes Python code that is run: use a sandbox, which `ramify` does by default."
     yield (
         f"Trained with at most {limits.max_turns} turns per call, depth {limits.max_depth} and "
         f"{limits.max_reply_tokens} tokens per reply."

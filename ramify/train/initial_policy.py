@@ -115,10 +115,11 @@ def policy_of(
     return policy
 
 
-def trained_policy_settings(run: Run, policy: Policy) -> TrainedPolicySettings:
+def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> TrainedPolicySettings:
     """Return the settings that are stored with the trained policy, so that it is later used as it
-    was trained. These are its scaffold, its task, and the limits that differ from the defaults. A
-    user's own scaffold is left out, because its file may no longer exist."""
+    was trained. These are its scaffold, its task, the limits that differ from the defaults, and
+    ``direct``: whether plain calls answer short inputs. A user's own scaffold is left out, because
+    its file may no longer exist."""
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -128,7 +129,11 @@ def trained_policy_settings(run: Run, policy: Policy) -> TrainedPolicySettings:
     named = run.scaffold if run.scaffold in SCAFFOLDS.ours else None
     is_from_scratch = policy.card.is_from_scratch
     return TrainedPolicySettings(
-        named, **own, is_from_scratch=is_from_scratch, task=run.task.name if is_from_scratch else ""
+        named,
+        **own,
+        direct=direct,
+        is_from_scratch=is_from_scratch,
+        task=run.task.name if is_from_scratch else "",
     )
 
 

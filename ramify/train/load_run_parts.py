@@ -50,11 +50,14 @@ from ramify.train.preflight import (
 )
 from ramify.train.resolve import ResolvedTrainingRun
 from ramify.train.sft_training_data import (
+    DemonstrationSet,
     demonstrations_of,
     sft_rows,
+    show_plain_calls,
 )
 from ramify.train.stages import RandomStringWarmUpStage, SftStage, TrainingStage
 from ramify.train.traffic import TrafficTask
+from ramify.trained_policy_settings import read_card
 from ramify.types.sequence import TokenSequence
 
 if TYPE_CHECKING:
@@ -155,7 +158,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
-    policy.card = trained_policy_settings(run, policy)
+    direct = _answers_directly(run, demonstrations, scaffold, checkpoint)
+    policy.card = trained_policy_settings(run, policy, direct=direct)
     if isinstance(task, TrafficTask):
         from ramify.models.policy_vocabulary_identity import identity_of
 
@@ -192,6 +196,21 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     )
     others = {name: _other_parts(parts, name) for name in run.policies}
     return dataclasses.replace(parts, others=others)
+
+
+def _answers_directly(
+    run: Run,
+    demonstrations: Sequence[DemonstrationSet],
+    scaffold: Scaffold,
+    checkpoint: Path | None,
+) -> bool:
+    """Return True if plain calls answer short inputs in the rollouts of the run, or, without
+    rollouts, in its demonstrations."""
+    if run.rl is not None:
+        return run.rl.rollout.direct
+    if checkpoint is not None:  # its demonstrations are stored as token ids
+        return read_card(checkpoint / "policy").direct
+    return show_plain_calls(demonstrations, scaffold)
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:

@@ -30,14 +30,16 @@ _log = ComponentLogger("train")
 
 
 async def evaluate(
-    run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str
+    run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str, *, direct: bool
 ) -> dict[str, float]:
     """Evaluate the policy on the first items of ``split``, and return the mean reward overall, by
     kind of item, and by task of a mixture. The score is left out if too many attempts failed.
-    ``workers`` are the processes that run the rollouts; None: this process."""
+    ``workers`` are the processes that run the rollouts; None: this process. ``direct``: whether a
+    plain call answers a short input."""
     spec = run.evaluate
     options = msgspec.structs.replace(
         run.rl.rollout if run.rl is not None else RolloutOptions(),
+        direct=direct,
         group=spec.attempts,
         temperature=spec.temperature,
     )

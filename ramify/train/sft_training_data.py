@@ -10,8 +10,9 @@ where each row has ``messages``.
 Only replies of the assistant are learned, except those with ``"weight": 0``. A row may have one
 ``reward``, or several named ``rewards``; ``sft.algorithm.min_reward`` is compared with them.
 Messages are used exactly as they are, so the first one should have the form that the scaffold uses
-in rollouts. If a row is invalid, the error names it. ``sft_data.py`` tokenizes conversations and
-``pack.py`` packs them.
+in rollouts. A run without rollouts is evaluated by plain calls if the conversations are such calls
+(``show_plain_calls``). If a row is invalid, the error names it. ``sft_data.py`` tokenizes
+conversations and ``pack.py`` packs them.
 """
 
 from __future__ import annotations
@@ -124,6 +125,28 @@ class DemonstrationSet(NamedTuple):
     tokens: Path | None = None
     """Folder that caches the trajectories' token ids (``tokenization_cache.py``). None if the
     trajectories are not stored, so that they are tokenized each time they are created."""
+    are_conversations: bool = False
+    """True if the trajectories were read as conversations, which do not say how they were made."""
+
+
+def show_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
+    """Return True if each demonstration is a plain call, without a Python session. A conversation
+    counts as one if none of its replies has code, a tool call or a final answer."""
+    shown = [(one.are_conversations, each.root) for one in demonstrations for each in one[0]]
+    return bool(shown) and all(
+        not any(_acts(turn.reply.message, scaffold) for turn in root.turns)
+        if is_conversation
+        else root.kind == "lm"
+        for is_conversation, root in shown
+    )
+
+
+def _acts(message: Message, scaffold: Scaffold) -> bool:
+    """Return True if a reply has code that a session runs, a tool call or a final answer."""
+    if scaffold.raw_code:  # any text is code there
+        return bool(message.tool_calls) or "FINAL" in message.content
+    action = scaffold.read(message)
+    return bool(message.tool_calls or action.codes or action.final is not None)
 
 
 class StoredDemonstrations(list[Trajectory]):
@@ -160,7 +183,8 @@ def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> De
 
         if spec.shows_conversations:
             rows = message_demonstrations(spec.demos, spec.num)
-            return DemonstrationSet([taken(row) for row in rows], default_root() / TOKENIZED)
+            folder = default_root() / TOKENIZED
+            return DemonstrationSet([taken(row) for row in rows], folder, are_conversations=True)
         return _made(run, spec, task, scaffold, taken)
 
 
@@ -249,7 +273,9 @@ def demonstrate(
         )
         record = EvaluationStore(kept.root).reopen_or_create(plan)
         try:
-            made = await evaluate(rlm, task, plan, record=record, concurrency=concurrency)
+            made = await evaluate(
+                rlm, task, plan, record=record, concurrency=concurrency, direct=False
+            )
         finally:
             record.close()
         return [_kept(kept, outcome) for outcome in made.outcomes]
