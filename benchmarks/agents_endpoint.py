@@ -143,13 +143,13 @@ async def _seats(engine: Any) -> AsyncIterator[tuple[str, list[str]]]:
     """Runs whose agents are outside: yields the address, and one key for each run."""
     from ramify import RLM, Limits
     from ramify.engine.external_conversations import RunModelClient
-    from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
+    from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
     from ramify.tasks.base import TaskStart
 
     keys: list[str] = []
     is_over, all_there = asyncio.Event(), asyncio.Event()
 
-    async with RLM(engine, limits=Limits(max_turns=10_000)) as rlm, ModelEndpoint() as endpoint:
+    async with RLM(engine, limits=Limits(max_turns=10_000)) as rlm, AgentModelServer() as endpoint:
 
         async def conduct(conversations: RunModelClient) -> str:
             with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
 from ramify import RLM, Limits, SandboxSpec
 from ramify.clients.base import Request, Sampling
 from ramify.engine.external_conversations import RunModelClient
-from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
+from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
 from ramify.train import GRPO
@@ -87,7 +87,7 @@ async def _compared_ids(num_turns: int) -> tuple[float, int]:
     engine = LoggedEngine(policy(max_position_embeddings=WINDOW), name="local:agents", slots=64)
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=3)
     limits = Limits(max_turns=200, max_calls=1000, max_seconds=600)
-    async with RLM(engine, sampling=sampling, limits=limits) as rlm, ModelEndpoint() as endpoint:
+    async with RLM(engine, sampling=sampling, limits=limits) as rlm, AgentModelServer() as endpoint:
 
         async def rollout(number: int) -> Trajectory:
             async def conduct(conversations: RunModelClient) -> str:
@@ -198,7 +198,7 @@ def _imitation(recorded: Trajectory) -> Any:
 
     async def conduct(conversations: RunModelClient) -> str:
         talk: Wire = []
-        async with ModelEndpoint() as endpoint:
+        async with AgentModelServer() as endpoint:
             with endpoint.open_seats() as seats:
                 seats["agent"] = AgentModelAccess(conversations, "agent")
                 async with aiohttp.ClientSession(headers=endpoint.headers) as http:

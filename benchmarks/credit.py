@@ -63,7 +63,7 @@ from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.fork_segment import root_segment
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Fork, Group, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, CallSite, Fork, Group, Stop, Trajectory, Turn
 
 CHILDREN, CHOICE, SUCCESS = (0, 1, 8), (0.8, 0.1, 0.1), (0.50, 0.52, 0.60)
 ROOT_TOKENS, CHILD_TOKENS = 20, 50
@@ -97,7 +97,7 @@ def _call(id: str, num: int) -> Call:
     reply = Reply(
         _SAID, prompt_ids=(1,), token_ids=_IDS[num], logprobs=_LOGPROBS[num], finish="stop"
     )
-    parent = Parent("0", 0, 0) if "." in id else None
+    parent = CallSite("0", 0, 0) if "." in id else None
     turns = [Turn(0, (_ASKED,), reply, reused_ids=0)]
     depth = id.count(".")
     return Call(id, "rlm", "toy", depth, id, parent=parent, turns=turns, stop=Stop.FINAL)

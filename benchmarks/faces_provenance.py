@@ -28,7 +28,7 @@ from figures import Figure  # noqa: E402
 
 from ramify.store.journal import FileStoredRun  # noqa: E402
 from ramify.types.message import Message, Reply  # noqa: E402
-from ramify.types.trajectory import Call, Cell, Parent, Stop, Trajectory, Turn  # noqa: E402
+from ramify.types.trajectory import Call, CallSite, Cell, Stop, Trajectory, Turn  # noqa: E402
 from ramify.viewer.provenance import provenance  # noqa: E402
 from ramify.viewer.run_lookup import LocatedRun  # noqa: E402
 from ramify.viewer.watched_run import WatchedRun  # noqa: E402
@@ -63,7 +63,7 @@ class Recorded:
 
     def _ask(self, prompt: str, kind: Any) -> Any:
         id = f"0.{len(self.children)}"
-        parent = Parent("0", len(self.root.turns), 0)
+        parent = CallSite("0", len(self.root.turns), 0)
         answer = self.reply(prompt)
         self.children.append(Call(id, kind, "m", 1, prompt, parent, answer=answer, stop=Stop.FINAL))
         return answer

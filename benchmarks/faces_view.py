@@ -43,7 +43,7 @@ from ramify.types.event import (  # noqa: E402
     ScoreAdded,
 )
 from ramify.types.message import Message, Reply, Usage  # noqa: E402
-from ramify.types.trajectory import Cell, Parent, Stop  # noqa: E402
+from ramify.types.trajectory import CallSite, Cell, Stop  # noqa: E402
 from tests.viewer import golden  # noqa: E402
 from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
 
@@ -273,7 +273,7 @@ def _scene(store: Store, number: int) -> str:
 
 
 def _exchange(id: str, at_s: float) -> list[Any]:
-    parent = Parent("0", 0, 0) if id != "0" else None
+    parent = CallSite("0", 0, 0) if id != "0" else None
     return [
         CallStarted(
             at_s=at_s,

@@ -315,7 +315,7 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """Return the probability of the right function at its position, with and without a hint that
     names it."""
-    from ramify.extras.studies.programs.scripted_demonstrator import HintedRule, hint_text
+    from ramify.extras.studies.programs.scripted_demonstrator import RuleInHint, hint_text
     from ramify.extras.studies.programs.toy_program_language import (
         IMPORTED,
         PROGRAM_HINT,
@@ -334,7 +334,7 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
         program = tokenizer.encode(problem.build_program(right, imports).text)
         for name, hint in (
-            ("p(right | hint)", PROGRAM_HINT + hint_text(HintedRule(w, right[w]) for w in words)),
+            ("p(right | hint)", PROGRAM_HINT + hint_text(RuleInHint(w, right[w]) for w in words)),
             ("p(right)", ""),
         ):
             given = renderer.prompt([Message("user", item.question + hint)])

@@ -38,8 +38,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify.clients.base import KnownPrefix, Request, Sampling
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.load import Policy, from_config, save_policy
@@ -307,9 +307,9 @@ def limit(sides: Sides, num: int, repeats: int) -> Figure:
     steps, multiplied, reading = [], [], []
     bytes_held = 0
     for repeat in range(repeats):
-        engine = LocalEngine(runner_of(model), EngineLimits(num, 1024, 2 << 30, 1024))
+        engine = LocalEngine(runner_of(model), InferenceEngineLimits(num, 1024, 2 << 30, 1024))
         for index, ids in enumerate(prompts(num, 64, repeat)):
-            engine.add(Generation(ids, max_tokens=64, seed=f"{repeat}|{index}"))
+            engine.add(GenerationState(ids, max_tokens=64, seed=f"{repeat}|{index}"))
         while engine.num_computed < num * 64:
             engine.step()
         started, before = time.thread_time(), engine.num_steps

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from figures import Figure
 
-from ramify.sources.base import LoadedContext
-from ramify.sources.document_places import place_at_line
+from ramify.sources.document_parts import place_at_line
 from ramify.sources.load_sources import load
+from ramify.sources.loaded_sources import LoadedContext
 
 NUM_PARTS = 40
 _LIBRARIES = (

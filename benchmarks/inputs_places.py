@@ -81,8 +81,8 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 def _figures(port: int, num_bytes: int, folder: Path) -> Iterator[Figure]:
     from ramify.errors import SourceError
-    from ramify.sources.base import SourceCollector
     from ramify.sources.load_sources import load
+    from ramify.sources.loaded_sources import SourceCollector
     from ramify.sources.remote_files import fetch_files
 
     url = f"http://127.0.0.1:{port}/bytes/{num_bytes}.txt"

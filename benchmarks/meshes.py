@@ -44,7 +44,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 STEPS = 20
 LOSS = LossSpec(entropy=0.01)

@@ -53,16 +53,16 @@ from ramify.train.config import (  # noqa: E402
     TaskSpec,
 )
 from ramify.train.execute import train  # noqa: E402
-from ramify.train.learner import EnginePolicyWeights, Learner  # noqa: E402
+from ramify.train.learner import Learner, PolicyWeightTransfer  # noqa: E402
 from ramify.train.load_run_parts import assemble  # noqa: E402
 from ramify.train.metrics import Diagnosis, read_metrics  # noqa: E402
 from ramify.train.resolve import resolve  # noqa: E402
 from ramify.train.rollouts.group_queue import RolloutBatchSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
-from ramify.train.run_doctor import TrainingGuard  # noqa: E402
 from ramify.train.signals.compose import Hybrid  # noqa: E402
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge  # noqa: E402
 from ramify.train.signals.weighted_term import HybridTerm  # noqa: E402
+from ramify.train.training_guard import TrainingGuard  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
 from tests.train.small import SHAPE, _even, _make, small  # noqa: E402
 
@@ -283,7 +283,7 @@ class NoSessions(InprocessSandbox):
 class StaleHandle:
     """Publishes nothing: the engine keeps the weights that it has."""
 
-    def __init__(self, weights: EnginePolicyWeights) -> None:
+    def __init__(self, weights: PolicyWeightTransfer) -> None:
         self._weights = weights
         self._behind = 0
 

@@ -38,7 +38,7 @@ from figures import Figure, show
 from torch import Tensor
 
 from ramify import train
-from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
+from ramify.models.training_forward import LmHeadRequest, compute_logprobs_and_entropies
 from ramify.train.advantages.base import finish_advantages, needs_of, with_reduction
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import PackingSpec, pack

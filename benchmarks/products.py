@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ramify.models.dense import DenseModel
 from ramify.models.forest_attention import ForestAttentionPlan
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 
 def products(model: nn.Module, batches: Iterable[Batch], dtype: torch.dtype) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from figures import Figure
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
-from ramify.engine.action import FinalAnswer, ParsedAction
+from ramify.engine.action import FinalAnswerText, ParsedAction
 from ramify.engine.scaffold import DEFAULT, RETOOL
 from ramify.types.message import Message, ToolCall
 from tests.engine.test_action import HOSTILE, in_prose, is_same
@@ -171,7 +171,7 @@ def is_plain(given: Any) -> bool:
 
 
 def from_final(action: ParsedAction) -> Any:
-    return action.final.literal() if isinstance(action.final, FinalAnswer) else action
+    return action.final.literal() if isinstance(action.final, FinalAnswerText) else action
 
 
 def taken_from_cut(generator: random.Random, num: int) -> int:

@@ -21,7 +21,7 @@ from figures import Figure, show
 from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits
-from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.clients.providers import PriceTable
 from ramify.types.message import Usage
 
@@ -100,7 +100,7 @@ class LyingServer:
         self._delay_s = delay_s
         self._in_flight: dict[int, Usage] = {}
         self._largest = 0
-        self._http = CallbackHttpServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     async def __aenter__(self) -> str:
         await self._http.start()
@@ -109,7 +109,7 @@ class LyingServer:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    def _handle(self, exchange: MockServerRequest) -> None:
+    def _handle(self, exchange: PendingMockRequest) -> None:
         body = msgspec.json.decode(exchange.body)
         messages, most_output = body["messages"], body.get("max_tokens") or MAX_REPLY_TOKENS
         most_input = 64 + sum(16 + len(each["content"].encode()) for each in messages)
@@ -127,7 +127,7 @@ class LyingServer:
 
     def _answer(
         self,
-        exchange: MockServerRequest,
+        exchange: PendingMockRequest,
         asked: AskedRequest,
         reserved: int,
         text: str,

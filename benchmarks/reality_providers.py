@@ -16,7 +16,7 @@ import msgspec
 from figures import Figure
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, Stop
-from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 
 T = TypeVar("T")
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -62,7 +62,7 @@ def chat_body(text: str, finish: str = "stop") -> bytes:
     return msgspec.json.encode({"choices": [choice], "usage": usage, "model": "m"})
 
 
-Answer = Callable[[MockServerRequest], None]
+Answer = Callable[[PendingMockRequest], None]
 EVENTS = b'data: {"choices": [{"delta": {"content": "x"}}]}\n\ndata: [DONE]\n\n'
 DOWN: dict[str, Answer | None] = {
     "refused connections": None,
@@ -96,7 +96,7 @@ class FailingServer:
         self._up_again_s = 0.0
         self._num_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = CallbackHttpServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     @property
     def url(self) -> str:
@@ -110,7 +110,7 @@ class FailingServer:
         await asyncio.gather(*self._tasks)
         await self._http.close()
 
-    def _handle(self, exchange: MockServerRequest) -> None:
+    def _handle(self, exchange: PendingMockRequest) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._num_requests == self._at:
             self._up_again_s = now_s + self._outage_s

@@ -44,7 +44,7 @@ BLOCK = 80
 
 async def serve(pieces: int, certificate: str) -> None:
     """Answer every request with ``TEXT``, streamed in ``pieces`` if a stream is asked for."""
-    from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+    from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
     from ramify.testing.scripted_server import chunks_of, completion
     from ramify.types.message import Message, Reply, Usage
 
@@ -55,7 +55,7 @@ async def serve(pieces: int, certificate: str) -> None:
     )
     events += b"data: [DONE]\n\n"
 
-    def answer(exchange: MockServerRequest) -> None:
+    def answer(exchange: PendingMockRequest) -> None:
         if b'"stream":true' in exchange.body:
             exchange.send(200, events, content_type="text/event-stream")
         else:
@@ -65,7 +65,7 @@ async def serve(pieces: int, certificate: str) -> None:
     if certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate, f"{certificate}.key")
-    server = CallbackHttpServer(answer, tls=tls)
+    server = MockHttpServer(answer, tls=tls)
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()
@@ -202,12 +202,12 @@ async def long_stream() -> float:
 
 async def cancels(count: int) -> list[float]:
     """Return the seconds from each cancellation to the moment at which the server sees it."""
-    from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+    from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 
     seen: list[float] = []
     loop, is_seen = asyncio.get_running_loop(), asyncio.Event()
 
-    async def stream(exchange: MockServerRequest) -> None:
+    async def stream(exchange: PendingMockRequest) -> None:
         exchange.begin("text/event-stream")
         while exchange.is_open:
             exchange.piece(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
@@ -217,12 +217,12 @@ async def cancels(count: int) -> list[float]:
 
     tasks: set[asyncio.Task[None]] = set()
 
-    def answer(exchange: MockServerRequest) -> None:
+    def answer(exchange: PendingMockRequest) -> None:
         tasks.add(asyncio.ensure_future(stream(exchange)))
 
     import ramify
 
-    server = CallbackHttpServer(answer)
+    server = MockHttpServer(answer)
     await server.start()
     took: list[float] = []
     for _ in range(count):

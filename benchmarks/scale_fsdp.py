@@ -34,7 +34,7 @@ from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 STEPS = 20
 LOSS = LossSpec(entropy=0.01)

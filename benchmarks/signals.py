@@ -32,7 +32,7 @@ from ramify.models.tokenizer_training import train_tokenizer
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import TokenScoringRequest
-from ramify.train.signals.scorer import PolicyScorer
+from ramify.train.signals.teacher_logprobs import LocalModelScorer
 
 GROUPS, SIBLINGS, HINTED = 4, 8, 3
 FLOOR = 0.5
@@ -82,7 +82,7 @@ class Cost(NamedTuple):
     tokens: float
 
 
-def scorer(shape: dict[str, Any]) -> PolicyScorer:
+def scorer(shape: dict[str, Any]) -> LocalModelScorer:
     from transformers import AutoConfig
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
     async def here(function: Callable[[], Any]) -> Any:
         return function()
 
-    return PolicyScorer(backend, policy.window, len(tokenizer), here)
+    return LocalModelScorer(backend, policy.window, len(tokenizer), here)
 
 
 def rows(case: Case) -> list[tuple[list[TokenScoringRequest], list[TokenScoringRequest]]]:
@@ -127,7 +127,7 @@ def rows(case: Case) -> list[tuple[list[TokenScoringRequest], list[TokenScoringR
     return found
 
 
-def measured(scores: PolicyScorer, groups: Sequence[Sequence[TokenScoringRequest]]) -> Cost:
+def measured(scores: LocalModelScorer, groups: Sequence[Sequence[TokenScoringRequest]]) -> Cost:
     before, started = scores.packed_tokens + scores.plain_tokens, time.thread_time()
     for group in groups:
         scores.compute(group)

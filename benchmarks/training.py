@@ -47,13 +47,13 @@ from ramify.models.dense import DenseModel
 from ramify.models.forest_attention import ForestAttention
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.models.trunk import DenseTrunk, with_rounded_rows
+from ramify.models.training_forward import DenseTrunk, with_rounded_rows
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, Segment, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ramify.train.data.pack import PackingSpec, pack
-from ramify.types.sequence import Batch, Ints, TokenSequence
+from ramify.types.training_sequences import Batch, Ints, TokenSequence
 
 VOCAB, REPLY, OBSERVATION = 512, 16, 8
 

@@ -39,7 +39,7 @@ from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.message import Reply
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 
 PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = LossSpec(policy=PpoClip())

@@ -59,7 +59,7 @@ def lazy_namespace(
             new = _module("ramify.deprecated_public_names").new_name(package, name)
             if new is not None:
                 return get(new)
-        # ``from ramify import secrets`` asks for a module here before Python imports it.
+        # ``from ramify import secret_redaction`` asks for a module here before Python imports it.
         if home is None and (name[:1] == "_" or _is_module(f"{folder}/{name}")):
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=_module(package)

@@ -76,8 +76,8 @@ from ramify.types.trajectory import Cell as Cell
 from ramify.types.trajectory import Stop as Stop
 from ramify.types.trajectory import Trajectory as Trajectory
 from ramify.types.trajectory import Turn as Turn
-from ramify.viewer.view import OpenPage as OpenPage
-from ramify.viewer.view import view as view
+from ramify.viewer.open_viewer import OpenPage as OpenPage
+from ramify.viewer.open_viewer import view as view
 
 __version__: str
 

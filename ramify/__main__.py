@@ -14,7 +14,7 @@ import sys
 def main() -> None:
     """Run the ``ramify`` command. This function never returns: it exits the process."""
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    from ramify.cli.early_start import asks_over_much
+    from ramify.cli.predict_session_need import asks_over_much
 
     if asks_over_much(sys.argv[1:]):
         from ramify.sandbox.host.forkserver_process import start_early

@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.nearest_name import nearest_name
 from ramify.printable import escape_json_controls
-from ramify.secrets import redact_likely_secrets
+from ramify.secret_redaction import redact_likely_secrets
 
 VARIABLE = "RAMIFY_LOG"
 FORMAT_VARIABLE = "RAMIFY_LOG_FORMAT"

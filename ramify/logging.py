@@ -51,7 +51,7 @@ from ramify.log_outputs import (
     levels_of,
 )
 from ramify.printable import clean
-from ramify.secrets import MARK, SecretRedactor, names_a_secret, redact_likely_secrets
+from ramify.secret_redaction import MARK, SecretRedactor, names_a_secret, redact_likely_secrets
 
 MAX_CHARS = 4000
 """Maximum length of a message, field or traceback in characters. The middle of a longer text is

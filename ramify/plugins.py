@@ -125,7 +125,7 @@ MOVED_MODULES = {
     "ramify.actors.ray_nodes": "ramify.actors.wait_for_ray_nodes",
     "ramify.cli.init_command": "ramify.cli.init_task_command",
     "ramify.clients.pool": "ramify.clients.rate_limited_requests",
-    "ramify.evaluate.model_endpoint": "ramify.evaluate.agent_model_endpoint",
+    "ramify.evaluate.model_endpoint": "ramify.evaluate.agent_model_server",
     "ramify.extras.cluster.plan_commands": "ramify.extras.cluster.plan_and_simulate_commands",
     "ramify.extras.studies.evidence": "ramify.extras.studies.paper_evidence_task",
     "ramify.extras.studies.programs.demos": "ramify.extras.studies.programs.scripted_demonstrator",
@@ -173,7 +173,7 @@ MOVED_MODULES = {
     "ramify.extras.cluster.shape": "ramify.extras.cluster.model_and_device_specs",
     "ramify.extras.sandboxes.file_relay": "ramify.extras.sandboxes.stream_over_files",
     "ramify.extras.sandboxes.file_relay_remote": "ramify.extras.sandboxes.stream_over_files_remote",
-    "ramify.extras.cluster.rate": "ramify.extras.cluster.engine_rate",
+    "ramify.extras.cluster.rate": "ramify.extras.cluster.measured_engine_rate",
     "ramify.extras.cluster.steps": "ramify.extras.cluster.step_time_estimate",
     "ramify.extras.cluster.launch_command": "ramify.extras.cluster.launch_cli",
     "ramify.extras.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan:ClusterResourcePlan",
@@ -184,6 +184,12 @@ MOVED_MODULES = {
     "ramify.inference.http.vllm:RamifyServer": "ramify.inference.http.vllm:RamifyEngineClient",
     "ramify.inference.http.vllm:VllmServer": "ramify.inference.http.vllm:VllmEngineClient",
     "ramify.train.signals.judge:HintJudge": "ramify.train.signals.judge:HintWritingJudge",
+    "ramify.evaluate.agent_model_endpoint": "ramify.evaluate.agent_model_server",
+    "ramify.extras.cluster.engine_rate": "ramify.extras.cluster.measured_engine_rate",
+    "ramify.extras.studies.paper_evidence_task:EvidenceTask": (
+        "ramify.extras.studies.paper_evidence_task:PaperEvidenceTask"
+    ),
+    "ramify.testing.conformance": "ramify.testing.sandbox_conformance",
 }
 """Maps the first part of a dotted path that an earlier version stored to the part that replaces it
 now."""

@@ -5,7 +5,7 @@ ends display it.
         task.at(12_000, note="server.log")
     with subscribe(listener): …              a front end displays it: ``cli/progress_display.py``
     heartbeat()                              a small part is done, such as one batch of a step
-    with on_heartbeat(callback): …           detects work that hangs: ``train/watchdog.py``
+    with on_heartbeat(callback): …           detects work that hangs: ``train/stall_watchdog.py``
     report_reply_text(run, call, turn, …)    a part of a model's reply has arrived
     with watch_reply_text(run, listener): …  a front end shows it, before the reply is recorded
 
@@ -79,7 +79,7 @@ Listener = Callable[[ProgressState], None]
 """Callback for progress. It is called in the thread that does the work and must return quickly."""
 
 
-class ProgressTask:
+class ProgressReporter:
     """A handle with which code reports the progress of one task."""
 
     def __init__(
@@ -135,11 +135,11 @@ class ProgressTask:
 @contextlib.contextmanager
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
-) -> Iterator[ProgressTask]:
+) -> Iterator[ProgressReporter]:
     """Report the progress of a task while a ``with`` block runs. The task ends with the block, even
     after an error. ``total`` is the amount of work in ``unit``, of which ``first`` was done
     before."""
-    task = ProgressTask(what, total, unit, note, first)
+    task = ProgressReporter(what, total, unit, note, first)
     task._notify()
     try:
         yield task

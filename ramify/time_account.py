@@ -2,8 +2,8 @@
 working on, and a ``TimeAccount`` totals the wall and CPU time of each part.
 
     with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
-    with working("packing"): …           one thread works on a part; awaits nothing meanwhile
-    with under_way("weight_sync"): …     a part is in progress, wherever: wall time alone
+    with WallAndCpuTimer("packing"): …   one thread works on a part; awaits nothing meanwhile
+    with WallTimer("weight_sync"): …     a part is in progress, wherever: wall time alone
     account.take()                       the parts since the last call, in seconds
 
                  engine      ▄▄▄▄▄▄▄▄▄▄▄▄▄        ▄▄▄▄▄▄▄▄
@@ -166,7 +166,7 @@ class TimeAccount:
             self._wall[WAITING] += passed_s - busy_s
 
 
-class under_way:
+class WallTimer:
     """A context manager that marks a part of the work as in progress while its block runs. Only
     wall time is counted.
     """
@@ -187,7 +187,7 @@ class under_way:
             self._account.end_part(self._part)
 
 
-class working:
+class WallAndCpuTimer:
     """A context manager that counts wall time, and the calling thread's CPU time, for a part of the
     work. The block must not await anything, but may contain blocks of other parts.
     """
@@ -204,7 +204,7 @@ class working:
         if self._account is None:
             return
         self._account.begin_part(self._part)
-        self._outer: working | None = getattr(_innermost, "block", None)
+        self._outer: WallAndCpuTimer | None = getattr(_innermost, "block", None)
         _innermost.block = self
         self._began_s = time.thread_time()
 

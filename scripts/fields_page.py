@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ramify.cli.train_fields import cells
+from ramify.cli.list_train_fields import cells
 from ramify.train.config import Run
 from ramify.train.config_fields import ConfigField, about_class, fields, public_path
 

@@ -18,7 +18,7 @@ from ramify import RLM, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.log_outputs import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.serve.keys import ApiKey, ApiKeys
 from tests.clients.helpers import Says
 from tests.log_records import KEY, SANDBOX

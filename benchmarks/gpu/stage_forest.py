@@ -14,7 +14,7 @@ from ramify.models.attention_kernels import CudaFlashKernel
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 TURNS, SIBLINGS = 16, 8
 

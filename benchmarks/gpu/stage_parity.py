@@ -24,7 +24,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.training_sequences import Batch, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
 ROUNDING = 2.0**-5

@@ -16,7 +16,7 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import pack
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 _BYTES_OF_STATE = 16
 """Weights, gradients and both moments of Adam in fp32, of one parameter."""

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 
 _GUARD = Path(__file__).with_name("process_guard.py")
 _START_S = 60.0
@@ -55,7 +55,7 @@ _READ = 1 << 14
 is cut off by the quote is still recognised and redacted."""
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """A running process that this process started, on this machine or on another one. Its
     methods are thread-safe."""
 
@@ -86,7 +86,7 @@ class Process(Protocol):
 
 
 class ChildProcess:
-    """A process on this machine that ends when this process ends; implements ``Process``."""
+    """A process on this machine that ends when this process ends; implements ``ProcessHandle``."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
             child.wait(_KILLED_S)
 
 
-def wait_then_kill(processes: Sequence[Process], timeout_s: float) -> None:
+def wait_then_kill(processes: Sequence[ProcessHandle], timeout_s: float) -> None:
     """Wait up to ``timeout_s`` seconds for processes that were asked to end, then kill those
     that still run."""
     until = time.monotonic() + timeout_s

@@ -6,7 +6,7 @@ run on this machine, or on other machines through Ray.
 
     LocalLauncher ──────────────────────────────────── ChildProcess
     RayLauncher ── NodeAgent, one per slot (an actor) ── ChildProcess
-                   └─ RemoteProcess, here ◀── asks ──┘
+                   └─ NodeAgentProcess, here ◀── asks ──┘
 
 ``train/placement/`` decides which process runs on which slot. How processes communicate, and which
 of them leads, does not depend on the launcher.
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ramify.actors.child_process import ChildProcess, Process, end_all
+from ramify.actors.child_process import ChildProcess, ProcessHandle, end_all
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 
@@ -114,7 +114,7 @@ class Launcher(Protocol):
         environment: Mapping[str, str],
         log: Path,
         stdin: bytes = b"",
-    ) -> Process:
+    ) -> ProcessHandle:
         """Start a process on the slot that is reserved for it, and return a handle to it.
 
         ``environment`` is added to the machine's environment, ``log`` receives all output, and
@@ -253,9 +253,9 @@ class NodeAgent:
         end_all(self._children.values(), _END_S)
 
 
-class RemoteProcess:
+class NodeAgentProcess:
     """A handle to a process that a node agent runs, perhaps on another machine; implements
-    ``Process``."""
+    ``ProcessHandle``."""
 
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool

@@ -31,18 +31,18 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from ramify import errors
-from ramify.actors.child_process import Process, wait_then_kill
+from ramify.actors.child_process import ProcessHandle, wait_then_kill
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.rank_watch import (
     GRACE_S,
     AbortRankRequest,
     HeartbeatEcho,
     RankConnection,
-    RankError,
     RankMethodResult,
     RankProgress,
     RankStack,
     RankWatch,
+    RecoverableRankError,
     StackRequest,
     WatchRequest,
 )
@@ -61,11 +61,11 @@ class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
     """Arguments, encoded as the declared types of the method's parameters."""
 
 
-class EndGroupRequest(msgspec.Struct, tag=True, frozen=True):
+class EndRankGroupRequest(msgspec.Struct, tag="EndGroupRequest", frozen=True):
     """A message from rank 0 that ends the group. No method call follows it."""
 
 
-RankRequest = RankMethodCall | EndGroupRequest
+RankRequest = RankMethodCall | EndRankGroupRequest
 
 
 class PeerRankFailedError(TrainError):
@@ -82,7 +82,7 @@ class RankGroup:
         own: Any,
         pulse: RankProgress,
         connections: Sequence[RankConnection],
-        processes: Sequence[Process],
+        processes: Sequence[ProcessHandle],
         timeout_s: float,
         stacks: Path,
     ) -> None:
@@ -137,7 +137,7 @@ class RankGroup:
         self._watch.close()
         for connection in self.connections:
             with contextlib.suppress(OSError):
-                connection.talk.send(EndGroupRequest())
+                connection.talk.send(EndRankGroupRequest())
         wait_then_kill(self.processes, GRACE_S)
         for connection in self.connections:
             connection.talk.close()
@@ -201,7 +201,9 @@ def _called(own: Any, call: RankMethodCall) -> RankMethodResult:
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
-        return RankMethodResult(error=RankError(type(ended.error).__name__, str(ended.error)))
+        return RankMethodResult(
+            error=RecoverableRankError(type(ended.error).__name__, str(ended.error))
+        )
     return RankMethodResult(value=msgspec.Raw(encode(ended.value)))
 
 
@@ -226,7 +228,7 @@ def follow(
                 request: RankRequest = talk.receive(RankRequest)
             except (EOFError, OSError):
                 _end(rank, "rank 0 is gone")
-            if isinstance(request, EndGroupRequest):
+            if isinstance(request, EndRankGroupRequest):
                 return
             with pulse.doing(request.verb):
                 try:

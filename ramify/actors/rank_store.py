@@ -2,12 +2,12 @@
 their addresses. All requests travel over authenticated channels.
 
     rank 0           HashStore <── KeyValueStoreServer, one thread per channel <──┐
-    rank 1, 2, …     ChannelStore ── SetKeyRequest, WaitForKeysRequest, … ────────┘
+    rank 1, 2, …     RankStoreClient ── SetKeyRequest, WaitForKeysRequest, … ────────┘
 
 torch's own stores accept every process that connects (``TCPStore``), or need a shared folder
 (``FileStore``). A process that writes to a group's store decides to which addresses its ranks
 connect, so it must have the run's key. The connections between the ranks are opened by gloo or
-NCCL, and authenticated by ``group_proof.py``.
+NCCL, and authenticated by ``rank_group_authentication.py``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ StoreRequest = (
 )
 
 
-class StoreReply(msgspec.Struct, frozen=True):
+class RankStoreReply(msgspec.Struct, frozen=True):
     """The store's response to a request: a value, a number, or an error."""
 
     value: bytes = b""
@@ -105,7 +105,7 @@ class KeyValueStoreServer:
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._look = look
         ours, theirs = (Channel(each) for each in socket.socketpair())
-        self.store = ChannelStore(ours)
+        self.store = RankStoreClient(ours)
         """Rank 0's own client of the store."""
         self._channels = [ours, *channels]
         for channel in (theirs, *channels):
@@ -128,30 +128,30 @@ class KeyValueStoreServer:
             except (EOFError, OSError, msgspec.MsgspecError):
                 return
 
-    def _answered(self, request: StoreRequest, channel: Channel) -> StoreReply:
+    def _answered(self, request: StoreRequest, channel: Channel) -> RankStoreReply:
         store: Any = self._store
         try:
             match request:
                 case SetKeyRequest():
                     store.set(request.key, request.value)
                 case GetKeyRequest():
-                    return StoreReply(value=bytes(store.get(request.key)))
+                    return RankStoreReply(value=bytes(store.get(request.key)))
                 case WaitForKeysRequest():
                     return self._awaited(request, channel)
                 case CheckKeysRequest():
-                    return StoreReply(number=int(store.check(request.keys)))
+                    return RankStoreReply(number=int(store.check(request.keys)))
                 case IncrementKeyRequest():
-                    return StoreReply(number=store.add(request.key, request.amount))
+                    return RankStoreReply(number=store.add(request.key, request.amount))
                 case CompareAndSetRequest():
                     value = store.compare_set(request.key, request.expected, request.desired)
-                    return StoreReply(value=bytes(value))
+                    return RankStoreReply(value=bytes(value))
                 case DeleteKeyRequest():
-                    return StoreReply(number=int(store.delete_key(request.key)))
+                    return RankStoreReply(number=int(store.delete_key(request.key)))
         except (RuntimeError, dist.DistError) as error:
-            return StoreReply(error=str(error).partition("\n")[0])
-        return StoreReply()
+            return RankStoreReply(error=str(error).partition("\n")[0])
+        return RankStoreReply()
 
-    def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> StoreReply:
+    def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> RankStoreReply:
         """Wait until the requested keys exist or the timeout expires. The wait is split into
         short intervals, so that this thread ends soon after the requesting rank ends."""
         until = time.monotonic() + request.timeout_s
@@ -160,16 +160,16 @@ class KeyValueStoreServer:
             try:
                 self._look()
                 self._store.wait(request.keys, timedelta(seconds=max(0.001, min(_POLL_S, left_s))))
-                return StoreReply()
+                return RankStoreReply()
             except TrainError as error:
-                return StoreReply(error=str(error))
+                return RankStoreReply(error=str(error))
             except (RuntimeError, dist.DistError):
                 if left_s <= _POLL_S:
                     break
-        return StoreReply(error=f"timed out after {request.timeout_s:g} s: {request.keys}")
+        return RankStoreReply(error=f"timed out after {request.timeout_s:g} s: {request.keys}")
 
 
-class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
+class RankStoreClient(dist.Store):  # type: ignore[name-defined, misc]
     """A torch.distributed store for all ranks except rank 0. It forwards each request to the
     key-value store that rank 0 hosts.
 
@@ -207,14 +207,14 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined, misc]
     deleteKey = delete_key
     """Alias of ``delete_key``, because torch's own threads call the method by this name."""
 
-    def clone(self) -> ChannelStore:
+    def clone(self) -> RankStoreClient:
         return self
 
-    def _ask(self, request: StoreRequest) -> StoreReply:
+    def _ask(self, request: StoreRequest) -> RankStoreReply:
         try:
             with self._asking:
                 self._channel.send(request)
-                reply: StoreReply = self._channel.receive(StoreReply)
+                reply: RankStoreReply = self._channel.receive(RankStoreReply)
         except (EOFError, OSError):
             raise dist.DistNetworkError("rank 0, which has the store, is gone") from None
         if reply.error:

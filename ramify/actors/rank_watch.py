@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from ramify.actors.child_process import Process
+from ramify.actors.child_process import ProcessHandle
 from ramify.actors.run_channel import Channel
 from ramify.errors import TrainError
 from ramify.progress import heartbeat
@@ -77,7 +77,7 @@ class RankConnection(NamedTuple):
     """Host and process id, for error messages."""
 
 
-class RankError(msgspec.Struct, frozen=True):
+class RecoverableRankError(msgspec.Struct, frozen=True):
     """An error of a method call that leaves the group intact, so that more methods may be called
     afterwards."""
 
@@ -91,7 +91,7 @@ class RankMethodResult(msgspec.Struct, frozen=True):
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """Result, encoded as the method's return type."""
-    error: RankError | None = None
+    error: RecoverableRankError | None = None
     broke: str = ""
     """Text of a fatal error; empty if there is none."""
 
@@ -130,7 +130,7 @@ class RankWatch:
         self,
         pulse: RankProgress,
         connections: Sequence[RankConnection],
-        processes: Sequence[Process],
+        processes: Sequence[ProcessHandle],
         timeout_s: float,
         stacks: Path,
     ) -> None:

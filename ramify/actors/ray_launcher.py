@@ -29,8 +29,8 @@ from typing import Any
 
 from ramify.actors.launcher import (
     NodeAgent,
+    NodeAgentProcess,
     NodeResourceSlot,
-    RemoteProcess,
     RoleInstanceId,
     SlotResources,
     cannot_start,
@@ -104,7 +104,7 @@ class RayLauncher:
         environment: Mapping[str, str],
         log: Path,
         stdin: bytes = b"",
-    ) -> RemoteProcess:
+    ) -> NodeAgentProcess:
         """Start a process on its slot. The node agent that controls the slot starts the command.
         Raises ConfigError if the process cannot be started."""
         index = self._slot_of(member)
@@ -124,7 +124,7 @@ class RayLauncher:
         if isinstance(started, str):
             raise cannot_start(member, f" on {location['host']}", started)
         is_here = location["address"] == self._own
-        return RemoteProcess(ask, name, started, location["host"], is_here=is_here)
+        return NodeAgentProcess(ask, name, started, location["host"], is_here=is_here)
 
     @property
     def address(self) -> str:

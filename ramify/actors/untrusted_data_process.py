@@ -24,8 +24,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.helper_process import answer_requests, ask, start_python_process
 
 CPU_S = 2.0
 """Maximum CPU seconds of one request."""

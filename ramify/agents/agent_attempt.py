@@ -21,18 +21,18 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.agents.agent_result import AgentRecord
-from ramify.agents.agent_rollout_inputs import (
+from ramify.agents.agent_job import (
     AgentJob,
     new_folder,
     remove_folder,
     visible_to_agent,
     write_item_file,
 )
+from ramify.agents.agent_result import AgentExitRecord
 from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import RamifyError
-from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
-from ramify.secrets import MARK
+from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
+from ramify.secret_redaction import MARK
 from ramify.tasks.base import Item
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 
@@ -71,7 +71,7 @@ StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
 """Function that starts the agent of one rollout. Raises RamifyError if that fails."""
 
 
-class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
+class AgentTimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The time limits of one rollout of an agent, and whether the rollout of a crashed agent
     gets a reward."""
 
@@ -86,20 +86,20 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
 class AgentAttempt:
     """One rollout in which an agent works on one item of a task."""
 
-    def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentLimits) -> None:
+    def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentTimeLimits) -> None:
         """Prepare a rollout. ``where`` names the task and the item at the start of every error
         message. ``start`` starts the agent."""
         self._where = where
         self._item = item
         self._start = start
         self._limits = limits
-        self._record: AgentRecord | None = None
+        self._record: AgentExitRecord | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
 
     async def run(self, conversations: RunModelClient) -> Any:
         """Run the agent on the item until it ends, and return its answer. Raises RamifyError if
         the agent crashes, exceeds a time limit, or never calls a model."""
-        endpoint = await conversations.shared_resource(ModelEndpoint, ModelEndpoint)
+        endpoint = await conversations.shared_resource(AgentModelServer, AgentModelServer)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
         self._remove = weakref.finalize(self, remove_folder, folder)
@@ -117,7 +117,7 @@ class AgentAttempt:
                 place = agent.code_location()
             finally:
                 await _ended(agent)
-                self._record = AgentRecord(
+                self._record = AgentExitRecord(
                     outcome=outcome,
                     exit_code=agent.exit_code,
                     output=agent.output.replace(key, MARK),
@@ -145,7 +145,7 @@ class AgentAttempt:
             return {}
         return {AGENT_RECORD: msgspec.to_builtins(self._record)}
 
-    def _job(self, endpoint: ModelEndpoint, key: str, folder: Path) -> AgentJob:
+    def _job(self, endpoint: AgentModelServer, key: str, folder: Path) -> AgentJob:
         base_url = endpoint.url()
         return AgentJob(
             item=visible_to_agent(self._item),
@@ -173,7 +173,7 @@ class AgentAttempt:
             return AgentOutcome.NEVER_CALLED
         return AgentOutcome.OUTLIVED if agent.num_left else AgentOutcome.ENDED
 
-    def _reason(self, record: AgentRecord, seat: AgentModelAccess, place: str) -> str:
+    def _reason(self, record: AgentExitRecord, seat: AgentModelAccess, place: str) -> str:
         limits = self._limits
         match record.outcome:
             case AgentOutcome.CRASHED:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.actors.child_process import ChildProcess
-from ramify.actors.command_words import (
+from ramify.actors.command_template import (
     absolute_word,
     check_program_installed,
     filled_words,
@@ -39,8 +39,8 @@ from ramify.actors.command_words import (
 )
 from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
+from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
-from ramify.agents.agent_rollout_inputs import AgentJob
 from ramify.engine.event_loop_thread import in_thread
 from ramify.errors import ConfigError, RamifyError
 

@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 
-from ramify.agents.agent_rollout_inputs import AgentJob
+from ramify.agents.agent_job import AgentJob
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SANDBOXES
 

@@ -16,7 +16,7 @@ MAX_OUTPUT_CHARS = 1 << 16
 """Maximum number of characters kept from the end of each output of an agent."""
 
 
-class AgentRecord(msgspec.Struct, kw_only=True):
+class AgentExitRecord(msgspec.Struct, kw_only=True):
     """A record of how an agent ended, with its outcome, exit code, output and duration. It is
     stored in ``Trajectory.metadata``."""
 

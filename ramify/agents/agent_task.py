@@ -34,13 +34,13 @@ import msgspec
 
 from ramify.agents.agent_attempt import (
     AgentAttempt,
-    AgentLimits,
+    AgentTimeLimits,
     RunningAgent,
     StartAgent,
 )
 from ramify.agents.agent_command import CommandTemplate, named_variables, start_command
-from ramify.agents.agent_result import AgentRecord, AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob, remove_folder
+from ramify.agents.agent_job import AgentJob, remove_folder
+from ramify.agents.agent_result import AgentExitRecord, AgentRun
 from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
 from ramify.plugins import import_location, is_reference, load_object
@@ -175,7 +175,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return dataset(items, **{"reward": _unscored, "name": self.name, **options}).splits
 
     async def prepare(self, item: Item) -> TaskStart:
-        limits = AgentLimits(
+        limits = AgentTimeLimits(
             max_seconds=self.max_seconds,
             first_request_s=self.first_request_s,
             scores_crashes=self.scores_crashes,
@@ -192,7 +192,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 f"task '{self.name}', item {item.id}: the reward needs a rollout of the agent, "
                 "and was given an answer alone: evaluate or train the task instead"
             )
-        record = msgspec.convert(found, AgentRecord)
+        record = msgspec.convert(found, AgentExitRecord)
         try:
             if self._compares:
                 return as_score(self._reward(trajectory.answer, item))
@@ -310,7 +310,7 @@ def _named(value: Any) -> Any:
     return import_location(value) or value  # type: ignore[arg-type]
 
 
-def _run(item: Item, trajectory: Trajectory, record: AgentRecord) -> AgentRun:
+def _run(item: Item, trajectory: Trajectory, record: AgentExitRecord) -> AgentRun:
     return AgentRun(
         item=item,
         answer=trajectory.answer,

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import output_tail
-from ramify.agents.agent_rollout_inputs import AgentJob
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.early_start import SMALL_BYTES
 from ramify.cli.parser import (
-    CliCommandSpec,
     CliOptionSpec,
     ExitCode,
+    SubcommandSpec,
     UsageError,
     exit_codes_epilog,
     parse_size,
 )
+from ramify.cli.predict_session_need import SMALL_BYTES
 from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models, unknown_variables
 from ramify.cli.telemetry import exporting
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
     from ramify.sandbox.base import SandboxSpec
-    from ramify.sources.base import LoadedContext
+    from ramify.sources.loaded_sources import LoadedContext
     from ramify.store.base import RunStore
     from ramify.store.store import Store
 
@@ -453,7 +453,7 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     mostly runs without the GIL.
     """
     from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_name
-    from ramify.sandbox.launch import launch
+    from ramify.sandbox.prewarm import launch
 
     if spec is not None:
         launch(spec)
@@ -807,7 +807,7 @@ OF_A_PROMPT = (
     CliOptionSpec("tokens", bool, "with --tokenizer: print the token ids", has_no=False),
 )
 
-_ASK = CliCommandSpec(
+_ASK = SubcommandSpec(
     "ask",
     """\
 Answer QUESTION over the content of each PATH: a file, folder, glob, archive or database, or - for
@@ -822,7 +822,7 @@ file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     options=(*SETTINGS, *OF_ONE_QUESTION),
     epilog=exit_codes_epilog(),
 )
-_PROMPT = CliCommandSpec(
+_PROMPT = SubcommandSpec(
     "prompt",
     """\
 Print exactly what a model would be sent for QUESTION over the content of each PATH, as text or as

@@ -4,8 +4,8 @@
                ^
                └── Ctrl-C calls ``wrap_up``, then ``cancel``, and then raises KeyboardInterrupt
 
-The options are in ``ask.py``, the progress display is in ``progress_display.py``, and ``resume.py``
-restores the settings of a stored run.
+The options are in ``ask.py``, the progress display is in ``progress_display.py``, and
+``rebuild_recorded_run.py`` restores the settings of a stored run.
 """
 
 from __future__ import annotations
@@ -91,18 +91,18 @@ def run_again(
     ``limits`` and ``models`` replace recorded ones. ``fork`` is None, or the index of a turn with
     the options of ``RLM.start_fork``. In that case a new run starts from that turn instead.
     """
-    from ramify.cli import resume
+    from ramify.cli import rebuild_recorded_run
     from ramify.engine import rerun
 
     notes = screen.notes
-    store, recorded = resume.load_recorded_run(run)
+    store, recorded = rebuild_recorded_run.load_recorded_run(run)
     started = recorded.questions[-1]
     now = msgspec.structs.replace(rerun.recorded_limits(recorded), **limits)
     is_over = recorded.ended is not None and not rerun.is_raised(recorded, now) and fork is None
     if not is_over and fork is None:
         store.check_free(run)
     has_schema = bool(started.config.get("answer_schema"))
-    rlm = resume.rebuild_rlm(
+    rlm = rebuild_recorded_run.rebuild_rlm(
         started, store, limits=now, with_tools=not is_over, allow_weaker=allow_weaker
     )
     if fork is not None:

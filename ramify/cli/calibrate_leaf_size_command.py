@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.ask import KINDS, SETTINGS, make_message_writer, make_rlm, sandbox_spec
-from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, UsageError
+from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
+from ramify.cli.parser import CliOptionSpec, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models, open_configured_folder_store
 from ramify.cli.telemetry import exporting
@@ -111,7 +111,7 @@ def run(
             command="ramify calibrate",
             show=shown,
         )
-        command = MatrixCommand(settings, screen, options)
+        command = EvalMatrixCommand(settings, screen, options)
         if resume is not None:
             return command.resume(_recorded(resume))
         plan, likely = _plan(words[0], settings, sizes, items or _ITEMS, seed or 0)
@@ -202,7 +202,7 @@ def _plan(
         sizes_for,
         to_text_tokens,
     )
-    from ramify.evaluate.matrix import MatrixAxes, MatrixTasks, plan_of
+    from ramify.evaluate.matrix import MatrixAxes, MatrixTaskCache, plan_of
     from ramify.evaluate.run import EvaluationPlan
 
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
@@ -225,7 +225,7 @@ def _plan(
             model=model, task="", options={"seed": seed}, items=items, settings=kept
         ),
     )
-    plan = plan_of(axes, MatrixTasks())
+    plan = plan_of(axes, MatrixTaskCache())
     cells = tuple(
         cell for cell in plan.cells if cell.place["family"] in QUESTIONS[cell.place["suite"]]
     )
@@ -263,7 +263,7 @@ def _recorded(id: str) -> MatrixPlan:
     return plan
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "calibrate",
     """\
 Measure how accurate MODEL answers about texts of each size, and store the best size for plans.

@@ -29,7 +29,7 @@ from ramify.cli.ask import (
 )
 from ramify.cli.eval import OUTPUT_SETTINGS, check_task, open_task, task_option
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import run_deadline_watchdog
@@ -306,7 +306,7 @@ class _Demonstrations:
         return ExitCode.ANSWERED
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "demos",
     """\
 Ask a model for demonstrations of TASK: attempts at the first items of its training split. They are

@@ -18,7 +18,7 @@ import msgspec
 
 from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
-from ramify.cli.parser import CliCommandSpec, ExitCode
+from ramify.cli.parser import ExitCode, SubcommandSpec
 from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.terminal_text import size
 from ramify.clients.providers import PROVIDERS, PriceTable
@@ -168,7 +168,7 @@ _PARTS = {
     "store": _store,
 }
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "doctor",
     "Check the API keys, the sandbox and its isolation, optional extras, the run store and the\n"
     "configuration. The exit code is 1 if there is a problem.",

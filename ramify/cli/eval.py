@@ -38,9 +38,9 @@ from ramify.cli.ask import (
     read_scaffold,
     sandbox_spec,
 )
-from ramify.cli.eval_matrix import MatrixCommand, MatrixOptions
+from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models
 from ramify.cli.stop_signals import run_deadline_watchdog
@@ -221,7 +221,7 @@ def evaluate(
             k, concurrency, html, bool(dry_run), bool(yes), placement == "ray", workers
         )
         if stored is not None:
-            return MatrixCommand(settings, screen, options).resume(stored)
+            return EvalMatrixCommand(settings, screen, options).resume(stored)
         return _matrix(words, axes, systems or [], settings, screen, options, plan_options)
 
 
@@ -288,7 +288,7 @@ def _matrix(
         base=_plan_of("", rest, first, plan_options),
     )
     validates = plan_options.get("validate") is not False
-    return MatrixCommand(settings, screen, options).begin(wanted, validates)
+    return EvalMatrixCommand(settings, screen, options).begin(wanted, validates)
 
 
 def _names(given: str | None) -> list[str]:
@@ -618,7 +618,7 @@ def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
         )
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "eval",
     """\
 Evaluate a model on TASK: a suite (`ramify plugins task` lists them), your own task (file.py:name or

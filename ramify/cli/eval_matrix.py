@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder_store, sandbox_spec
-from ramify.cli.eval_metering_endpoints import MatrixMeters, check_settings_comparable, open_meters
+from ramify.cli.eval_metering_proxies import (
+    MatrixMeteringProxies,
+    check_settings_comparable,
+    open_meters,
+)
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
@@ -73,7 +77,7 @@ class _NotConfirmed(Exception):
     dry run."""
 
 
-class MatrixCommand:
+class EvalMatrixCommand:
     """Runs an evaluation matrix for the command line: all combinations of several task suites,
     lengths, models and answer modes. It starts a new matrix or resumes a stored one."""
 
@@ -94,14 +98,14 @@ class MatrixCommand:
         """Begin a new matrix and run it to its end. If ``validates`` is True, first check that
         correct answers to some items score 1."""
         from ramify.evaluate.evaluation_report import check_k
-        from ramify.evaluate.matrix import MatrixTasks, plan_of
+        from ramify.evaluate.matrix import MatrixTaskCache, plan_of
         from ramify.tasks.validation import validate
 
         if self._options.k is not None:
             check_k(self._options.k, axes.base.attempts)
         # Find modules in the current folder, as with python -m.
         sys.path[:0] = [""] * ("" not in sys.path)
-        tasks = MatrixTasks()
+        tasks = MatrixTaskCache()
         plan = plan_of(axes, tasks)
         if validates:
             shortest = min(axes.lengths, default=None)
@@ -117,19 +121,19 @@ class MatrixCommand:
 
     def begin_plan(self, plan: MatrixPlan) -> ExitCode:
         """Begin a new matrix whose combinations have already been chosen, and run it to its end."""
-        from ramify.evaluate.matrix import MatrixTasks
+        from ramify.evaluate.matrix import MatrixTaskCache
 
-        return self._run(plan, MatrixTasks(), is_new=True)
+        return self._run(plan, MatrixTaskCache(), is_new=True)
 
     def resume(self, plan: MatrixPlan) -> ExitCode:
         """Resume a stored matrix that is incomplete, and print its results."""
         from ramify.evaluate.evaluation_report import check_k
-        from ramify.evaluate.matrix import MatrixTasks
+        from ramify.evaluate.matrix import MatrixTaskCache
 
         if self._options.k is not None:
             check_k(self._options.k, plan.first_plan.attempts)
         sys.path[:0] = [""] * ("" not in sys.path)
-        return self._run(plan, MatrixTasks(), is_new=False)
+        return self._run(plan, MatrixTaskCache(), is_new=False)
 
     def _run(self, plan: MatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
         from ramify.evaluate.matrix import EvaluationMatrixStore
@@ -261,7 +265,7 @@ class MatrixCommand:
         tools: Any,
         opened: dict[str, EvaluationFileWriter],
         progress: EvaluationProgressReporter,
-        meters: MatrixMeters,
+        meters: MatrixMeteringProxies,
     ) -> Iterator[EvaluationSetup]:
         from ramify.evaluate.run import EvaluationSetup
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.terminal_text import dollars
 from ramify.logging import ComponentLogger, run_log
-from ramify.progress import ProgressTask
+from ramify.progress import ProgressReporter
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class EvaluationProgressReporter:
     def __init__(
         self,
         screen: ProgressDisplay,
-        work: ProgressTask,
+        work: ProgressReporter,
         num: int,
         earlier: Sequence[AttemptOutcome] = (),
     ) -> None:

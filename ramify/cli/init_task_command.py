@@ -12,7 +12,7 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
-from ramify.cli.parser import CliCommandSpec, ExitCode, UsageError
+from ramify.cli.parser import ExitCode, SubcommandSpec, UsageError
 
 _TASK = '''"""The task NAME: its items, its score, an expert that shows it, and a recipe.
 
@@ -113,7 +113,7 @@ def init(words: list[str]) -> int:
     return ExitCode.ANSWERED
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "init",
     "Write a new task to start from: NAME.py with its items, score, expert and recipe, and\n"
     "test_NAME.py.",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ramify.cli.terminal_text import size
 from ramify.format_quantities import pluralize
 from ramify.printable import clean
-from ramify.sources.base import LoadedContext, SourceItem
+from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
 
 MAX_ROWS = 12
 """Maximum number of rows. If there are more sources, each row totals those with the same suffix."""
@@ -34,7 +34,7 @@ def source_table(loaded: LoadedContext) -> list[str]:
     if len(items) <= MAX_ROWS:
         rows = [_row(item) for item in items]
     else:
-        groups: dict[tuple[str, str], list[SourceItem]] = {}
+        groups: dict[tuple[str, str], list[LoadedSourceItem]] = {}
         for item in items:
             stem, _, suffix = item.name.rpartition("/")[2].rpartition(".")
             groups.setdefault((f".{suffix}" if stem else "other", item.kind), []).append(item)
@@ -50,7 +50,7 @@ def source_table(loaded: LoadedContext) -> list[str]:
     return [*_aligned([_HEAD, *rows]), *loaded.warnings()]
 
 
-def _row(item: SourceItem) -> tuple[str, ...]:
+def _row(item: LoadedSourceItem) -> tuple[str, ...]:
     name = (
         item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
     )
@@ -58,7 +58,7 @@ def _row(item: SourceItem) -> tuple[str, ...]:
     return name, item.kind, size(item.num_bytes), contents
 
 
-def _sum(name: str, kind: str, items: Sequence[SourceItem]) -> tuple[str, ...]:
+def _sum(name: str, kind: str, items: Sequence[LoadedSourceItem]) -> tuple[str, ...]:
     chars = pluralize(sum(item.chars for item in items), "character")
     return name, kind, size(sum(item.num_bytes for item in items)), chars
 

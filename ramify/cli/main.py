@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection
 
 from ramify import __version__
-from ramify.cli.parser import WRONG, CliCommandSpec, ExitCode, UsageError, unknown_option
+from ramify.cli.parser import WRONG, ExitCode, SubcommandSpec, UsageError, unknown_option
 from ramify.cli.terminal_text import give_up_stdout, print_error, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
@@ -113,11 +113,11 @@ def run(arguments: list[str]) -> int:
         return ExitCode.USAGE if is_wrong else ExitCode.ERROR
 
 
-def command(name: str) -> CliCommandSpec:
+def command(name: str) -> SubcommandSpec:
     """Import the module of a subcommand, and return the subcommand's specification. The help
     text ends with related commands, such as ``runs check`` for ``runs``."""
     module = importlib.import_module(COMMANDS[name][0])
-    specs: tuple[CliCommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
+    specs: tuple[SubcommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
     if lines := _listed(subcommands(name)):
         spec = spec._replace(epilog="\n".join([*filter(None, [spec.epilog]), "see also:", *lines]))

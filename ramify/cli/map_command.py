@@ -39,7 +39,7 @@ from ramify.cli.ask import (
     read_schema,
     sandbox_spec,
 )
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
 from ramify.cli.stop_signals import add_signal_handler
@@ -47,7 +47,7 @@ from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error, write_stderr
 from ramify.logging import hold_warnings_for_run
 from ramify.maps.api import map_limits
-from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.map_run import MapResult, MapRun, MapSpec
 from ramify.maps.open_row_source import open_paths
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def run(
         write_stderr(NO_MODEL.replace("ramify ask", "ramify map"))
         return ExitCode.USAGE
     question, *paths = words
-    request = MapRequest(
+    request = MapSpec(
         question=question,
         answer_type=read_schema(answer_schema),
         columns=tuple(column or ()),
@@ -226,7 +226,7 @@ def _until_the_end(
 def _ray_run(
     settings: dict[str, Any],
     paths: list[str],
-    request: MapRequest,
+    request: MapSpec,
     out: str | None,
     workers: int | None,
 ) -> RayMapRun:
@@ -376,7 +376,7 @@ def format_map_summary(result: MapResult) -> str:
     return " · ".join(parts)
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "map",
     """\
 Ask QUESTION of each row of ROWS: a JSONL, CSV, Parquet or SQLite file, a folder of text files, or

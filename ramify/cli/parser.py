@@ -144,7 +144,7 @@ class CliOptionSpec(NamedTuple):
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 
-class CliCommandSpec(NamedTuple):
+class SubcommandSpec(NamedTuple):
     """Declares one subcommand: its description, its arguments and options, and the function that
     runs it."""
 

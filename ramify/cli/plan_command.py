@@ -30,7 +30,7 @@ from ramify.cli.ask import (
     open_store,
     sandbox_spec,
 )
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, exit_codes_epilog
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, exit_codes_epilog
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models
 from ramify.cli.telemetry import exporting
@@ -46,13 +46,13 @@ from ramify.cli.terminal_text import (
 from ramify.errors import ConfigError
 from ramify.logging import hold_warnings_for_run
 from ramify.plans.plan import Plan
-from ramify.plans.plan_cost import PlanCost, PlanModel, look_up_model
+from ramify.plans.plan_cost import ModelCostProfile, PlanCost, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import strategy_for
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
-    from ramify.sources.base import LoadedContext
+    from ramify.sources.loaded_sources import LoadedContext
 
 _CALL_S = 2.0
 """Assumed seconds per model call when the total time is estimated."""
@@ -180,13 +180,15 @@ def _is_file(name: str) -> bool:
     return name.endswith(".json") or os.path.sep in name
 
 
-def _budget(rlm: RLM, model: PlanModel) -> Any:
+def _budget(rlm: RLM, model: ModelCostProfile) -> Any:
     from ramify.engine.limits import BudgetLedger
 
     return BudgetLedger(rlm.limits, priced=model.price is not None).limit
 
 
-def _lines(chosen: PlanStrategy, cost: PlanCost, model: PlanModel, rlm: RLM) -> Iterator[str]:
+def _lines(
+    chosen: PlanStrategy, cost: PlanCost, model: ModelCostProfile, rlm: RLM
+) -> Iterator[str]:
     yield f"plan {chosen.reason}"
     yield from chosen.plan.picture().splitlines()
     yield ""
@@ -231,7 +233,7 @@ def _is_agreed(notes: StderrMessageWriter) -> bool:
     return is_agreed
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "plan",
     """\
 Show a plan for QUESTION over the content of each PATH: a fixed program over bounded questions, with

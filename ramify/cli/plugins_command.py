@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import json_line, one_line
 from ramify.errors import did_you_mean
 from ramify.plugins import PluginEntry, Registry, registries
@@ -56,7 +56,7 @@ def _row(entry: PluginEntry, widths: list[int]) -> str:
     return line + (about if entry.error else one_line(about, room))
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     "plugins",
     "List everything that can be chosen by name: its kind, its name, the package that it comes\n"
     "from, and what it is. In a pipe, columns are separated by tabs.",

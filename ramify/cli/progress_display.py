@@ -29,7 +29,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ramify.cli.parser import CliOptionSpec, ExitCode, UsageError
-from ramify.cli.stop_signals import SignalHandlingWatchdog
+from ramify.cli.stop_signals import SignalResponseWatchdog
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     format_count,
@@ -360,7 +360,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    watch = SignalHandlingWatchdog(signal.SIGTERM)
+    watch = SignalResponseWatchdog(signal.SIGTERM)
 
     def leave() -> None:
         watch.acted()

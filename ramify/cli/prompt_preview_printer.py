@@ -21,7 +21,7 @@ from ramify.format_quantities import dollars
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
-    from ramify.sources.base import LoadedContext
+    from ramify.sources.loaded_sources import LoadedContext
 
 _SHORT_REPLY = 200
 """Tokens in a short reply, used for the lower end of a cost estimate."""

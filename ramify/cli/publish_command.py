@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import write_stderr
 
 
@@ -46,7 +46,7 @@ def publish(
     return ExitCode.ANSWERED
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     name="publish",
     about="""\
 Publish the policy of RUN, the folder of a training run, to DEST: a folder, or hf://OWNER/NAME, a

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import msgspec
 
 from ramify.cli.parser import (
-    CliCommandSpec,
     CliOptionSpec,
     ExitCode,
+    SubcommandSpec,
     UsageError,
     parse_age,
     parse_size,
@@ -435,7 +435,7 @@ def _draw(summaries: list[RunSummary]) -> None:
 
 
 COMMANDS = (
-    CliCommandSpec(
+    SubcommandSpec(
         "runs",
         """\
 List stored runs, newest first, or those that match FILTER, such as 'when:yesterday stop:error' or
@@ -451,7 +451,7 @@ evaluations are one line for each task. In a pipe, columns are separated by tabs
             CliOptionSpec("maps", bool, "list stored maps instead", has_no=False),
         ),
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs review",
         """\
 Label a run, note something about it, or correct its scores. The review is stored beside the run,
@@ -475,7 +475,7 @@ which stays as it is. Without options, it is printed.""",
             CliOptionSpec("person", str, "who says it (default: the current user)", "NAME"),
         ),
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs score",
         """\
 Score the recorded conversations of STORE (serve-policy --record), to train from. A reply is
@@ -504,7 +504,7 @@ prompt (docs/traffic.md). Or score whole conversations by a function of yours.""
             ),
         ),
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs check",
         """\
 Check stored runs for damage: lines that were changed, are missing or in another order, and contexts
@@ -516,7 +516,7 @@ if there is damage.""",
         1,
         options=(CliOptionSpec("all", bool, "check all runs", has_no=False),),
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs repair",
         """\
 Cut a damaged run before the damage, so that it can be resumed from there. Says how many later
@@ -526,7 +526,7 @@ replies will be asked again. The damaged file is kept.""",
         1,
         1,
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs rm",
         "Delete runs, and stored data that no other run uses. The id of a map deletes the map.",
         rm,
@@ -534,7 +534,7 @@ replies will be asked again. The damaged file is kept.""",
         1,
         None,
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         "runs prune",
         """\
 Delete old runs and evaluations, and stored data that nothing else uses. Runs in progress are kept.

@@ -28,7 +28,7 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError, parse_size
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, parse_size
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import add_stop_handler, run_deadline_watchdog
@@ -138,7 +138,7 @@ def serve(words: list[str], **given: Any) -> int:
     if settings is None:
         return ExitCode.USAGE
     if is_meter:
-        from ramify.cli.serve_meter import serve_meter
+        from ramify.cli.metering_proxy_command import serve_meter
 
         return serve_meter(
             settings, server_options, open_folder_store(settings, "ramify serve"), PORT, notes
@@ -313,7 +313,7 @@ async def _mcp_http(
 
 
 COMMANDS = (
-    CliCommandSpec(
+    SubcommandSpec(
         name="serve",
         about="""\
 Serve recursive runs over an OpenAI-compatible API: chat completions and responses, with streaming.
@@ -323,7 +323,7 @@ With --meter, serve one model instead, and let no caller spend more than its bud
         run=serve,
         options=(*OF_A_SERVER, *LIMITS),
     ),
-    CliCommandSpec(
+    SubcommandSpec(
         name="mcp",
         about="""\
 Run an MCP (Model Context Protocol) server over standard input and output, or over HTTP. Its tool

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import StderrMessageWriter
@@ -112,7 +112,7 @@ async def _serve(
     await client.close()
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     name="serve-policy",
     about="Serve a policy over an OpenAI-compatible API, with token ids and log-probabilities.",
     run=serve_policy,

@@ -18,7 +18,7 @@ differences.
 
 Text from models and documents is stripped of escape sequences, except with ``--json`` and
 ``--events``, which are for programs. A replay calls no model and writes nothing; each difference
-names its call, turn and cell. ``resume.py`` rebuilds the settings of the run.
+names its call, turn and cell. ``rebuild_recorded_run.py`` rebuilds the settings of the run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.settings import open_configured_store
-from ramify.cli.shown_paths import (
-    GivenPath,
+from ramify.cli.show_path import (
+    PathAndLine,
     given_path,
     map_at,
     refuse,
@@ -119,7 +119,7 @@ def show(
     return ExitCode.ANSWERED
 
 
-def _show_path(given: GivenPath, *, as_json: bool, full: bool, use_pager: bool) -> None:
+def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool) -> None:
     """Show a file of rollouts, a training run or a map. Raises UsageError for anything else, with
     the command that reads it."""
     if (table := map_at(given)) is not None:
@@ -381,7 +381,7 @@ def _call_of(trajectory: Trajectory, id: str) -> Call:
     return trajectory.call(id)
 
 
-SHOW = CliCommandSpec(
+SHOW = SubcommandSpec(
     "show",
     "Show what happened in a run: its turns, code, output, sub-calls and answer.\n\n"
     "RUN is a run's id, the start of an id, the path of a journal, or last. The id of a map\n"
@@ -416,7 +416,7 @@ _MAX_DIFFERENCES = 10
 def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     import asyncio
 
-    from ramify.cli.resume import load_recorded_run, rebuild_rlm
+    from ramify.cli.rebuild_recorded_run import load_recorded_run, rebuild_rlm
 
     run = words[0]
     StderrMessageWriter().capture_warnings()
@@ -501,7 +501,7 @@ def _shown(value: Any) -> str:
     return one_line(repr(value), 100)
 
 
-REPLAY = CliCommandSpec(
+REPLAY = SubcommandSpec(
     "replay",
     """\
 Re-run a stored run's code against its recorded replies, and compare the results. No model is

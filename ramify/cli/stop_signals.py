@@ -33,7 +33,7 @@ PATIENCE_S = 3.0
 def add_signal_handler(number: int, do: Callable[[], object]) -> None:
     """Handle a signal by calling ``do`` in the running event loop, each time the signal arrives.
     If the loop is blocked and does not react, end the command."""
-    loop, watch = asyncio.get_running_loop(), SignalHandlingWatchdog(number)
+    loop, watch = asyncio.get_running_loop(), SignalResponseWatchdog(number)
 
     def act() -> None:
         watch.acted()
@@ -77,7 +77,7 @@ def run_deadline_watchdog(
         event_loop_thread.on_blocked.reset(before)
 
 
-class SignalHandlingWatchdog:
+class SignalResponseWatchdog:
     """Checks that the event loop reacts to a signal in time, and interrupts the main thread if the
     loop does not.
 

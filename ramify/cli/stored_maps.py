@@ -52,7 +52,7 @@ def is_map(name: str) -> bool:
 def find_map(store: RunStore, name: str) -> StoredMap:
     """Open the stored map with the given id. Raises StoreError if the store has no such map."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.stored_map_tables import open_map_table
+    from ramify.maps.stored_maps import open_map_table
 
     path = MapStore(store.root).path(name) if isinstance(store, Store) else None
     if path is None:
@@ -89,7 +89,7 @@ def fold_trajectory(events: Iterable[AnyEvent]) -> Trajectory:
 def print_maps(store: RunStore, *, as_json: bool) -> None:
     """Print a line for each stored map, newest first."""
     from ramify.maps.map_journal import MapStore
-    from ramify.maps.stored_map_tables import open_map_table
+    from ramify.maps.stored_maps import open_map_table
 
     if not isinstance(store, Store):
         raise UsageError("--maps: this store has no folder, so it has no maps")

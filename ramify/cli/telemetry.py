@@ -4,8 +4,8 @@ it.
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 ramify ask …      OTLP over HTTP
     OTEL_TRACES_EXPORTER=console ramify ask …                           JSON on stderr
 
-``engine/spans.py`` defines the content of the spans. A Python program that sets up OpenTelemetry
-itself does not need this file.
+``engine/opentelemetry_spans.py`` defines the content of the spans. A Python program that sets up
+OpenTelemetry itself does not need this file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ramify.clients.base import Client
     from ramify.models.load import Policy
     from ramify.serve.redaction import RedactionRules
-    from ramify.serve.traffic_recorder import Retention, TrafficRecorder
+    from ramify.serve.traffic_recorder import TrafficRecorder, TrafficRetention
 
 RECORD_OPTIONS = (
     CliOptionSpec(
@@ -54,7 +54,9 @@ RECORD_OPTIONS = (
 )
 
 
-def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules, Retention] | None:
+def parse_recording_options(
+    options: Mapping[str, Any],
+) -> tuple[RedactionRules, TrafficRetention] | None:
     """Parse the options for recording conversations: what is redacted, and how long records are
     kept. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong option."""
     if not options["record"]:
@@ -63,7 +65,7 @@ def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules,
             raise UsageError(f"{unused.long} is about recorded conversations: add --record FOLDER")
         return None
     from ramify.serve.redaction import RedactionRules
-    from ramify.serve.traffic_recorder import Retention
+    from ramify.serve.traffic_recorder import TrafficRetention
 
     gib = 10.0 if options["record_max_gib"] is None else options["record_max_gib"]
     if not 0.001 <= gib < 1e6:
@@ -71,7 +73,7 @@ def parse_recording_options(options: Mapping[str, Any]) -> tuple[RedactionRules,
     keep = options["record_keep"]
     return (
         RedactionRules(options["redact"] or (), defaults=options["redact_defaults"] is not False),
-        Retention(
+        TrafficRetention(
             max_bytes=int(gib * (1 << 30)),
             max_age_s=None if keep is None else parse_age(keep, "--record-keep"),
         ),
@@ -98,7 +100,7 @@ def policy_among(clients: Sequence[Client]) -> Policy:
 
 def open_recorder(
     folder: str,
-    recording: tuple[RedactionRules, Retention],
+    recording: tuple[RedactionRules, TrafficRetention],
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:

@@ -35,11 +35,11 @@ import msgspec
 
 from ramify.actors.child_process import ForegroundProcess, exit_reason
 from ramify.actors.restarts import ProcessRestartLimiter
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.list_train_fields import print_fields
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
-from ramify.cli.train_fields import print_fields
 from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
@@ -59,7 +59,7 @@ IN_LINES = (*SHOWN, "groups_with_signal", "entropy", "no_signal", "failed_rollou
 metrics.jsonl has the others."""
 
 
-class TerminalCurves(msgspec.Struct):
+class LiveTrainingCurves(msgspec.Struct):
     """The curves and scores of a training run for the live view, collected from the metrics of
     each step."""
 
@@ -301,7 +301,7 @@ def _drawing(
     terminal at the end."""
     from rich.text import Text
 
-    curves = TerminalCurves(name)
+    curves = LiveTrainingCurves(name)
     for measured in read_metrics(folder) if is_resumed else ():
         curves.add(measured)
 
@@ -328,7 +328,7 @@ def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
         notes.say(line(measured))
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     name="train",
     about="""\
 Train a policy from RECIPE, a Python file whose run() returns a ramify.train.config.Run.

@@ -2,7 +2,7 @@
 HTML file.
 
 The server is in ``ramify/viewer/view_server.py``, and the exported page is made by
-``ramify/viewer/page_script.py``.
+``ramify/viewer/script_bundle.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ramify.cli.listen_options import chosen_key, listen_address, listen_options
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError, StoreError
-from ramify.training_run_files import is_shown, training_run_hint
+from ramify.training_run_recognition import is_shown, training_run_hint
 
 if TYPE_CHECKING:
     from ramify.viewer.run_catalog import RunCatalog
@@ -52,7 +52,7 @@ def view(
     ]
     if export is not None:
         return _export(library, [key for key in keys if key], export)
-    from ramify.cli.resume import rebuild_rlm
+    from ramify.cli.rebuild_recorded_run import rebuild_rlm
     from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.viewer.view_server import ViewServer
 
@@ -103,7 +103,7 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
 
 
 def _export(library: RunCatalog, keys: list[str], export: str) -> int:
-    from ramify.viewer.page_script import offline_run_page
+    from ramify.viewer.script_bundle import offline_run_page
 
     if len(keys) != 1:
         raise UsageError(
@@ -132,7 +132,7 @@ async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
         await stopped.wait()
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     name="view",
     about="""\
 Browse runs in a web page: the call tree as it grows, the transcript of each call, training curves,

@@ -74,7 +74,7 @@ _DELTAS = {
 """Type of a stream delta -> the field that holds its text."""
 
 
-class MessageReplyStream:
+class AnthropicReplyAssembler:
     """Assembles a reply from the events of an Anthropic stream."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class MessageReplyStream:
             self._body.usage = {**before, **known}
 
 
-new_stream = MessageReplyStream
+new_stream = AnthropicReplyAssembler
 
 
 def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:

@@ -32,7 +32,7 @@ from ramify.clients.base import Request, finish_of, picture_base64, reported_cos
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.lazy_pattern import lazy_pattern
-from ramify.secrets import forms_of
+from ramify.secret_redaction import forms_of
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture
 
@@ -167,7 +167,7 @@ class _Chunk(ChatCompletion):
 _decoder_of_chunks = msgspec.json.Decoder(_Chunk)
 
 
-class ChatReplyStream:
+class ChatReplyAssembler:
     """Assembles a chat completion from the chunks of a stream. Only the first choice (index 0)
     is read."""
 
@@ -266,7 +266,7 @@ class ChatReplyStream:
         return call
 
 
-new_stream = ChatReplyStream
+new_stream = ChatReplyAssembler
 
 
 def _no_number(constant: str) -> None:

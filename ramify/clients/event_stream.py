@@ -8,7 +8,7 @@ Event names, ids and comments are skipped, because every provider repeats the na
 
 from __future__ import annotations
 
-from ramify.http_client.compression import too_long
+from ramify.http_client.decompression import too_long
 
 
 class ServerSentEventParser:

@@ -33,9 +33,14 @@ from ramify.clients.base import OnPiece, ReplyPiece, ReplySizeLimit
 from ramify.clients.chat_json import from_body, from_status, redacted
 from ramify.clients.event_stream import ServerSentEventParser
 from ramify.clients.providers import ResolvedEndpoint
-from ramify.clients.reply_decoding import NoReplyInResponse, Undecodable, decode_reply, is_large
+from ramify.clients.reply_decoding import (
+    NoReplyInResponse,
+    ReplyDecodeError,
+    decode_reply,
+    is_large,
+)
 from ramify.errors import MalformedResponse, ModelError, ReplyLost
-from ramify.http_client.compression import too_long
+from ramify.http_client.decompression import too_long
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
     HttpExchange,
@@ -291,7 +296,7 @@ class JsonApi:
             return await decode_reply(self._format, answer.body, model, bound, seconds)
         except NoReplyInResponse as error:
             raise self._no_reply(answer, error) from None
-        except Undecodable as error:
+        except ReplyDecodeError as error:
             raise self._not_json(answer, error) from None
         except ValueError as error:
             raise self._bad(str(error)) from None
@@ -303,7 +308,7 @@ class JsonApi:
         located.transient = error.transient
         return located
 
-    def _not_json(self, answer: HttpResponse, error: Undecodable) -> MalformedResponse:
+    def _not_json(self, answer: HttpResponse, error: ReplyDecodeError) -> MalformedResponse:
         kind = answer.headers.get("content-type", "no content type")
         if "html" in kind.lower() or answer.body[:2000].lstrip()[:1] == b"<":
             has_path = re.search(r"/v1/[\w/]+$|/responses$", self._endpoint.url)

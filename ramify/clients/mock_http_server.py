@@ -20,7 +20,7 @@ _MOST_HEAD_BYTES = 1 << 16
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
-class MockServerRequest:
+class PendingMockRequest:
     """A request to the mock server, with the connection on which the client waits. The handler
     must respond exactly once, now or later."""
 
@@ -83,12 +83,12 @@ class MockServerRequest:
         self._connection.close(head + beginning if beginning else b"")
 
 
-class CallbackHttpServer:
+class MockHttpServer:
     """A small HTTP server that passes each request to the function ``handle``."""
 
     def __init__(
         self,
-        handle: Callable[[MockServerRequest], None],
+        handle: Callable[[PendingMockRequest], None],
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
@@ -133,7 +133,7 @@ class CallbackHttpServer:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, handle: Callable[[MockServerRequest], None], all: set[_Connection]) -> None:
+    def __init__(self, handle: Callable[[PendingMockRequest], None], all: set[_Connection]) -> None:
         self._handle = handle
         self._all = all
         self._transport: asyncio.Transport | None = None
@@ -202,7 +202,7 @@ class _Connection(asyncio.Protocol):
         assert self._head is not None
         body = bytes(self._received[self._starts : self._ends])
         del self._received[: self._ends]
-        exchange = MockServerRequest(self, *self._head, body)
+        exchange = PendingMockRequest(self, *self._head, body)
         self._head, self._busy = None, True
         self._handle(exchange)
         return True

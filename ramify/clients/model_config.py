@@ -39,7 +39,7 @@ from ramify.clients.providers import (
 from ramify.errors import ConfigError, check_keywords
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 
 _GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
 _KEYWORDS = (

@@ -37,7 +37,7 @@ from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.nearest_name import nearest_name
 from ramify.plugins import Registry, is_reference
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 from ramify.trained_policy_settings import packaged_policies
 
 _AT_URL = lazy_pattern(r"^(?P<model>.*)@(?P<url>https?://.+)$")

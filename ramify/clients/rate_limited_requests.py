@@ -55,7 +55,7 @@ from ramify.errors import (
 )
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.logging import ComponentLogger
-from ramify.secrets import redact_likely_secrets, remember
+from ramify.secret_redaction import redact_likely_secrets, remember
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import msgspec
 
 from ramify.clients.base import ReplySizeLimit
 from ramify.errors import MalformedResponse, ServerFailed
-from ramify.http_client.compression import too_long
+from ramify.http_client.decompression import too_long
 from ramify.types.message import Reply
 
 LARGE_BYTES = 1 << 18
@@ -35,7 +35,7 @@ _LARGE_COMMAS = 2048
 object between two commas may be slow to decode."""
 
 
-class Undecodable(Exception):
+class ReplyDecodeError(Exception):
     """Raised if the body of a response does not have the expected format."""
 
 
@@ -70,7 +70,7 @@ class _Decoded(msgspec.Struct, array_like=True):
 
 
 _FAILURES: dict[str, type[Exception]] = {
-    "undecodable": Undecodable,
+    "undecodable": ReplyDecodeError,
     "contradicts itself": ValueError,
     "broken off": ServerFailed,
     "too much": MalformedResponse,
@@ -82,7 +82,7 @@ async def decode_reply(
 ) -> Reply:
     """Decode a response body to a reply. Large bodies are decoded in a helper process.
 
-    Raises Undecodable or NoReplyInResponse; ValueError if fields of the reply contradict each
+    Raises ReplyDecodeError or NoReplyInResponse; ValueError if fields of the reply contradict each
     other; ServerFailed if the server aborted the reply; and MalformedResponse, which is not
     retried, if the reply exceeds ``bound``.
     """

@@ -90,7 +90,7 @@ _TEXT = ("response.output_text.delta", "response.refusal.delta")
 _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.delta")
 
 
-class ResponseReplyStream:
+class ResponsesReplyAssembler:
     """Assembles a reply from the events of a stream of the responses API. The last event
     contains the whole response."""
 
@@ -122,7 +122,7 @@ class ResponseReplyStream:
         return self._response
 
 
-new_stream = ResponseReplyStream
+new_stream = ResponsesReplyAssembler
 
 
 def _value(raw: msgspec.Raw) -> Any:

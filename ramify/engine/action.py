@@ -7,7 +7,7 @@ and ``FINAL(…)`` or ``FINAL_VAR(…)`` as text at the start of a line. Text in
 server removed. Fences may be indented, as in lists, and lines may end in CR LF.
 
     "Let me look.\\n```repl\\nprint(context[:9])\\n```" ->  codes=("print(context[:9])",)
-    "FINAL(42)"                                        ->  final=FinalAnswer("42")
+    "FINAL(42)"                                        ->  final=FinalAnswerText("42")
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _CUT_FINAL = (
 _VARIABLE = lazy_pattern(r"FINAL_VAR\s*+\([^()\n]*+\)")
 
 
-class FinalAnswer(msgspec.Struct, frozen=True):
+class FinalAnswerText(msgspec.Struct, frozen=True):
     """A final answer that a model gave as text in its reply, such as ``FINAL(42)``."""
 
     text: str
@@ -97,7 +97,7 @@ class FinalAnswer(msgspec.Struct, frozen=True):
         """Parse the answer's text as JSON or as a Python literal, and return the value. Text that
         is neither is returned unchanged.
 
-        >>> FinalAnswer('{"a": [true, NaN]}').literal(), FinalAnswer("{1: (2,)}").literal()
+        >>> FinalAnswerText('{"a": [true, NaN]}').literal(), FinalAnswerText("{1: (2,)}").literal()
         ({'a': [True, nan]}, {1: (2,)})
         """
         try:
@@ -151,7 +151,7 @@ def _argument(text: str) -> ast.expr | None:
 _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
 
 
-def answer_code(final: FinalAnswer | None) -> tuple[str, ...]:
+def answer_code(final: FinalAnswerText | None) -> tuple[str, ...]:
     """Return the code that computes a final answer that the model wrote as an expression, such as
     ``FINAL(len(found))``.
 
@@ -176,7 +176,7 @@ class ParsedAction(msgspec.Struct, frozen=True):
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
     """Ids of the reply's native tool calls. Each of them needs a response."""
-    final: FinalAnswer | None = None
+    final: FinalAnswerText | None = None
     ignored: tuple[str, ...] = ()
     """Notes to the model about parts that were not understood."""
     was_attempted: bool = False
@@ -403,7 +403,7 @@ def _dedented(body: str, indent: int) -> str:
     return re.sub(rf"^[ \t]{{1,{indent}}}+", "", body, flags=re.MULTILINE) if indent else body
 
 
-def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
+def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
     """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line. Returns it, or
     None, and whether its parenthesis was closed."""
     final, is_closed = None, True
@@ -421,7 +421,7 @@ def _final_text(prose: str) -> tuple[FinalAnswer | None, bool]:
         if inside:
             is_closed = end < len(prose)
             variable = match["name"] == "FINAL_VAR"
-            final = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
+            final = FinalAnswerText(inside.strip("\"'` ") if variable else inside, variable)
     return final, is_closed
 
 
@@ -437,7 +437,7 @@ def _counted_end(text: str, start: int) -> int:
     return len(text)
 
 
-def _json_answer(code: str) -> FinalAnswer | None:
+def _json_answer(code: str) -> FinalAnswerText | None:
     """Return the answer if ``code`` is only a ``FINAL(…)`` call with a JSON argument that is not
     valid Python, as in ``FINAL({"found": true})``. Returns None otherwise."""
     match = _FINAL.match(code)
@@ -450,10 +450,10 @@ def _json_answer(code: str) -> FinalAnswer | None:
         json.loads(inside := code[match.end() : end].strip())
     except (ValueError, RecursionError):
         return None
-    return FinalAnswer(inside)
+    return FinalAnswerText(inside)
 
 
-def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
+def _native(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | None]:
     """Parse one native tool call. Returns the code to run, the final answer, and an explanation
     if the call is invalid. Exactly one of the three is set."""
     try:
@@ -478,9 +478,9 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]
     )
 
 
-def answer_from_tool_argument(value: Any) -> FinalAnswer:
-    """Convert the JSON argument of a tool call that gives the final answer to a ``FinalAnswer``.
-    A text that would be parsed as another value is quoted."""
-    if isinstance(value, str) and FinalAnswer(value).literal() == value:
-        return FinalAnswer(value)
-    return FinalAnswer(repr(value))
+def answer_from_tool_argument(value: Any) -> FinalAnswerText:
+    """Convert the JSON argument of a tool call that gives the final answer to a
+    ``FinalAnswerText``. A text that would be parsed as another value is quoted."""
+    if isinstance(value, str) and FinalAnswerText(value).literal() == value:
+        return FinalAnswerText(value)
+    return FinalAnswerText(repr(value))

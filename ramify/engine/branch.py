@@ -19,7 +19,7 @@ from ramify.errors import ConfigError, RamifyError, ReplayDiverged, SandboxError
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.typed import AnswerType
+    from ramify.engine.typed import AnswerSchema
     from ramify.types.message import Message
 
 
@@ -43,7 +43,7 @@ class BranchedCall:
         self._branched_at = branched_at
 
     async def answer(
-        self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
+        self, question: str, kind: AnswerSchema | None = None, before: Sequence[Message] = ()
     ) -> CallOutcome:
         self._rlm_call.begin(question, kind, before)
         return await self._run_turns()

@@ -25,7 +25,7 @@ import msgspec
 from ramify.clients.base import Client, KnownPrefix, PromptRenderer, Request, Tool
 from ramify.engine.live_call import LiveCall
 from ramify.types.message import Message
-from ramify.types.trajectory import AgentCallReason, Stop
+from ramify.types.trajectory import NewCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         return self.call.messages[self.length_after(num_turns) : end]
 
 
-class RequestPlace(NamedTuple):
+class ConversationMatch(NamedTuple):
     """The call and the turn that an agent's request continues, or the reason why the request
     begins a new call."""
 
@@ -101,7 +101,7 @@ class RequestPlace(NamedTuple):
     known: KnownPrefix | None
     """Token ids of the request's first messages, up to the last reply whose sampled ids are
     known."""
-    cause: AgentCallReason | None
+    cause: NewCallReason | None
     """Why a new call begins; None if the request is the next turn of ``call``."""
 
 
@@ -119,7 +119,7 @@ class AgentConversations:
         client: Client,
         depth: int,
         learns: bool,
-    ) -> RequestPlace:
+    ) -> ConversationMatch:
         """Find the call and the turn that a request with ``messages`` continues, if any.
         ``client`` is the model client that would receive the request. Raises ConfigError if its
         chat template cannot render the messages."""
@@ -144,7 +144,7 @@ class AgentConversations:
         if _is_repeated(place, messages):
             assert call is not None
             is_unanswered = not call.turns and call.asked is None
-            return place._replace(cause=None if is_unanswered else AgentCallReason.REPEATED)
+            return place._replace(cause=None if is_unanswered else NewCallReason.REPEATED)
         if call is not None and not place.num_turns:
             place = place._replace(call=None)
         return place._replace(cause=_cause(calls, messages, tools, place))
@@ -155,10 +155,10 @@ def _sent_before(
     messages: Sequence[Message],
     tools: tuple[Tool, ...],
     may_differ: bool,
-) -> RequestPlace:
+) -> ConversationMatch:
     """Find the conversation that is the longest prefix of ``messages``, and return its call and
     turn. Only messages are compared, not token ids."""
-    best, rank = RequestPlace(None, 0, 0, None, None), (0, 0, 0)
+    best, rank = ConversationMatch(None, 0, 0, None, None), (0, 0, 0)
     for each in calls:
         if each.tools != tools:
             continue
@@ -167,7 +167,7 @@ def _sent_before(
         start = each.length_after(num_turns)
         if start > num_common or start >= len(messages):
             continue
-        place = RequestPlace(each, num_turns, start, None, None)
+        place = ConversationMatch(each, num_turns, start, None, None)
         is_free = bool(num_turns) and each.is_free_after(num_turns)
         # The longest prefix wins; then a call that can continue; then one that is sent a repeat.
         now = (start, int(is_free), int(_is_repeated(place, messages)))
@@ -176,7 +176,7 @@ def _sent_before(
     return best
 
 
-def _is_repeated(place: RequestPlace, messages: Sequence[Message]) -> bool:
+def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
     """Return True if the call has already sent this same request for its next turn, for example
     because a client retries. ``place`` is the call and the turn that the request continues."""
     if place.call is None:
@@ -226,8 +226,8 @@ def _by_ids(
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
     rendering: PromptRenderer,
-    sent: RequestPlace,
-) -> RequestPlace:
+    sent: ConversationMatch,
+) -> ConversationMatch:
     """Find the turn that a request continues by comparing token ids. It is the recorded turn
     whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the result
     of comparing messages instead."""
@@ -244,11 +244,11 @@ def _by_ids(
                 best, rank = (each, index), now
     start = None if best is None else chain.num_messages_up_to_reply(best[0].turns[best[1]])
     if best is None or start is None:
-        return RequestPlace(None, 0, 0, chain.known, None)
+        return ConversationMatch(None, 0, 0, chain.known, None)
     known = chain.known
     if known is not None and known.num_messages <= start:
         known = None  # the call itself knows the ids of its turns
-    return RequestPlace(best[0], best[1] + 1, start, known, None)
+    return ConversationMatch(best[0], best[1] + 1, start, known, None)
 
 
 class _ReplyChain:
@@ -261,7 +261,7 @@ class _ReplyChain:
         messages: tuple[Message, ...],
         tools: tuple[Tool, ...],
         rendering: PromptRenderer,
-        sent: RequestPlace,
+        sent: ConversationMatch,
     ) -> None:
         self.known: KnownPrefix | None = None
         """Token ids of the request's messages up to the last earlier reply."""
@@ -363,8 +363,8 @@ def _cause(
     calls: Sequence[ExternallyDrivenCall],
     messages: tuple[Message, ...],
     tools: tuple[Tool, ...],
-    place: RequestPlace,
-) -> AgentCallReason:
+    place: ConversationMatch,
+) -> NewCallReason:
     """Determine why a request begins a new call instead of continuing an earlier one, by
     comparing it with the most similar earlier conversation. ``place`` is the closest match that
     was found."""
@@ -381,12 +381,12 @@ def _cause(
         if now >= rank and (num_shared or is_aligned or each is place.call):
             nearest, nearest_tools, rank = ours, each.tools, now
     if not nearest:
-        return AgentCallReason.NEW
+        return NewCallReason.NEW
     if nearest_tools != tools:
-        return AgentCallReason.TOOLS
+        return NewCallReason.TOOLS
     cause = _difference(nearest, messages)
     has_later_reply = any(message.role == "assistant" for message in messages[place.start :])
-    return AgentCallReason.BRANCH if place.call is not None and not has_later_reply else cause
+    return NewCallReason.BRANCH if place.call is not None and not has_later_reply else cause
 
 
 def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
@@ -400,40 +400,40 @@ def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Mess
     )
 
 
-def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> AgentCallReason:
+def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> NewCallReason:
     """Return how the messages of a request (``theirs``) first differ from an earlier
     conversation (``ours``). For example, a message was edited, or older messages were removed."""
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
-        return AgentCallReason.TEMPLATE
+        return NewCallReason.TEMPLATE
     mine, sent = ours[at], theirs[at]
     is_same_role = mine.role == sent.role
     if is_same_role and _gist(mine) == _gist(sent):
         return _small_difference(mine, sent)
     our_gists, their_gists = ([_gist(each) for each in side[at:]] for side in (ours, theirs))
     if _is_joined(our_gists, their_gists) or _is_joined(their_gists, our_gists):
-        return AgentCallReason.MERGED
+        return NewCallReason.MERGED
     if is_same_role and our_gists[1:2] == their_gists[1:2] != []:
-        return AgentCallReason.EDITED
+        return NewCallReason.EDITED
     if their_gists[0] in our_gists:
         is_moved = our_gists[0] in their_gists
-        return AgentCallReason.EDITED if is_moved else AgentCallReason.TRUNCATED
+        return NewCallReason.EDITED if is_moved else NewCallReason.TRUNCATED
     if len(their_gists) > 1 and their_gists[1] in our_gists[2:]:
-        return AgentCallReason.COMPACTED
-    return AgentCallReason.EDITED
+        return NewCallReason.COMPACTED
+    return NewCallReason.EDITED
 
 
-def _small_difference(ours: Message, theirs: Message) -> AgentCallReason:
+def _small_difference(ours: Message, theirs: Message) -> NewCallReason:
     if (ours.reasoning or "").split() != (theirs.reasoning or "").split():
-        return AgentCallReason.THINKING
+        return NewCallReason.THINKING
     if "".join(ours.content.split()) != "".join(theirs.content.split()):
-        return AgentCallReason.EDITED
+        return NewCallReason.EDITED
     written = [[call.arguments for call in message.tool_calls] for message in (ours, theirs)]
     if written[0] != written[1]:
-        return AgentCallReason.ARGUMENTS
+        return NewCallReason.ARGUMENTS
     if (ours.content, ours.reasoning) == (theirs.content, theirs.reasoning):
-        return AgentCallReason.EDITED  # its tool_call_id, which the template writes
-    return AgentCallReason.WHITESPACE
+        return NewCallReason.EDITED  # its tool_call_id, which the template writes
+    return NewCallReason.WHITESPACE
 
 
 class _Gist(NamedTuple):

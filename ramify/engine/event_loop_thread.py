@@ -44,7 +44,7 @@ _LOOKS = 4
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
-class LoopWatch:
+class RunLivenessWatch:
     """One run that the watchdog thread observes. It detects that the run's event loop is
     blocked, or that the run has not ended by its deadline."""
 
@@ -115,11 +115,11 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watched: set[LoopWatch] = set()
+        self._watched: set[RunLivenessWatch] = set()
         self._thread: threading.Thread | None = None
         self._wakes_s = 0.0
 
-    def add(self, watch: LoopWatch) -> None:
+    def add(self, watch: RunLivenessWatch) -> None:
         with self._changed:
             self._watched.add(watch)
             if self._thread is None or not self._thread.is_alive():  # none survives a fork
@@ -130,7 +130,7 @@ class _Watchdog:
             elif watch.due_s < self._wakes_s:
                 self._changed.notify()
 
-    def remove(self, watch: LoopWatch) -> None:
+    def remove(self, watch: RunLivenessWatch) -> None:
         with self._changed:
             self._watched.discard(watch)
 

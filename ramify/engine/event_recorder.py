@@ -57,7 +57,7 @@ def tracing() -> tuple[Listener, ...]:
     is empty if this process has not set up OpenTelemetry."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
-    from ramify.engine.spans import tracing_listeners
+    from ramify.engine.opentelemetry_spans import tracing_listeners
 
     return tracing_listeners()
 

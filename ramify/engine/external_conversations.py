@@ -7,7 +7,7 @@ environment with its own loop, or an agent written for another system.
 Requests are recorded, budgeted and retried as those of the engine's own loop. A request that
 continues an earlier one is the next turn of its call: the earlier token ids are extended and never
 tokenized again. Any other request begins a new call, or a fork of the call whose first turns it
-shares. The call records the cause (``AgentCallReason``). Several replies to one request are the
+shares. The call records the cause (``NewCallReason``). Several replies to one request are the
 next turn of the call and forks that share its prompt.
 
 ``conversation_matching.py`` decides which turn a request follows. What is asked is decided by the
@@ -29,17 +29,17 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.conversation_matching import (
     AgentConversations,
     AgentTurn,
+    ConversationMatch,
     ExternallyDrivenCall,
-    RequestPlace,
 )
 from ramify.engine.live_call import CallMessageHistory, LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, encodable_message
-from ramify.types.trajectory import AgentCallReason, Fork, Stop
+from ramify.types.trajectory import Fork, NewCallReason, Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.resources import LoopResources
+    from ramify.engine.resources import EventLoopResources
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class RunModelClient:
     """Gives code outside the engine, such as an agent or an environment, access to the models of
     one run. All requests are recorded and count towards the run's budget."""
 
-    def __init__(self, run: SharedRunState, resources: LoopResources, question: str) -> None:
+    def __init__(self, run: SharedRunState, resources: EventLoopResources, question: str) -> None:
         self._run = run
         self._resources = resources
         self._question = question
@@ -164,7 +164,7 @@ class RunModelClient:
         new = request.messages[start:]
         num_turns = len(first.turns)
         more = [
-            self._forked(agent, first, num_turns, AgentCallReason.SAMPLE)
+            self._forked(agent, first, num_turns, NewCallReason.SAMPLE)
             for _ in range(1, request.num_replies)
         ]
         known = _moved(place.known, len(first.call.messages) - start)
@@ -187,7 +187,7 @@ class RunModelClient:
         return tuple(replies)
 
     def _opened(
-        self, agent: AgentConversations, request: _AgentRequest, place: RequestPlace
+        self, agent: AgentConversations, request: _AgentRequest, place: ConversationMatch
     ) -> tuple[ExternallyDrivenCall, int]:
         """Return the call that the request continues, or a new call, and the number of the
         request's messages that this call already contains."""
@@ -198,7 +198,7 @@ class RunModelClient:
         return self._forked(agent, place.call, place.num_turns, place.cause), place.start
 
     def _begun(
-        self, agent: AgentConversations, request: _AgentRequest, cause: AgentCallReason | None
+        self, agent: AgentConversations, request: _AgentRequest, cause: NewCallReason | None
     ) -> ExternallyDrivenCall:
         depth, learns = request.depth, request.learns
         client = self._run.models.rlm(depth)
@@ -215,7 +215,7 @@ class RunModelClient:
         agent: AgentConversations,
         origin: ExternallyDrivenCall,
         num_turns: int,
-        cause: AgentCallReason,
+        cause: NewCallReason,
     ) -> ExternallyDrivenCall:
         """Create a new call that continues ``origin`` from the end of its first ``num_turns``
         turns."""

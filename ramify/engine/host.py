@@ -31,7 +31,7 @@ from ramify.engine.prompt_text import CHARS_PER_TOKEN
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.replayed_plain_call import repeat_plain
-from ramify.engine.typed import AnswerType, answer_type
+from ramify.engine.typed import AnswerSchema, answer_type
 from ramify.errors import (
     ConfigError,
     HostCallError,
@@ -48,7 +48,7 @@ from ramify.errors import (
 from ramify.sandbox.base import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.picture import NotAPicture, Picture
-from ramify.types.trajectory import Parent, Stop
+from ramify.types.trajectory import CallSite, Stop
 
 RunChild = Callable[[LiveCall], Awaitable[CallOutcome]]
 """Function that runs a child call with a separate session from start to end."""
@@ -80,7 +80,7 @@ class CellHost:
         self._closed_by = closed_by
         self._run = run
         self._call = call
-        self._where = Parent(call.id, turn, cell)
+        self._where = CallSite(call.id, turn, cell)
         self._num_tool_calls = 0
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -170,7 +170,7 @@ class CellHost:
         self,
         call: LiveCall,
         prompt: str,
-        kind: AnswerType | None,
+        kind: AnswerSchema | None,
         pictures: tuple[Picture, ...] = (),
     ) -> CallOutcome:
         repeated = self._repeated(call, prompt, kind, pictures)
@@ -188,7 +188,7 @@ class CellHost:
         return outcome
 
     def _repeated(
-        self, call: LiveCall, prompt: str, kind: AnswerType | None, pictures: tuple[Picture, ...]
+        self, call: LiveCall, prompt: str, kind: AnswerSchema | None, pictures: tuple[Picture, ...]
     ) -> CallOutcome | None:
         return None if pictures else repeat_plain(self._run, call, prompt, kind)
 
@@ -646,7 +646,7 @@ def _arguments_of(name: str) -> Iterator[None]:
         raise HostCallError("ValueError", f"{name}: {type(error).__name__}: {error}") from error
 
 
-def _schema_check(schema: Any) -> AnswerType:
+def _schema_check(schema: Any) -> AnswerSchema:
     """Return a checker for answers that must match a JSON schema given by session code. Raises
     HostCallError if the schema, which is untrusted, cannot be used."""
     if not isinstance(schema, dict):

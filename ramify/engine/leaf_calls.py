@@ -26,9 +26,9 @@ from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.replayed_plain_call import repeat_plain
-from ramify.engine.typed import AnswerType
+from ramify.engine.typed import AnswerSchema
 from ramify.errors import ReplayDiverged
-from ramify.types.trajectory import Parent, Stop
+from ramify.types.trajectory import CallSite, Stop
 
 _BEGUN_PER_SLOT = 2
 """Maximum leaf calls started at once per slot of the rate limiter: one runs, one waits."""
@@ -41,7 +41,7 @@ class LeafRequest(msgspec.Struct, frozen=True):
     label: str
     """Short description of the question, shown to readers of the run: ``label lines 1-120``."""
     prompt: str
-    kind: AnswerType | None
+    kind: AnswerSchema | None
     """Type of the answer; None for text."""
     max_tokens: int
     """Maximum tokens of the reply, without hidden reasoning."""
@@ -134,7 +134,7 @@ class LeafCalls:
 
     async def _ask(self, leaf: LeafRequest, client: Client) -> CallOutcome:
         run, root = self._run, self._root
-        where = Parent(root.id, self._step, 0)
+        where = CallSite(root.id, self._step, 0)
         id, depth = root.next_child(), root.depth + 1
         call = LiveCall(id, "leaf", client, depth, leaf.label, parent=where)
         hidden = run.requests.lengths.reasoning_tokens(client)

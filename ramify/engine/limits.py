@@ -167,7 +167,7 @@ def max_request_amount(
     return BudgetAmount(1, max_input_tokens + max_output_tokens, cost)
 
 
-class LargestOverrun(NamedTuple):
+class ObservedOverrun(NamedTuple):
     """The largest amounts by which a model's replies have exceeded their reservations. Later
     requests to the model reserve that much more."""
 
@@ -180,10 +180,10 @@ class LargestOverrun(NamedTuple):
     cost: float = 0.0
     """Highest cost of one reply, in dollars."""
 
-    def with_report(self, most: Usage, reported: Usage, cost: float) -> LargestOverrun:
+    def with_report(self, most: Usage, reported: Usage, cost: float) -> ObservedOverrun:
         """Return the overrun updated with one more reply. The reply used ``reported`` although at
         most ``most`` was expected."""
-        return LargestOverrun(
+        return ObservedOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
             max(self.extra_input, reported.input_tokens - most.input_tokens),
@@ -201,7 +201,7 @@ class LargestOverrun(NamedTuple):
         )
 
 
-_NO_EXCESS = LargestOverrun()
+_NO_EXCESS = ObservedOverrun()
 
 
 class BudgetLedger:
@@ -238,7 +238,7 @@ class BudgetLedger:
         self.reported: set[tuple[Stop, str]] = set()
         """Limits that were already logged, as (limit, call id); the id is empty if all calls share
         the limit."""
-        self.excess: dict[str, LargestOverrun] = {}
+        self.excess: dict[str, ObservedOverrun] = {}
         """Model -> its largest reported excess over its reservations."""
         self.last_excess = ""
         """Sentence about the latest excess, with the reported and the reserved amount."""
@@ -470,7 +470,7 @@ class Reservation:
         self._model = model
         self._most = most
         self._price = price
-        self._excess: LargestOverrun | None = None
+        self._excess: ObservedOverrun | None = None
         """Overrun from which the reserved amount was last computed; None before the first
         computation."""
         self.recompute()

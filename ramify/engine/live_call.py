@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, Request, max_message_tokens
 from ramify.types.message import Message, Reply, encodable
-from ramify.types.trajectory import CallKind, Parent
+from ramify.types.trajectory import CallKind, CallSite
 
 if TYPE_CHECKING:
     from ramify.sandbox.base import SharedContext
@@ -156,7 +156,7 @@ class LiveCall:
         depth: int,
         question: str,
         *,
-        parent: Parent | None = None,
+        parent: CallSite | None = None,
         context: SharedContext | None = None,
         history: CallMessageHistory | None = None,
     ) -> None:

@@ -24,12 +24,12 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_reply_writer import LiveReplyWriter
-from ramify.engine.model_requests import ModelRequests, TurnRequest
+from ramify.engine.model_requests import ModelRequests, TurnRequester
 from ramify.engine.prompt_facts import facts_of
 from ramify.engine.prompt_text import ContextFacts, context_facts
 from ramify.engine.question import PAGE_PICTURE, Question
-from ramify.engine.resources import LoopResources, RlmSetup, RunModels
-from ramify.engine.run_ending import RunEnder
+from ramify.engine.resources import EventLoopResources, RlmSetup, RunModels
+from ramify.engine.run_ending import RunStopper
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
@@ -37,7 +37,7 @@ from ramify.printable import one_line
 from ramify.sandbox.base import Session, expect_module
 from ramify.store.durable_files import BlobStore
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
-from ramify.types.trajectory import AgentCallReason, Fork, Stop
+from ramify.types.trajectory import Fork, NewCallReason, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_cache_lookup import ReusableReplies
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ramify.engine.tool_set import ToolSet
     from ramify.sandbox.base import SharedContext
     from ramify.store.base import RunBlobs
-    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.store.recorded_replies import RunEventIndex
 
 _log = ComponentLogger("engine")
 _REFUSED_CHARS = 200
@@ -69,12 +69,12 @@ class SharedRunState:
     def __init__(
         self,
         setup: RlmSetup,
-        resources: LoopResources,
+        resources: EventLoopResources,
         models: RunModels,
         recorder: EventRecorder,
         question: Question,
         *,
-        recording: RecordedRunIndex | None = None,
+        recording: RunEventIndex | None = None,
         cache: ReusableReplies | None = None,
     ) -> None:
         self.setup = setup
@@ -85,8 +85,8 @@ class SharedRunState:
         """Function that prepares each new session, or None."""
         self.pictures = RunPictures(setup.blobs, question.pictures)
         self._context_has_pictures = bool(question.pictures)
-        under_way: set[TurnRequest] = set()
-        self.ending = RunEnder(setup.limits, recorder, under_way)
+        under_way: set[TurnRequester] = set()
+        self.ending = RunStopper(setup.limits, recorder, under_way)
         self.requests = ModelRequests(
             setup,
             models,
@@ -185,7 +185,7 @@ class SharedRunState:
     # --- calls ------------------------------------------------------------------------------------
 
     def begin_call(
-        self, call: LiveCall, fork: Fork | None = None, cause: AgentCallReason | None = None
+        self, call: LiveCall, fork: Fork | None = None, cause: NewCallReason | None = None
     ) -> None:
         self.recorder.emit(
             CallStarted(

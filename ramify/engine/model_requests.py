@@ -23,7 +23,7 @@ from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits, Reservation
 from ramify.engine.live_reply_writer import join_pieces
 from ramify.engine.reply_token_limits import ReplyTokenLimits
-from ramify.engine.run_ending import RunEnder, closing_error
+from ramify.engine.run_ending import RunStopper, closing_error
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ramify.engine.reply_cache_lookup import ReusableReplies
     from ramify.engine.resources import RlmSetup, RunModels
     from ramify.store.live_text import ArrivingReply
-    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.store.recorded_replies import RunEventIndex
 
 
 _LEAST_REPLY_TOKENS = 512
@@ -63,9 +63,9 @@ class ModelRequests:
         setup: RlmSetup,
         models: RunModels,
         recorder: EventRecorder,
-        ending: RunEnder,
-        under_way: set[TurnRequest],
-        recording: RecordedRunIndex | None,
+        ending: RunStopper,
+        under_way: set[TurnRequester],
+        recording: RunEventIndex | None,
         cache: ReusableReplies | None,
         read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class ModelRequests:
             # The short reply of a leaf is not shown while it arrives, and a stream costs CPU time.
             whole=call.kind == "leaf" and not self.lengths.reasoning_tokens(call.client),
         )
-        turn = TurnRequest(self, call, request, reused, last_word)
+        turn = TurnRequester(self, call, request, reused, last_word)
         found = self._found(turn)
         if found is not None:
             turn.announce()  # as in the recorded run
@@ -206,7 +206,7 @@ class ModelRequests:
             if turn.arrived
         ]
 
-    def remove_in_flight(self, turn: TurnRequest) -> None:
+    def remove_in_flight(self, turn: TurnRequester) -> None:
         """Remove ``turn`` from the requests in flight, because its outcome is recorded. If the run
         is being suspended and this was the last such request, the run ends."""
         self.under_way.discard(turn)
@@ -322,7 +322,7 @@ class ModelRequests:
         if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
             self.ledger.hold(self._last_word.amount)
 
-    def _found(self, turn: TurnRequest) -> tuple[Reply, int] | None:
+    def _found(self, turn: TurnRequester) -> tuple[Reply, int] | None:
         """Return the reply to this request from the recorded run or from the cache, and how many of
         its prompt token ids are already stored. Return None if there is no such reply. Raises the
         recorded error if the recorded run received an error instead."""
@@ -351,7 +351,7 @@ class ModelRequests:
                 return call.history.strip_stored_ids(_free(reply))
         return None
 
-    def _repeat_attempts(self, recording: RecordedRunIndex, turn: TurnRequest) -> None:
+    def _repeat_attempts(self, recording: RunEventIndex, turn: TurnRequester) -> None:
         """Record and charge this turn's recorded attempts that failed or were in flight, because
         the provider may have billed them.
 
@@ -368,7 +368,7 @@ class ModelRequests:
         if recording.is_in_flight(*place):
             turn.charge_in_flight()
 
-    def _check_open(self, turn: TurnRequest) -> None:
+    def _check_open(self, turn: TurnRequester) -> None:
         """Raise LimitReached if the run is about to end and this is not a final request. For the
         final request of the root call, release the budget that was held back."""
         if self.ending.closing is not None and not turn.last_word:
@@ -376,7 +376,7 @@ class ModelRequests:
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = BudgetAmount()
 
-    def _received(self, turn: TurnRequest, reply: Reply) -> tuple[Reply, int]:
+    def _received(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that has just arrived, and add it to the cache. Return the reply without
         the token ids that are already stored, and the number of those ids."""
         reply = recordable(reply, self.setup.scaffold.stop, turn.most())
@@ -385,7 +385,7 @@ class ModelRequests:
         return turn.call.history.strip_stored_ids(reply)
 
 
-class TurnRequest:
+class TurnRequester:
     """The model request of one turn. It reserves budget for each attempt, and records the attempts
     and the reply."""
 
@@ -425,7 +425,7 @@ class TurnRequest:
         self._excess = ""
         """A warning if the reply used more than was reserved, or an empty string."""
 
-    def use_recorded_prompt(self, recording: RecordedRunIndex) -> None:
+    def use_recorded_prompt(self, recording: RunEventIndex) -> None:
         """Use the recorded prompt if it differs from the new one only in the numbers of the run's
         limits. If these limits have changed, system messages are not compared, because the rest of
         their text depends only on settings that were already compared."""

@@ -21,7 +21,7 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.prompt_text import PromptExample, user_instructions
 from ramify.engine.question import Question, opening
 from ramify.engine.scaffold import Scaffold
-from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.engine.typed import AnswerSchema, TypeMismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyCut
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop
@@ -49,7 +49,7 @@ def direct_prompt(
     return before, f"{prompt}\n\n{question.about}" if question.about else prompt
 
 
-def with_answer_format(prompt: str, kind: AnswerType | None) -> str:
+def with_answer_format(prompt: str, kind: AnswerSchema | None) -> str:
     """Return ``prompt``, followed by a description of the required answer format if there is
     one."""
     return f"{prompt}\n\n{kind.json_only_instruction()}" if kind else prompt
@@ -59,7 +59,7 @@ async def answer_plainly(
     ask: AskModel,
     model: str,
     first: list[Message],
-    kind: AnswerType | None,
+    kind: AnswerSchema | None,
     cut: Callable[[str], ReplyCut],
     max_repairs: int = MAX_REPAIRS,
     *,
@@ -126,7 +126,7 @@ def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
     return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 
-async def _value(kind: AnswerType, text: str) -> Any:
+async def _value(kind: AnswerSchema, text: str) -> Any:
     """Parse a reply as a value of the required type. A long reply is parsed in a thread, because
     that may take seconds."""
     return await asyncio.to_thread(kind.read, text) if len(text) > LONG_CHARS else kind.read(text)

@@ -26,7 +26,7 @@ from ramify.engine.prompt_text import (
     round_down_to_two_digits,
     user_instructions,
 )
-from ramify.engine.resources import ModelFacts, RlmSetup, RunModels
+from ramify.engine.resources import RlmSetup, RunModelInfo, RunModels
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
@@ -123,7 +123,7 @@ def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
 
 
 def _fitting_chars(
-    model: ModelFacts, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
+    model: RunModelInfo, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
     """Return the maximum length of a prompt, in characters, that the model can read and the budget
     allows. The prompt must fit the window together with its reply, and may cost at most half of the

@@ -28,13 +28,13 @@ from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tools
-from ramify.engine.typed import CITE_INSTRUCTION, AnswerType, answer_type, cited_type
+from ramify.engine.typed import CITE_INSTRUCTION, AnswerSchema, answer_type, cited_type
 from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
 from ramify.logging import calling_line, warn_at
 from ramify.nearest_name import nearest_name
 from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
-from ramify.sources.base import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.sources.convert_to_context import as_context, needs_io
+from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.types.event import Listener, ModeChosen
 from ramify.types.message import Message, encodable
 
@@ -259,7 +259,7 @@ class Question(msgspec.Struct, frozen=True):
     """Text about the context for the model, in addition to its size and beginning."""
     tools: Mapping[str, Any] = {}
     """Functions that belong to the sources of the context."""
-    kind: AnswerType | None = None
+    kind: AnswerSchema | None = None
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Prepares each new session before its first cell."""
@@ -290,7 +290,7 @@ class Question(msgspec.Struct, frozen=True):
     needs_session: bool = False
     """True if a part of the context, such as scanned pages, can be read only through a tool."""
     read: Mapping[str, Any] = {}
-    """Record of the sources: ``sources.base.RecordedSources`` as plain values."""
+    """Record of the sources: ``sources.loaded_sources.RecordedSources`` as plain values."""
     sources: Mapping[str, Any] = {}
     """Data from which a repeated run reloads the tools of the sources
     (``LoadedContext.recorded_sources``)."""

@@ -17,7 +17,7 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import truncated_reply_error, truncation_error
 from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, with_answer_format
-from ramify.engine.typed import AnswerType
+from ramify.engine.typed import AnswerSchema
 from ramify.errors import ReplyCut
 from ramify.types.message import Message, Reply
 from ramify.types.picture import Picture
@@ -27,7 +27,7 @@ async def ask_plain(
     run: SharedRunState,
     call: LiveCall,
     prompt: str,
-    kind: AnswerType | None,
+    kind: AnswerSchema | None,
     before: Sequence[Message] = (),
     pictures: tuple[Picture, ...] = (),
     sampling: Sampling | None = None,

@@ -26,7 +26,7 @@ from ramify.engine.limits import max_request_amount
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import LONG_CHARS, with_answer_format
-from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.engine.typed import AnswerSchema, TypeMismatch
 from ramify.types.event import ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Stop, Turn
@@ -36,7 +36,7 @@ def repeat_plain(
     run: SharedRunState,
     call: LiveCall,
     prompt: str,
-    kind: AnswerType | None,
+    kind: AnswerSchema | None,
     sampling: Sampling | None = None,
 ) -> CallOutcome | None:
     """Repeat a whole plain call from the journal and return its outcome. Return None, and change
@@ -60,7 +60,7 @@ def repeat_plain(
     return outcome
 
 
-def _answer(reply: Reply, kind: AnswerType | None) -> CallOutcome | None:
+def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
     """Return the outcome if ``reply`` is certainly a complete answer of type ``kind``, and None
     otherwise."""
     text = reply.message.content

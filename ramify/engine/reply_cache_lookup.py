@@ -23,7 +23,7 @@ import msgspec
 from ramify.clients.base import Request, Sampling
 from ramify.engine import observation_messages
 from ramify.errors import RamifyError
-from ramify.store.call_cache import CallCache, ReplyPlace
+from ramify.store.call_cache import CallCache, JournalReplyOffset
 from ramify.store.journal import FileStoredRun, decode_line
 from ramify.store.line_checksums import ChecksumChain
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
@@ -100,7 +100,7 @@ def request_key_without_limits(
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
+def _places(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
     """Yield the key and the file position of each reusable reply in a journal. Stop at the first
     damaged line."""
     run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
@@ -110,7 +110,7 @@ def _places(path: Path) -> Iterator[tuple[str, ReplyPlace]]:
                 return
             if line.startswith(_READ) and _REDACTED not in line:
                 for key in replies.add(decode_line(line, run, number)):
-                    yield key, ReplyPlace(run.id, offset, chain.crc)
+                    yield key, JournalReplyOffset(run.id, offset, chain.crc)
             chain.advance(line)
             offset += len(line) + 1
 

@@ -33,7 +33,7 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.store.base import RunStore
-    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.store.recorded_replies import RunEventIndex
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "retry_empty", "mode", *INSTRUCTIONS)
 """Options that a resumed or replayed run takes from its record."""
@@ -62,7 +62,7 @@ def rerun_options(
     return msgspec.structs.replace(defaults.updated(options, changes), **unused)
 
 
-def rerun_setup(setup: RlmSetup, recording: RecordedRunIndex, options: RunOptions) -> RlmSetup:
+def rerun_setup(setup: RlmSetup, recording: RunEventIndex, options: RunOptions) -> RlmSetup:
     """Return the settings for repeating a recorded run with ``options``. Instructions and examples
     come from the record. The search over continuations does too, unless ``options`` sets one."""
     now = setup.for_run(options).with_recorded_instructions(recording.started.config)
@@ -135,7 +135,7 @@ def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
         raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
 
 
-def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
+def is_raised(recording: RunEventIndex, limits: Limits) -> bool:
     """Return True if the recorded run ended at a limit and ``limits`` now allows more."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
@@ -148,7 +148,7 @@ def is_raised(recording: RecordedRunIndex, limits: Limits) -> bool:
     return False
 
 
-def limit_hint(recording: RecordedRunIndex) -> str:
+def limit_hint(recording: RunEventIndex) -> str:
     """Return a hint on how to continue a run that ended at a limit, such as which limit to raise.
     Empty if the run did not end at a limit."""
     ended = recording.ended
@@ -159,12 +159,12 @@ def limit_hint(recording: RecordedRunIndex) -> str:
     return f"to continue it, give more than {' or '.join(names)}"
 
 
-def is_conversation(recording: RecordedRunIndex) -> bool:
+def is_conversation(recording: RunEventIndex) -> bool:
     """Return True if the recorded run was started by ``RLM.conversation``."""
     return len(recording.questions) > 1 or bool(recording.started.config.get("conversation"))
 
 
-def recorded_limits(recording: RecordedRunIndex) -> Limits:
+def recorded_limits(recording: RunEventIndex) -> Limits:
     """Return the limits that applied when the run was last started or resumed."""
     fields = recording.limits or recording.started.config.get("limits", {})
     return msgspec.convert(fields, Limits)

@@ -30,7 +30,7 @@ from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox, warning_of
-from ramify.sandbox.launch import launch
+from ramify.sandbox.prewarm import launch
 
 if TYPE_CHECKING:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
@@ -96,11 +96,11 @@ class RunModels:
                 return client
         return None
 
-    def facts(self, client: Client) -> ModelFacts:
+    def facts(self, client: Client) -> RunModelInfo:
         """Return the facts that a prompt may state about a client's model."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
-        return ModelFacts(
+        return RunModelInfo(
             self._aliases[id(client)], client.name, client.window, client.price, vision
         )
 
@@ -129,7 +129,7 @@ class RunModels:
         return run if bound is None else bound.sampled_as(run)
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class RunModelInfo(msgspec.Struct, frozen=True):
     """The facts that a prompt may state about one model of a run."""
 
     alias: str
@@ -193,7 +193,7 @@ def open_pool(max_in_flight: int) -> RateLimitedClientPool:
     return RateLimitedClientPool(max_in_flight)
 
 
-class LoopResources:
+class EventLoopResources:
     """The resources that all runs on one event loop share: the connection pool, the sandbox, and
     objects that tasks open once for all their rollouts."""
 
@@ -256,7 +256,7 @@ class RefCountedLoopResources:
         self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
-        self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
+        self._open: dict[asyncio.AbstractEventLoop, tuple[EventLoopResources, int]] = {}
 
     def prepare(self) -> None:
         """Start preparing a first session in the background, unless an event loop already has its
@@ -264,12 +264,12 @@ class RefCountedLoopResources:
         if not self._open:
             launch(self._spec)
 
-    def pin(self) -> LoopResources:
+    def pin(self) -> EventLoopResources:
         """Register one more user of the running event loop's resources, and return the resources.
         Each call must be followed by one call of ``unpin``."""
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
-            LoopResources(self._max_in_flight, self._spec, self._make_pool),
+            EventLoopResources(self._max_in_flight, self._spec, self._make_pool),
             0,
         )
         self._open[loop] = (resources, count + 1)
@@ -284,7 +284,7 @@ class RefCountedLoopResources:
             await resources.close()
 
     @asynccontextmanager
-    async def use(self) -> AsyncIterator[LoopResources]:
+    async def use(self) -> AsyncIterator[EventLoopResources]:
         resources = self.pin()
         try:
             yield resources
@@ -347,7 +347,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
 
-    async def connect_models(self, resources: LoopResources) -> RunModels:
+    async def connect_models(self, resources: EventLoopResources) -> RunModels:
         await load_clients(
             spec.provider for spec in (*self.model, *self.sub_model) if isinstance(spec, Model)
         )

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
-from ramify.engine.action import FinalAnswer, ParsedAction, read_action, without_thinking
+from ramify.engine.action import FinalAnswerText, ParsedAction, read_action, without_thinking
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message, ToolCall
@@ -63,7 +63,7 @@ def read(message: Message, is_cut: bool = False) -> ParsedAction:
         codes, problems, end = _from_text(text, is_cut)
         box = last_boxed(text[end:], None)
         if box:
-            return ParsedAction(final=FinalAnswer(box, as_is=True))
+            return ParsedAction(final=FinalAnswerText(box, as_is=True))
     return ParsedAction(tuple(codes), ids, None, tuple(problems))
 
 

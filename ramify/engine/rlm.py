@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ramify.engine.run_handle import RunHandle
     from ramify.engine.user_conversation import UserConversation
     from ramify.store.base import RunStore
-    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.store.recorded_replies import RunEventIndex
     from ramify.types.event import AnyEvent
 
 __all__ = ["RLM", "Result", "RunHandle"]
@@ -403,7 +403,7 @@ class RLM:
         return self._restart(run, self._recording(run, "resume"), options, prompt)
 
     def _restart(
-        self, run: str, recording: RecordedRunIndex, options: RunOptions, prompt: Any = None
+        self, run: str, recording: RunEventIndex, options: RunOptions, prompt: Any = None
     ) -> RunHandle:
         setup = rerun.rerun_setup(self._setup, recording, options)
         started = recording.questions[-1]
@@ -531,14 +531,14 @@ class RLM:
         are those of ``start_fork``."""
         return self._in_thread(self.afork(run, turn, options, **changes))
 
-    def _recording(self, run: str, what: str, strict: bool = False) -> RecordedRunIndex:
-        from ramify.store.recorded_replies import RecordedRunIndex
+    def _recording(self, run: str, what: str, strict: bool = False) -> RunEventIndex:
+        from ramify.store.recorded_replies import RunEventIndex
 
-        return RecordedRunIndex(require_store(self.store, what).events(run), strict=strict)
+        return RunEventIndex(require_store(self.store, what).events(run), strict=strict)
 
     def _rerun(
         self,
-        recording: RecordedRunIndex,
+        recording: RunEventIndex,
         setup: RlmSetup,
         options: RunOptions,
         recorder: EventRecorder,

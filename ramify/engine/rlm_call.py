@@ -6,8 +6,8 @@ output, and repeat until there is an answer. This is the RLM loop, which is the 
      └──────────────── observation <─────────────────┘
 
 Requests and their budget are handled by ``model_requests.py``, the session and its recovery by
-``call_notebook.py``, the calls that session code makes by ``host.py``, and several continuations of
-one turn by ``branch.py``.
+``persistent_session.py``, the calls that session code makes by ``host.py``, and several
+continuations of one turn by ``branch.py``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import msgspec
 from ramify.clients.base import Tool
 from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.action import (
-    FinalAnswer,
+    FinalAnswerText,
     ParsedAction,
     answer_code,
     prose_of,
     read_action,
 )
-from ramify.engine.call_notebook import MAX_DEATHS, Notebook
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.foreign_reply_syntax import syntax_hint
 from ramify.engine.host import CellHost
@@ -36,9 +35,10 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import truncated_reply_error
 from ramify.engine.nonblocking_reply_parsing import read_reply
+from ramify.engine.persistent_session import MAX_DEATHS, PersistentSession
 from ramify.engine.question import opening
 from ramify.engine.truncated_replies import complete_truncated
-from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.engine.typed import AnswerSchema, TypeMismatch
 from ramify.errors import (
     HostCallError,
     LimitReached,
@@ -65,11 +65,11 @@ _REFUSED_CHARS = 500
 """Maximum characters that the journal keeps of the reason why an answer was not accepted."""
 
 
-class PerTurnCallState(msgspec.Struct):
+class MutableCallState(msgspec.Struct):
     """The state of one call that changes from turn to turn, apart from its message history and its
     session. A fork of the call starts with a copy."""
 
-    kind: AnswerType | None = None
+    kind: AnswerSchema | None = None
     """Required type of the answer."""
     pending: list[Message] = []
     """Messages that the next request will add to the conversation."""
@@ -95,7 +95,7 @@ class PerTurnCallState(msgspec.Struct):
     told: dict[str, int] = {}
     """Limit -> urgency of the last warning about it."""
 
-    def copy(self) -> PerTurnCallState:
+    def copy(self) -> MutableCallState:
         """Return an independent copy, from which a second continuation of the call can start."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
@@ -112,15 +112,15 @@ class RlmCall:
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
-        self.notebook = Notebook(run, call)
+        self.notebook = PersistentSession(run, call)
         if previous is not None:
             self.notebook.take_over(previous.notebook)
-        self._state = PerTurnCallState()
+        self._state = MutableCallState()
         self._closed_by: Stop | None = None  # at which the last cell runs, which makes no calls
         self._is_root = call.parent is None
 
     async def answer(
-        self, question: str, kind: AnswerType | None = None, before: Sequence[Message] = ()
+        self, question: str, kind: AnswerSchema | None = None, before: Sequence[Message] = ()
     ) -> CallOutcome:
         """Take turns until the question is answered or a limit is reached, and return the outcome.
         ``question`` is the complete first message, ``before`` holds the messages that precede it,
@@ -130,7 +130,7 @@ class RlmCall:
             pass
         return outcome
 
-    def begin(self, question: str, kind: AnswerType | None, before: Sequence[Message]) -> None:
+    def begin(self, question: str, kind: AnswerSchema | None, before: Sequence[Message]) -> None:
         """Prepare the first turn of a question and start opening the session. Then call ``step``
         for each turn."""
         self._state.kind = kind
@@ -409,7 +409,7 @@ class RlmCall:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
+    async def _text_final(self, final: FinalAnswerText, notes: list[str]) -> Any:
         """Return the value of a ``FINAL(…)`` or ``FINAL_VAR(…)`` that the model wrote as text
         instead of code. If the variable cannot be read, add a note for the model and return
         ``_NOTHING``."""

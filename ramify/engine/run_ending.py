@@ -1,12 +1,12 @@
 """Decide when and how a run ends: at its deadline, early on request, or suspended because of a
 problem that a person must solve.
 
-``RunEnder.end_work_early`` ends work early, at the deadline or on the user's request: requests in
+``RunStopper.end_work_early`` ends work early, at the deadline or on the user's request: requests in
 flight are cancelled and charged as possibly billed, running cells are interrupted, and only final
 requests ("last words") are still sent.
 
-``RunEnder.suspend`` ends a run that a person must help: nothing more is sent, the replies on their
-way are recorded, and then the run's task is cancelled.
+``RunStopper.suspend`` ends a run that a person must help: nothing more is sent, the replies on
+their way are recorded, and then the run's task is cancelled.
 
 Limits on tokens, calls and dollars are enforced by ``limits.py``. The end of each call is recorded
 by ``live_run.py``.
@@ -34,7 +34,7 @@ _REPLIES_KEPT = 2.0
 """Time kept for the final reply, as a multiple of the slowest reply so far."""
 
 
-class RunEnder:
+class RunStopper:
     """Ends a run by its deadline, or earlier if it is asked to finish or is suspended. The run is
     the asyncio task that creates this object. All methods must be called on its event loop."""
 

@@ -22,7 +22,7 @@ from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, did_you_mean
 from ramify.format_quantities import plain
-from ramify.store.recorded_replies import RecordedRunIndex
+from ramify.store.recorded_replies import RunEventIndex
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -114,7 +114,7 @@ class ForkPoint:
         kept = _kept_calls(events, calls, path)
         are_kept = [_is_kept(event, path, kept) for event in events]
         kept_events = [event for event, is_kept in zip(events, are_kept, strict=True) if is_kept]
-        self.recording = RecordedRunIndex(kept_events)
+        self.recording = RunEventIndex(kept_events)
         self.recording.is_fork = True
         self.recording.prompts = {
             place: texts

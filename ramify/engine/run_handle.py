@@ -26,13 +26,13 @@ from ramify.engine.answer_mode_choice import (
 )
 from ramify.engine.answer_serialization import jsonable, typed_record
 from ramify.engine.call_outcome import CallOutcome, failed
-from ramify.engine.event_loop_thread import LoopWatch
+from ramify.engine.event_loop_thread import RunLivenessWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import SharedRunState, store_context
-from ramify.engine.policy_scope import out_of_scope
+from ramify.engine.out_of_scope_warning import out_of_scope
 from ramify.engine.prompt_facts import check_instructions
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.resources import LoopResources, RefCountedLoopResources, RlmSetup
+from ramify.engine.resources import EventLoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tools
 from ramify.engine.typed import CitedAnswer
@@ -66,7 +66,7 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.reply_cache_lookup import ReusableReplies
-    from ramify.store.recorded_replies import RecordedRunIndex
+    from ramify.store.recorded_replies import RunEventIndex
 
 
 _log = ComponentLogger("sources")
@@ -86,7 +86,7 @@ class RunHandle:
         recorder: EventRecorder,
         *,
         conversation: UserConversationState | None = None,
-        recording: RecordedRunIndex | None = None,
+        recording: RunEventIndex | None = None,
         cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class RunHandle:
             _log.warning("warning", text)
         outcome = CallOutcome(Stop.ERROR, error="the run did not start")
         run: SharedRunState | None = None
-        watch: LoopWatch | None = None
+        watch: RunLivenessWatch | None = None
         try:
             async with self._shared.use() as resources:
                 await self._repeat_earlier()
@@ -203,7 +203,7 @@ class RunHandle:
                     cache=self._cache,
                 )
                 limits = self._setup.limits
-                watch = LoopWatch(
+                watch = RunLivenessWatch(
                     limits.max_seconds, limits.stall_s, self._blocked, run.ending.cancel_overdue
                 )
                 if self._question.pictures:
@@ -287,7 +287,7 @@ class RunHandle:
         else:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
-    async def _context(self, resources: LoopResources) -> SharedContext | None:
+    async def _context(self, resources: EventLoopResources) -> SharedContext | None:
         """Return the encoded context of the question, or None if there is none. It is encoded once,
         in a thread if it is large. If there is a store, the context is stored."""
         context = await self._encoded(resources)
@@ -295,7 +295,7 @@ class RunHandle:
             self._question.on_context(context)
         return context
 
-    async def _encoded(self, resources: LoopResources) -> SharedContext | None:
+    async def _encoded(self, resources: EventLoopResources) -> SharedContext | None:
         if self._conversation is not None and self._conversation.context is not None:
             return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs

@@ -26,11 +26,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ramify.engine import observation_messages
-from ramify.engine.action import FinalAnswer
+from ramify.engine.action import FinalAnswerText
 from ramify.errors import ConfigError
 from ramify.sandbox.guest.mapped_text import MappedText
-from ramify.sources.base import SourcePlace
-from ramify.sources.document_places import place_at_line
+from ramify.sources.document_parts import place_at_line
+from ramify.sources.loaded_sources import SourcePlace
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class TypeMismatch(Exception):
     reason, and is shown to the model."""
 
 
-class AnswerType(msgspec.Struct, frozen=True):
+class AnswerSchema(msgspec.Struct, frozen=True):
     """The required type of an answer: a JSON schema for the model, and a function that checks and
     converts the answer."""
 
@@ -88,8 +88,8 @@ class AnswerType(msgspec.Struct, frozen=True):
         """Return the value that the model meant by ``FINAL(text)``, before conversion. Tries a
         Python literal, a literal inside a quoted string, and plain text. If none matches the type,
         return the literal, so that the mismatch can be reported."""
-        value = FinalAnswer(text).literal()
-        quoted = FinalAnswer(value).literal() if isinstance(value, str) else value
+        value = FinalAnswerText(text).literal()
+        quoted = FinalAnswerText(value).literal() if isinstance(value, str) else value
         for reading in (value, quoted, text):
             try:
                 self.convert(reading)
@@ -111,18 +111,18 @@ class AnswerType(msgspec.Struct, frozen=True):
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
-def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
+def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
     """Return the answer type for ``kind``, which is a Python type or a JSON schema. Raises
     ConfigError if it is neither, or if an untrusted schema exceeds the limits of ``schema.py``."""
-    if isinstance(kind, AnswerType):
+    if isinstance(kind, AnswerSchema):
         return kind
     if isinstance(kind, Mapping):
         return _of_schema(dict(kind), trusted)
     if _is_pydantic(kind):
-        return AnswerType(kind.model_json_schema(), _pydantic(kind.model_validate))
+        return AnswerSchema(kind.model_json_schema(), _pydantic(kind.model_validate))
     if any(map(_is_pydantic, _parts(kind))):
         adapter = sys.modules["pydantic"].TypeAdapter(kind)
-        return AnswerType(adapter.json_schema(), _pydantic(adapter.validate_python))
+        return AnswerSchema(adapter.json_schema(), _pydantic(adapter.validate_python))
     try:
         schema = _inlined(msgspec.json.schema(kind))
     except TypeError as error:
@@ -132,7 +132,7 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType:
             "dataclass type, a type such as "
             "list[int], or a JSON schema as a dict"
         ) from None
-    return AnswerType(schema, _msgspec(kind))
+    return AnswerSchema(schema, _msgspec(kind))
 
 
 def parse_json(text: str) -> Any:
@@ -153,7 +153,7 @@ def parse_json(text: str) -> Any:
     raise TypeMismatch(f"the reply is not JSON ({error})")
 
 
-def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
+def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerSchema:
     from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 
     checked = JsonSchema(schema, trusted=trusted)
@@ -172,7 +172,7 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
             raise TypeMismatch(failure)
         return _writable(plain)
 
-    return AnswerType(schema, convert)
+    return AnswerSchema(schema, convert)
 
 
 def _msgspec(kind: Any) -> Callable[[Any], Any]:
@@ -279,7 +279,7 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
 
 def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[SourcePlace]] = {}
-) -> AnswerType:
+) -> AnswerSchema:
     """Return the answer type for an answer with citations, which are checked against ``context``.
     ``kind`` is the type of the answer itself. ``places`` describes the structure of each document,
     such as its pages, so that a citation can name its page."""
@@ -310,7 +310,7 @@ def cited_type(
             ),
         )
 
-    return AnswerType(schema, convert)
+    return AnswerSchema(schema, convert)
 
 
 def citation_error(citation: Citation, context: Any) -> str | None:

@@ -36,7 +36,7 @@ from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import user_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_plain_call import ask_plain
-from ramify.engine.resources import LoopResources, RlmSetup, RunModels
+from ramify.engine.resources import EventLoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.engine.typed import TypeMismatch
 from ramify.errors import ConfigError, HostCallError, RamifyError, ReplayDiverged, raised_at
@@ -142,7 +142,7 @@ async def answer(
     way: WayToAnswer,
     question: Question,
     context: SharedContext | None,
-    resources: LoopResources,
+    resources: EventLoopResources,
     conversation: UserConversationState | None,
     asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
@@ -164,7 +164,7 @@ async def answer(
 
 
 async def _answer_by_conversations(
-    run: SharedRunState, question: Question, resources: LoopResources
+    run: SharedRunState, question: Question, resources: EventLoopResources
 ) -> CallOutcome:
     """Run the task's own code, which holds its conversations with the models itself, and return its
     result as the outcome. An exception in that code becomes a failed outcome."""

@@ -1,6 +1,6 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.agents.agent_job import AgentJob as AgentJob
 from ramify.agents.agent_result import AgentRun as AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob as AgentJob
 from ramify.agents.agent_task import AgentTask as AgentTask
 from ramify.evaluate.evaluation_report import AttemptTotals as AttemptTotals
 from ramify.evaluate.evaluation_report import EvaluationReport as EvaluationReport

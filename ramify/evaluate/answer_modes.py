@@ -35,7 +35,7 @@ _PROMPT_TOKENS = 200
 """Tokens that a plain call adds to the question and the context."""
 
 
-class ModelRoom(msgspec.Struct, frozen=True):
+class ModelCapacity(msgspec.Struct, frozen=True):
     """How much text one plain call to a model can read, and what it costs: the context window, the
     tokens kept for the reply, and the price."""
 
@@ -67,13 +67,13 @@ class ModelRoom(msgspec.Struct, frozen=True):
         return (read + self.reply * self.price.output) / 1e6
 
 
-async def room_of(rlm: RLM) -> ModelRoom:
+async def room_of(rlm: RLM) -> ModelCapacity:
     """Return the context window, the reply limit and the price of the root call's model. The model
     is not called."""
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
-        return ModelRoom(window, min(calls.max_reply_tokens, window // 4), calls.client.price)
+        return ModelCapacity(window, min(calls.max_reply_tokens, window // 4), calls.client.price)
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelRoom
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity
 from ramify.evaluate.evaluation_report import aligned
 from ramify.evaluate.matrix import MatrixCell, MatrixPlan
 from ramify.evaluate.matrix_report import is_right
@@ -36,7 +36,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
-def sizes_for(room: ModelRoom) -> list[int]:
+def sizes_for(room: ModelCapacity) -> list[int]:
     """Return the call sizes that a calibration measures by default: the smallest one, doubled as
     long as the result fits into the model's window."""
     sizes = [FIRST_SIZE]
@@ -56,7 +56,7 @@ def size_of(cell: MatrixCell) -> int:
     return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
-def likely_dollars(plan: MatrixPlan, room: ModelRoom) -> float | None:
+def likely_dollars(plan: MatrixPlan, room: ModelCapacity) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
     Return None if the model has no known price."""
     if room.price is None:

@@ -2,7 +2,7 @@
 questions, length, model, answering mode and scaffold (the prompts for the model).
 
     MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
-        ──▶ each cell is a recorded evaluation ──▶ MatrixRow (see matrix_report.py)
+        ──▶ each cell is a recorded evaluation ──▶ MatrixCellScores (see matrix_report.py)
 
 A matrix is a list of evaluation plans under one id. This module decides which combinations (cells)
 are evaluated and in which files they are recorded. Cells that differ only in model, mode or
@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelRoom, mode_of
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity, mode_of
 from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationStore, choose_split
 from ramify.evaluate.systems.attempt import system_of
 from ramify.store.durable_files import (
@@ -134,7 +134,7 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.cells[0].plan
 
 
-def plan_of(axes: MatrixAxes, tasks: MatrixTasks) -> MatrixPlan:
+def plan_of(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
     """Plan one evaluation for each combination of the axes. Tasks that must be created for this are
     stored in ``tasks`` for later use. Raises ConfigError for a suite, family, length, mode or
     system that does not exist."""
@@ -226,7 +226,7 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
 
 
 def _families(
-    suite: str, options: dict[str, Any], split: str, tasks: MatrixTasks
+    suite: str, options: dict[str, Any], split: str, tasks: MatrixTaskCache
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """Return, for each family of questions in a suite, the cell's coordinates and the task options
     that select this family. Suites without families, or with questions from a file, have a single
@@ -254,7 +254,7 @@ def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-class MatrixTasks:
+class MatrixTaskCache:
     """A cache of the tasks of a matrix. Cells that differ only in model, mode or scaffold share one
     task object."""
 
@@ -284,7 +284,7 @@ class MatrixEstimate(msgspec.Struct, frozen=True):
 
 def estimate(
     plan: MatrixPlan,
-    rooms: Mapping[str, ModelRoom],
+    rooms: Mapping[str, ModelCapacity],
     limit: float | None,
     left: Mapping[str, int],
 ) -> MatrixEstimate:

@@ -51,7 +51,7 @@ class SelfReportedUsage(msgspec.Struct, frozen=True):
     """Input and output tokens."""
 
 
-class MatrixRow(msgspec.Struct, frozen=True):
+class MatrixCellScores(msgspec.Struct, frozen=True):
     """The scores and costs of one cell of a matrix, or of all families of questions of a suite
     together."""
 
@@ -98,7 +98,7 @@ class MatrixReport(msgspec.Struct, frozen=True):
     baseline: dict[str, str]
     """Model, mode and scaffold of the rows that others are compared with; only axes with several
     values."""
-    rows: tuple[MatrixRow, ...]
+    rows: tuple[MatrixCellScores, ...]
     first_error: str
     """Why the first attempt without a reward failed; empty if all have a reward."""
 
@@ -222,7 +222,7 @@ def _row(
     difference: MeanEstimate | None,
     k: int,
     seed: int,
-) -> MatrixRow:
+) -> MatrixCellScores:
     outcomes = [outcome for _, outcome in group.made]
     scores = [_mean(attempts) for attempts in by_item.values()]
     passes = [
@@ -233,7 +233,7 @@ def _row(
     seconds = sorted(outcome.seconds for outcome in outcomes)
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     reasons = Counter(filter(None, map(reason_of, outcomes)))
-    return MatrixRow(
+    return MatrixCellScores(
         group.place,
         group.records,
         group.is_kind,
@@ -300,7 +300,7 @@ def matrix_table(report: MatrixReport) -> str:
     per = " per family" if "family" in varied else ""
     num = f"{plan.items:,} item{'s' * (plan.items != 1)}{per}"
     num += f", {plan.attempts} attempt{'s' * (plan.attempts != 1)} each"
-    columns: list[tuple[str, bool, Callable[[MatrixRow], str]]] = [
+    columns: list[tuple[str, bool, Callable[[MatrixCellScores], str]]] = [
         (axis, False, functools.partial(_place, axis)) for axis in varied
     ]
     columns.append(("score", False, lambda row: _figure(row.score)))
@@ -333,14 +333,14 @@ def matrix_table(report: MatrixReport) -> str:
 
 
 def _own_columns(
-    rows: Sequence[MatrixRow],
-) -> list[tuple[str, bool, Callable[[MatrixRow], str]]]:
+    rows: Sequence[MatrixCellScores],
+) -> list[tuple[str, bool, Callable[[MatrixCellScores], str]]]:
     """Return the table columns for the usage that external systems report for themselves. Empty if
     no row has such counts."""
     if all(row.own is None for row in rows):
         return []
 
-    def calls(row: MatrixRow) -> str:
+    def calls(row: MatrixCellScores) -> str:
         if row.own is None:
             return "-"
         part = f" ({row.own.attempts} of {row.made})" if row.own.attempts < row.made else ""
@@ -352,7 +352,7 @@ def _own_columns(
     ]
 
 
-def _place(axis: str, row: MatrixRow) -> str:
+def _place(axis: str, row: MatrixCellScores) -> str:
     return row.place.get(axis, "")
 
 
@@ -376,7 +376,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:,.0f} s"
 
 
-def _reasons(row: MatrixRow) -> str:
+def _reasons(row: MatrixCellScores) -> str:
     parts = [f"{num:,} {reason}" for reason, num in row.reasons.items()]
     if row.made < row.planned:
         parts.append(f"{row.planned - row.made:,} not made")

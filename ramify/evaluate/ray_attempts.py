@@ -1,6 +1,6 @@
 """Run the attempts of evaluations on the machines of a Ray cluster.
 
-    evaluate_all ── RayAttemptMaker.make ──> AttemptWorker (actors) ──> a run's id, its outcome
+    evaluate_all ── RayAttemptMaker.make ──> EvaluationWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next        a task and an RLM each
 
 Each worker makes the items of a task itself, so that no long context is sent over the network, and
@@ -35,7 +35,7 @@ from ramify.actors.ray_cluster import (
 )
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.matrix import MatrixTasks
+from ramify.evaluate.matrix import MatrixTaskCache
 from ramify.evaluate.run import (
     AttemptOutcome,
     AttemptStarted,
@@ -77,7 +77,7 @@ class _RemoteRecord:
         self._tell(AttemptStarted(item, attempt, run))
 
 
-class AttemptWorker:
+class EvaluationWorker:
     """A Ray actor that runs attempts of evaluations in several threads of one process of the
     cluster."""
 
@@ -91,7 +91,7 @@ class AttemptWorker:
         sys.path[:0] = [""] * ("" not in sys.path)
         self._make = make
         self._store = Store(Path(store)) if store else None
-        self._tasks = MatrixTasks()
+        self._tasks = MatrixTaskCache()
         self._made: dict[bytes, RlmAttemptMaker] = {}
         self._items: dict[tuple[int, str, int], Item] = {}
         self._lock = threading.Lock()
@@ -203,7 +203,7 @@ class RayAttemptMaker:
             cpus = int(ray.cluster_resources().get("CPU", 1))
             num = min(self._concurrency, self._workers or max(1, cpus))
             each = math.ceil(self._concurrency / num)
-            worker = ray.remote(AttemptWorker).options(
+            worker = ray.remote(EvaluationWorker).options(
                 num_cpus=_WORKER_CPUS, max_concurrency=each + 1, max_restarts=-1
             )
             given = self._make, self._store, os.getcwd(), __version__

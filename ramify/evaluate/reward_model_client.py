@@ -38,7 +38,7 @@ from ramify.http_client.http_transport import (
     RequestDestination,
     route_to,
 )
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.batched import BatchedReward
 

@@ -23,7 +23,7 @@ from ramify.store.base import RunStore
 from ramify.tasks.base import Worth, as_score, set_trajectory_score
 from ramify.types.event import TASK, AnyEvent, ScoreAdded
 from ramify.types.message import Message
-from ramify.types.traffic import next_user_message
+from ramify.types.recorded_traffic import next_user_message
 from ramify.types.trajectory import Trajectory
 
 ACCEPTED = "accepted"

@@ -5,7 +5,7 @@ package.
     task = task_of("verifiers:gsm8k-v1")                       the same in a recipe: task.name=…
     task = verifiers_task(MyTaskset(MyConfig()), env=MyEnv)    objects and classes of a program
 
-    attempt ── conduct ──> vf.Env.run_episode ── its agents' requests ──> ModelEndpoint ──> the run
+    attempt ── conduct ──> vf.Env.run_episode ── its agents' requests ──> AgentModelServer ──> run
                            setup, tools, turns, finalize, rewards              trained by tokens
             ── score <──── rewards and metrics of the episode's traces
 
@@ -38,7 +38,7 @@ import msgspec
 
 from ramify.engine.external_conversations import RunModelClient
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.agent_model_endpoint import MODEL, AgentModelAccess, ModelEndpoint
+from ramify.evaluate.agent_model_server import MODEL, AgentModelAccess, AgentModelServer
 from ramify.evaluate.verifiers_chat_harness import register_chat_harness
 from ramify.tasks.base import (
     ENDLESS,
@@ -141,7 +141,7 @@ class RunningVerifiersEnv(msgspec.Struct):
     agents call."""
 
     env: Any
-    endpoint: ModelEndpoint
+    endpoint: AgentModelServer
 
 
 class EpisodeRunner:
@@ -238,7 +238,7 @@ class EpisodeRunner:
     @asynccontextmanager
     async def _served(self, max_turns: int) -> AsyncIterator[RunningVerifiersEnv]:
         env = self._make(max_turns)
-        async with ModelEndpoint() as endpoint, env.serving():
+        async with AgentModelServer() as endpoint, env.serving():
             yield RunningVerifiersEnv(env, endpoint)
 
     # --- one attempt ------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class EpisodeRunner:
             raise RamifyError(f"task '{self.name}', item {item.id}: {_failure(episode)}")
         return episode, _record(self.name, item, episode, conversations)
 
-    def _with_judge(self, config: Any, endpoint: ModelEndpoint, seat: str) -> Any:
+    def _with_judge(self, config: Any, endpoint: AgentModelServer, seat: str) -> Any:
         if self._judge == FROZEN:
             update = {
                 "base_url": endpoint.url(seat),

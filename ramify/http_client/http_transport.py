@@ -38,7 +38,7 @@ import httptools
 import msgspec
 
 from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
-from ramify.http_client.compression import HttpBodyDecompressor, too_long
+from ramify.http_client.decompression import HttpBodyDecompressor, too_long
 from ramify.http_client.tls import tls_context, tls_failure
 from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable_name
 

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from ramify.errors import ConfigError
 from ramify.http_server.rejections import RequestRejected
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 
 
 class ListenAddress(msgspec.Struct, frozen=True):

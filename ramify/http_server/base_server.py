@@ -36,7 +36,7 @@ from ramify.http_server.access import (
     check_origin,
     presented_key,
 )
-from ramify.http_server.connections import HttpServerConnection, ServerConnectionManager
+from ramify.http_server.connections import HttpServerConnection, IncomingConnections
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.request_body_limiter import RequestBodyLimiter
@@ -63,7 +63,7 @@ async def received(http: web.Request) -> AsyncIterator[bytes]:
         yield body
 
 
-class HttpServer:
+class AiohttpServer:
     """An HTTP server for one aiohttp application. It checks every request before the application
     sees it."""
 
@@ -104,7 +104,7 @@ class HttpServer:
         self.uploads = RequestBodyLimiter(limits)
         self._key_help = key_help
         self._on_response = on_response
-        self.connections = ServerConnectionManager(limits)
+        self.connections = IncomingConnections(limits)
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None

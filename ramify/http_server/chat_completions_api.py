@@ -1,6 +1,6 @@
 """The chat completions API for a single model: parse requests, and write replies and streams.
 
-    body ──read──> ChatExchange ── request ──> Request       Reply ──> body or events
+    body ──read──> ChatCompletionsHandler ── request ──> Request       Reply ──> body or events
 
 Fields without an effect here (``user``, ``metadata``, …) are accepted and ignored. A field that
 would change the answer but is not supported is rejected by name, so that no client believes that it
@@ -133,7 +133,7 @@ _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 encode = model_api.encode
 
 
-class ChatExchange:
+class ChatCompletionsHandler:
     """A chat completion request in progress, with methods that write its replies as one body or as
     stream events."""
 
@@ -220,7 +220,7 @@ class ChatExchange:
         return head(self.id, self._model.name, kind, self._created)
 
 
-def read(body: bytes, model: ServedModel) -> ChatExchange:
+def read(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
     """Parse the body of a chat completion request. Raises Refused or RequestRejected with the
     reason if it is invalid."""
     parsed = model_api.decode_request(_decoder, body, "chat completion")
@@ -233,7 +233,7 @@ def read(body: bytes, model: ServedModel) -> ChatExchange:
     model_api.check_sampling(parsed.temperature, parsed.top_p)
     if parsed.top_logprobs and not parsed.logprobs:
         raise RequestRejected("top_logprobs needs logprobs=true", param="top_logprobs")
-    return ChatExchange(parsed, model)
+    return ChatCompletionsHandler(parsed, model)
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:

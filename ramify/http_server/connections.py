@@ -47,7 +47,7 @@ _BATCH = 32
 _HEAD_END = b"\r\n\r\n"
 
 
-class ServerConnectionManager:
+class IncomingConnections:
     """The open connections of one server. It accepts new ones, and closes those that wait too long
     for a request."""
 
@@ -121,7 +121,7 @@ class HttpServerConnection(web.RequestHandler):
 
     def __init__(
         self,
-        table: ServerConnectionManager,
+        table: IncomingConnections,
         web_server: web.Server,
         loop: asyncio.AbstractEventLoop,
     ) -> None:

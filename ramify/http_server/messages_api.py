@@ -1,6 +1,6 @@
 """Anthropic's messages API for a single model: parse requests, and write replies and streams.
 
-    body ──read──> MessagesExchange ── request ──> Request       Reply ──> body or events
+    body ──read──> MessagesHandler ── request ──> Request       Reply ──> body or events
 
 In this API, the arguments of a tool call are a JSON object, while the chat template of a model
 writes them as JSON text. Both directions use the spacing of ``json.dumps``, as chat templates do,
@@ -115,7 +115,7 @@ class MessagesRequest(msgspec.Struct):
 _decoder = msgspec.json.Decoder(MessagesRequest)
 
 
-class MessagesExchange:
+class MessagesHandler:
     """A messages API request in progress, with methods that write its reply as one body or as
     stream events."""
 
@@ -238,7 +238,7 @@ class MessagesExchange:
         return next((stop for stop in stops if content + stop in sampled), None)
 
 
-def read(body: bytes, model: ServedModel) -> MessagesExchange:
+def read(body: bytes, model: ServedModel) -> MessagesHandler:
     """Parse the body of a messages API request. Raises Refused or RequestRejected with the reason
     if it is invalid."""
     parsed = _parsed(body)
@@ -246,7 +246,7 @@ def read(body: bytes, model: ServedModel) -> MessagesExchange:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
     if parsed.max_tokens < 1:
         raise Refused(f"max_tokens is {parsed.max_tokens}: give at least 1")
-    return MessagesExchange(parsed, model)
+    return MessagesHandler(parsed, model)
 
 
 def read_count_request(body: bytes, model: ServedModel) -> Request:

@@ -29,7 +29,7 @@ from ramify.clients.base import Request
 from ramify.errors import ModelError, RamifyError, RateLimited, Refused
 from ramify.http_server import chat_completions_api, messages_api, responses_api
 from ramify.http_server.base_server import received
-from ramify.http_server.model_api import ModelApiExchange, ServedModel, encode
+from ramify.http_server.model_api import ModelApiHandler, ServedModel, encode
 from ramify.http_server.rejections import TOO_LONG, RequestRejected, asks_anthropic
 from ramify.http_server.responses_api import StoredResponses
 from ramify.types.message import Reply
@@ -43,7 +43,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 """Function that records a reply: (response id, number of the reply in it, request, reply)."""
 
 
-class CallerModel(msgspec.Struct, frozen=True):
+class ModelForCaller(msgspec.Struct, frozen=True):
     """The model that answers one caller, with the responses stored for this caller."""
 
     model: ServedModel
@@ -51,17 +51,17 @@ class CallerModel(msgspec.Struct, frozen=True):
     recorder: Recorder | None = None
     """Records each reply before its last part is sent. None if nothing is recorded."""
 
-    async def record(self, exchange: ModelApiExchange, index: int, reply: Reply) -> None:
+    async def record(self, exchange: ModelApiHandler, index: int, reply: Reply) -> None:
         if self.recorder is not None and not exchange.is_private:
             await self.recorder(exchange.id, index, exchange.request, reply)
 
-    def recording_headers(self, exchange: ModelApiExchange) -> dict[str, str]:
+    def recording_headers(self, exchange: ModelApiHandler) -> dict[str, str]:
         """Return the HTTP headers that tell a client whether its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 
 
-Admission = Callable[[web.Request], AbstractAsyncContextManager[CallerModel]]
+Admission = Callable[[web.Request], AbstractAsyncContextManager[ModelForCaller]]
 """Context manager that admits a request until its block ends. Raises RequestRejected if the request
 is not admitted."""
 
@@ -130,8 +130,8 @@ class ModelApiRoutes:
     async def _answered(
         self,
         http: web.Request,
-        caller: CallerModel,
-        read: Callable[[bytes], ModelApiExchange],
+        caller: ModelForCaller,
+        read: Callable[[bytes], ModelApiHandler],
     ) -> web.StreamResponse:
         with errors_as_rejections():
             exchange = await _read(http, read)
@@ -195,7 +195,7 @@ async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _streamed(
-    http: web.Request, caller: CallerModel, exchange: ModelApiExchange
+    http: web.Request, caller: ModelForCaller, exchange: ModelApiHandler
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={
@@ -232,7 +232,7 @@ async def _streamed(
     return response
 
 
-def _check(reply: Reply, exchange: ModelApiExchange) -> None:
+def _check(reply: Reply, exchange: ModelApiHandler) -> None:
     """Raise RequestRejected if a reply lacks what the request required: the right tool calls, or
     the most likely tokens' log-probabilities."""
     exchange.tool_choice.check(reply)

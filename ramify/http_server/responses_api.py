@@ -1,6 +1,6 @@
 """OpenAI's responses API for a single model: parse requests, and write responses and streams.
 
-    body ──read──> ResponsesExchange ── request ──> Request       Reply ──> body or events
+    body ──read──> ResponsesHandler ── request ──> Request       Reply ──> body or events
 
 A response consists of items: reasoning, a message, and function calls. If a client sends the items
 of an earlier response back in their order, they become the one message that the model wrote. With
@@ -143,7 +143,7 @@ class ResponsesRequest(msgspec.Struct):
 _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
-class ResponsesExchange:
+class ResponsesHandler:
     """A responses API request in progress, with methods that write its reply as one body or as
     stream events."""
 
@@ -407,7 +407,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
     """The fields that identify the item in each of its events."""
 
 
-def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesExchange:
+def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesHandler:
     """Parse the body of a responses API request. Raises Refused or RequestRejected with the reason
     if it is invalid."""
     parsed = model_api.decode_request(_decoder, body, "response")
@@ -415,7 +415,7 @@ def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesE
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
         raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
     model_api.check_sampling(parsed.temperature, parsed.top_p)
-    return ResponsesExchange(parsed, model, stored, len(body))
+    return ResponsesHandler(parsed, model, stored, len(body))
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

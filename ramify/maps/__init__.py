@@ -16,7 +16,7 @@ consists of many small ones.
 | `map_journal_state.py` | what a journal says: which rows are answered, and what was spent |
 | `map_table.py` | a stored map as a table, and a direct row of it as the events of a run |
 | `stored_ray_map_table.py` | a stored map of a Ray cluster as a table, from its output files |
-| `stored_map_tables.py` | which of the two tables a stored map has |
+| `stored_maps.py` | which of the two tables a stored map has |
 | `map_output.py` | the columns and the file of the answers |
 | `map_run.py` | the order of the work, one budget for all rows, and when it stops |
 | `estimate.py` | the cost and duration of a whole map, from a sample of its rows |

@@ -19,7 +19,7 @@ from ramify.engine.limits import Limits
 from ramify.engine.question import ModelSpec, RlmKeywords
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, check_keywords
-from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.map_run import MapResult, MapRun, MapSpec
 from ramify.maps.open_row_source import open_paths, open_rows
 from ramify.store.base import RunStore
 from ramify.store.store import Store
@@ -124,7 +124,7 @@ async def amap(
     elif options or store is not None:
         given = next(iter(options), "store")
         raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
-    request = MapRequest(
+    request = MapSpec(
         question=question,
         answer_type=answer_type,
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
@@ -152,7 +152,7 @@ async def amap(
 async def _map_on_ray(
     rows: Any,
     model: Any,
-    request: MapRequest,
+    request: MapSpec,
     out: str | Path | None,
     workers: int | None,
     store: RunStore | None,

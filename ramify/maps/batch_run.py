@@ -47,18 +47,23 @@ from ramify.logging import ComponentLogger
 from ramify.maps.map_journal import (
     BatchAccepted,
     BatchEnded,
-    BatchSent,
+    BatchUploadIntent,
     DirectReplyLine,
     FailedAttempt,
-    FirstRequestLine,
     MapJournal,
     MapLine,
     QuestionEnded,
+    QuestionStartedLine,
     digest_to_base64,
     digest_to_int,
     usage_counts,
 )
-from ramify.maps.map_journal_state import MapJournalState, OpenBatch, OpenQuestion, reserved_amount
+from ramify.maps.map_journal_state import (
+    MapJournalState,
+    OpenQuestion,
+    UnfinishedBatch,
+    reserved_amount,
+)
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
@@ -280,21 +285,23 @@ class MapBatchJobs:
             part.clear()  # a batch is large, and it is sent as one text
             await self._create(batch, lines)
 
-    def _prepared(self, rows: list[BatchQuestion]) -> OpenBatch:
+    def _prepared(self, rows: list[BatchQuestion]) -> UnfinishedBatch:
         """Record in the journal that a batch is about to be uploaded, and return the batch."""
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
             waiting[first.number] = self._journal.append(MapLine(b=first)), reserved_amount(first)
             self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
-        sent = BatchSent(part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider)
+        sent = BatchUploadIntent(
+            part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider
+        )
         self._journal.append(MapLine(w=sent))
         self._num_batches += 1
-        batch = self._batches[part] = OpenBatch(sent, waiting)
+        batch = self._batches[part] = UnfinishedBatch(sent, waiting)
         return batch
 
-    def _first_request(self, row: BatchQuestion) -> FirstRequestLine:
-        return FirstRequestLine(
+    def _first_request(self, row: BatchQuestion) -> QuestionStartedLine:
+        return QuestionStartedLine(
             self._journal.assign_question_number(row.number),
             row.row,
             round(time.perf_counter() - self._began, 3),
@@ -306,7 +313,7 @@ class MapBatchJobs:
             None if self._price is None else round(row.most.cost, 12),
         )
 
-    async def _create(self, batch: OpenBatch, lines: list[bytes]) -> None:
+    async def _create(self, batch: UnfinishedBatch, lines: list[bytes]) -> None:
         """Upload a batch, and record its id. If the provider's reply is lost, search for the batch,
         because the upload may have succeeded."""
         sent, failed = batch.sent, 0
@@ -326,7 +333,7 @@ class MapBatchJobs:
                     await self._find(batch)
         self._accepted(batch)
 
-    async def _find(self, batch: OpenBatch) -> None:
+    async def _find(self, batch: UnfinishedBatch) -> None:
         """Search the provider's list for a batch whose upload was interrupted, and set the batch's
         id if it is found."""
         sent = batch.sent
@@ -353,12 +360,12 @@ class MapBatchJobs:
             waited += 1
         return False
 
-    def _accepted(self, batch: OpenBatch) -> None:
+    def _accepted(self, batch: UnfinishedBatch) -> None:
         if batch.id:
             self._recorded.batch_ids.add(batch.id)
             self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
 
-    def _give_up(self, batch: OpenBatch, why: str) -> None:
+    def _give_up(self, batch: UnfinishedBatch, why: str) -> None:
         """Record that the provider refused a whole batch, and stop the map. The rows of the batch
         count as not asked."""
         self._end(batch, why, why)
@@ -385,7 +392,7 @@ class MapBatchJobs:
             await self._pause(_wait_s(waited))
             waited += 1
 
-    async def _find_or_create(self, batch: OpenBatch) -> None:
+    async def _find_or_create(self, batch: UnfinishedBatch) -> None:
         """Find a batch at the provider if an earlier process uploaded it. Otherwise upload it
         now."""
         await self._find(batch)
@@ -401,7 +408,7 @@ class MapBatchJobs:
             lines.append(self._api.line(f"{batch.sent.key}-{number}", body))
         await self._create(batch, lines)
 
-    async def _take_all(self, batch: OpenBatch, state: BatchState) -> None:
+    async def _take_all(self, batch: UnfinishedBatch, state: BatchState) -> None:
         if state.problem:
             why = f"{self.provider_name} refused batch {batch.id}: {state.problem}"
             self._give_up(batch, why)
@@ -423,7 +430,7 @@ class MapBatchJobs:
             )
             self.stop_waiting()
 
-    async def _download(self, batch: OpenBatch, state: BatchState, found: _Collected) -> bool:
+    async def _download(self, batch: UnfinishedBatch, state: BatchState, found: _Collected) -> bool:
         num = 0
         async with contextlib.aclosing(self._api.results(state)) as results:
             async for result in results:
@@ -433,7 +440,7 @@ class MapBatchJobs:
                     await asyncio.sleep(0)
         return True
 
-    async def _take(self, batch: OpenBatch, result: BatchResult, found: _Collected) -> None:
+    async def _take(self, batch: UnfinishedBatch, result: BatchResult, found: _Collected) -> None:
         """Record the result of one row. A result that is already recorded is ignored, because a
         repeated download contains it again."""
         # The custom id is KEY-NUMBER. An unknown one must not stop the other results.
@@ -471,8 +478,8 @@ class MapBatchJobs:
 
     def _failed(
         self,
-        batch: OpenBatch,
-        first: FirstRequestLine,
+        batch: UnfinishedBatch,
+        first: QuestionStartedLine,
         result: BatchResult,
         error: ModelError,
         found: _Collected,
@@ -489,7 +496,12 @@ class MapBatchJobs:
         self._missed(batch, first, error, may_return=may_return)
 
     def _missed(
-        self, batch: OpenBatch, first: FirstRequestLine, error: ModelError, *, may_return: bool
+        self,
+        batch: UnfinishedBatch,
+        first: QuestionStartedLine,
+        error: ModelError,
+        *,
+        may_return: bool,
     ) -> None:
         number, digest = first.number, digest_to_int(first.digest)
         amount = batch.waiting.pop(number)[1]
@@ -511,7 +523,7 @@ class MapBatchJobs:
         self._recorded.open.pop(digest, None)
         self.ended.add(number)
 
-    def _end(self, batch: OpenBatch, status: str, why: str) -> None:
+    def _end(self, batch: UnfinishedBatch, status: str, why: str) -> None:
         """Record that a batch has ended. Each row without a result counts as a failed attempt and
         may be asked again."""
         error = ServerFailed(why)
@@ -549,7 +561,7 @@ class MapBatchJobs:
             async with asyncio.timeout(seconds):
                 await self._halted.wait()
 
-    def _show(self, batch: OpenBatch, state: BatchState) -> None:
+    def _show(self, batch: UnfinishedBatch, state: BatchState) -> None:
         num_left = sum(len(each.waiting) for each in self._batches.values())
         num = len(self.ended) + state.num_done
         self._progress.at(
@@ -558,7 +570,7 @@ class MapBatchJobs:
 
     # --- what the journal has ---------------------------------------------------------------------
 
-    def _first(self, offset: int) -> FirstRequestLine:
+    def _first(self, offset: int) -> QuestionStartedLine:
         first = self._journal.line_at(offset).b
         assert first is not None
         return first

@@ -37,7 +37,7 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
     high: float
 
 
-class MeasuredRow(msgspec.Struct, frozen=True):
+class MeasuredRowCost(msgspec.Struct, frozen=True):
     """The measured cost and time of one question of a sample. Lists of measured rows are in the
     order in which the questions ended."""
 
@@ -78,7 +78,7 @@ class MapEstimate(msgspec.Struct, frozen=True):
 
 
 def estimate(
-    rows: Sequence[MeasuredRow],
+    rows: Sequence[MeasuredRowCost],
     num_rows: int,
     num_questions: int,
     num_chars: int,
@@ -130,7 +130,7 @@ def extrapolate_total(
 
 
 def _seconds(
-    rows: Sequence[MeasuredRow],
+    rows: Sequence[MeasuredRowCost],
     num_questions: int,
     num_chars: int,
     concurrency: int,
@@ -150,7 +150,7 @@ def _seconds(
     return EstimatedAmount(value, low, high)
 
 
-def _by_rate(rows: Sequence[MeasuredRow], num_questions: int, read_s: float) -> EstimatedAmount:
+def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:
     """Estimate the time of all questions from the rate at which the sample was answered. ``rows``
     holds the sampled questions that were answered at full concurrency."""
     size = len(rows) // _NUM_BLOCKS

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError, UnknownRun
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.durable_files import (
     Fsync,
     FsyncFlusher,
@@ -121,7 +121,7 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
     """True if only a sample of the rows is asked."""
 
 
-class FirstRequestLine(msgspec.Struct, frozen=True, array_like=True):
+class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line with the first request for a question. If the question failed and is tried
     again, the new attempt has such a line too."""
 
@@ -217,7 +217,7 @@ class EqualRow(msgspec.Struct, frozen=True, array_like=True):
     row: int
 
 
-class BatchSent(msgspec.Struct, frozen=True, array_like=True):
+class BatchUploadIntent(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a batch is about to be uploaded."""
 
     part: int
@@ -255,15 +255,15 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     map: MapHeader | None = None
     c: MapContinued | None = None
-    q: FirstRequestLine | None = None
+    q: QuestionStartedLine | None = None
     t: RetryRequestLine | None = None
     r: DirectReplyLine | None = None
     x: FailedAttempt | None = None
     s: RowRunStartedLine | None = None
     e: QuestionEnded | None = None
     d: EqualRow | None = None
-    b: FirstRequestLine | None = None
-    w: BatchSent | None = None
+    b: QuestionStartedLine | None = None
+    w: BatchUploadIntent | None = None
     u: BatchAccepted | None = None
     v: BatchEnded | None = None
     n: int | None = None
@@ -271,7 +271,7 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     crc: str = ""
 
     @property
-    def first_request(self) -> FirstRequestLine | None:
+    def first_request(self) -> QuestionStartedLine | None:
         """Return the first request for a question if this line contains one, whether it is sent
         alone or in a batch. Otherwise return None."""
         return self.q or self.b

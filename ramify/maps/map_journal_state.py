@@ -16,11 +16,11 @@ import msgspec
 
 from ramify.engine.limits import BudgetAmount
 from ramify.maps.map_journal import (
-    BatchSent,
-    FirstRequestLine,
+    BatchUploadIntent,
     MapContinued,
     MapHeader,
     MapLine,
+    QuestionStartedLine,
     RetryRequestLine,
     digest_to_int,
     read_lines,
@@ -39,10 +39,10 @@ class OpenQuestion(msgspec.Struct):
     """Id of the run that answers it; empty for a direct call."""
 
 
-class OpenBatch(msgspec.Struct):
+class UnfinishedBatch(msgspec.Struct):
     """A batch that was, or may have been, uploaded, and whose results are still incomplete."""
 
-    sent: BatchSent
+    sent: BatchUploadIntent
     waiting: dict[int, tuple[int, BudgetAmount]]
     """Number of a question without a result -> (offset of its request, upper bound on its
     usage)."""
@@ -51,7 +51,7 @@ class OpenBatch(msgspec.Struct):
     succeeded."""
 
 
-def reserved_amount(first: FirstRequestLine) -> BudgetAmount:
+def reserved_amount(first: QuestionStartedLine) -> BudgetAmount:
     """Return the calls, tokens and dollars that are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
@@ -81,7 +81,7 @@ class MapJournalState:
         self.cost = 0.0
         """Total cost in dollars."""
         self.is_priced = False
-        self.batches: dict[int, OpenBatch] = {}
+        self.batches: dict[int, UnfinishedBatch] = {}
         """Number of a batch -> batch whose results are incomplete."""
         self.batch_ids: set[str] = set()
         """Ids of all batches that a provider has accepted."""
@@ -89,7 +89,7 @@ class MapJournalState:
         self.tries: dict[int, int] = {}
         """Number of a question -> number of batches that gave it neither an answer nor an error."""
         self._prepared: dict[int, tuple[int, BudgetAmount]] = {}
-        """Requests for the next batch, in the same form as ``OpenBatch.waiting``."""
+        """Requests for the next batch, in the same form as ``UnfinishedBatch.waiting``."""
         self._batch_of: dict[int, int] = {}
         """Number of a question -> number of its batch."""
         self._in_flight: dict[int, tuple[Usage, float | None]] = {}
@@ -160,9 +160,9 @@ class MapJournalState:
         elif line.v is not None:
             del self.batches[line.v.part]
 
-    def _send(self, sent: BatchSent) -> None:
+    def _send(self, sent: BatchUploadIntent) -> None:
         """Record that the prepared requests are uploaded, or about to be uploaded, as one batch."""
-        batch = self.batches[sent.part] = OpenBatch(sent, self._prepared)
+        batch = self.batches[sent.part] = UnfinishedBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
         self._prepared = {}
@@ -203,7 +203,7 @@ class MapJournalState:
             found = self.open[digest] = OpenQuestion(number, replies)
         return found
 
-    def _sent(self, number: int, line: FirstRequestLine | RetryRequestLine) -> None:
+    def _sent(self, number: int, line: QuestionStartedLine | RetryRequestLine) -> None:
         self._charge_in_flight(number)
         most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)
         self._in_flight[number] = most, line.cost

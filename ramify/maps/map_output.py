@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.typed import AnswerType
+from ramify.engine.typed import AnswerSchema
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.frames import ARROW_TYPES
 from ramify.maps.row_question import plain
@@ -37,7 +37,7 @@ ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 class AnswerColumns:
     """The columns that a map adds to a table: one or more for the answer, and one for the error."""
 
-    def __init__(self, kind: AnswerType | None, prefix: str, taken: Sequence[str]) -> None:
+    def __init__(self, kind: AnswerSchema | None, prefix: str, taken: Sequence[str]) -> None:
         """Derive the names and types of the new columns from the type of the answer. Each new name
         begins with ``prefix``, and ``taken`` lists the existing columns. Raises ConfigError if a
         new name is already taken."""

@@ -36,7 +36,7 @@ from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
+from ramify.engine.typed import AnswerSchema, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -46,7 +46,7 @@ from ramify.errors import (
     can_be_fixed,
 )
 from ramify.maps.batch_run import MapBatchJobs, batch_client
-from ramify.maps.estimate import MapEstimate, MeasuredRow, estimate
+from ramify.maps.estimate import MapEstimate, MeasuredRowCost, estimate
 from ramify.maps.map_journal import (
     EqualRow,
     MapContinued,
@@ -61,7 +61,7 @@ from ramify.maps.map_journal_state import MapJournalState, recorded_reply
 from ramify.maps.map_output import AnswerColumns, MapOutput, open_output, output_row
 from ramify.maps.row_answerer import (
     MAX_SESSIONS,
-    AskedRow,
+    QuestionInProgress,
     RowAnsweringMethod,
     RowOutcome,
     create_row_answerers,
@@ -88,7 +88,7 @@ _COUNTED = ("rows", "answered", "failed", "missing", "asked", "known", "unaskabl
 MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
-class MapRequest(msgspec.Struct, frozen=True, kw_only=True):
+class MapSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The question that a map asks about each row of a table, with its output, limits and
     options."""
 
@@ -171,7 +171,7 @@ class _Pending:
     """A question and its outcome. They are kept until every row that asks this question has been
     written."""
 
-    def __init__(self, asked: AskedRow | None, outcome: RowOutcome | None = None) -> None:
+    def __init__(self, asked: QuestionInProgress | None, outcome: RowOutcome | None = None) -> None:
         self.asked = asked
         self.outcome = outcome
         self.is_taken = outcome is not None
@@ -186,7 +186,7 @@ class MapRun:
     one."""
 
     def __init__(
-        self, rlm: RLM, source: RowSource, request: MapRequest, budget: BudgetLedger | None = None
+        self, rlm: RLM, source: RowSource, request: MapSpec, budget: BudgetLedger | None = None
     ) -> None:
         """Prepare to ask about the rows in ``source``. ``rlm`` answers the rows, and its limits
         apply to each row separately. If this map is part of a larger one, ``budget`` replaces the
@@ -195,7 +195,7 @@ class MapRun:
         self.source = source
         self.request = request
         self._budget = budget or request.budget
-        self.kind: AnswerType | None = (
+        self.kind: AnswerSchema | None = (
             None if request.answer_type is None else answer_type(request.answer_type)
         )
         self.added = AnswerColumns(self.kind, request.prefix, source.kept_columns)
@@ -219,7 +219,7 @@ class MapRun:
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._is_warm = False
         """True once the first row of the sample has been asked, on its own."""
-        self._measured: list[MeasuredRow] = []
+        self._measured: list[MeasuredRowCost] = []
         """The questions of the sample, in the order in which they ended."""
         self._estimate: MapEstimate | None = None
         self._began = self._began_cpu = 0.0
@@ -549,7 +549,9 @@ class MapRun:
         except StoreError as error:  # the output or the journal cannot be written
             self.stop(str(error), "suspended")
 
-    async def _answer(self, means: RowAnsweringMethod, pending: _Pending, asked: AskedRow) -> None:
+    async def _answer(
+        self, means: RowAnsweringMethod, pending: _Pending, asked: QuestionInProgress
+    ) -> None:
         try:
             outcome = await means.answer(asked)
         except StoreError as error:
@@ -576,7 +578,7 @@ class MapRun:
         chars, cost = len(question.text) + count_text_chars(question.context), outcome.cost
         if self.request.batch and self._calls.can_answer(question):
             cost *= BATCH_SHARE
-        row = MeasuredRow(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
+        row = MeasuredRowCost(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
         self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
@@ -658,7 +660,7 @@ class MapRun:
         pending = self._pending.get(number)
         if pending is not None:
             return pending
-        asked = AskedRow(row.number, digest, question)
+        asked = QuestionInProgress(row.number, digest, question)
         offset = recorded.answered.get(number)
         if offset is not None:
             outcome = self._recorded_outcome(offset, asked)
@@ -690,7 +692,7 @@ class MapRun:
             self.stop(f"row {row.number} failed: {error}", "failed")
         return _Pending(None, outcome)
 
-    def _recorded_outcome(self, offset: int, asked: AskedRow) -> RowOutcome | None:
+    def _recorded_outcome(self, offset: int, asked: QuestionInProgress) -> RowOutcome | None:
         """Return the outcome that the journal line at ``offset`` records. If the line is only a
         reply that does not fit the answer type, add the reply to ``asked`` and return None, so that
         the model can correct it."""
@@ -811,7 +813,7 @@ class _Sample:
         return iter(sorted(drawn, key=lambda row: row.number))
 
     def estimate(
-        self, rows: list[MeasuredRow], concurrency: int, calls: DirectCalls
+        self, rows: list[MeasuredRowCost], concurrency: int, calls: DirectCalls
     ) -> MapEstimate:
         """Estimate the cost and duration of the whole map from the sampled questions."""
         return estimate(

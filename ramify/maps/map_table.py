@@ -24,10 +24,10 @@ import msgspec
 from ramify.engine.observation_messages import plain_prompt, render_context
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
-    FirstRequestLine,
     MapContinued,
     MapHeader,
     MapLine,
+    QuestionStartedLine,
     read_lines,
     read_map_line_at,
     usage_of,
@@ -390,7 +390,7 @@ def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
 
 
 def _first_prompt(
-    header: MapHeader, first_request_line: FirstRequestLine, question: str
+    header: MapHeader, first_request_line: QuestionStartedLine, question: str
 ) -> tuple[Message, ...]:
     before = tuple(Message("system", text) for text in header.before)
     text = plain_prompt(question, first_request_line.context) + header.asked

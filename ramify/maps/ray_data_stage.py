@@ -25,7 +25,7 @@ from ramify.maps.map_output import AnswerColumns
 from ramify.maps.open_row_source import open_rows
 from ramify.maps.part_output import NOT_ASKED
 from ramify.maps.ray_worker import MapWorkerConfig, RowEngine
-from ramify.maps.shared_budget import PartCounts, SharedBudget
+from ramify.maps.shared_budget import RowOutcomeCounts, SharedBudget
 
 _engines: dict[str, RowEngine] = {}
 """Asker -> its engine in this process."""
@@ -94,7 +94,7 @@ class Asker:
         with _engines_lock:
             engine = _engines.get(self._id) or RowEngine(task, self._budget)
             _engines[self._id] = engine
-        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), PartCounts())
+        result, why = engine.answer(uuid.uuid4().hex, _as_list(source), RowOutcomeCounts())
         if result is not None and result.stop not in ("done", "limit", "stopped"):
             raise RamifyError(result.reason)
         if result is None:

@@ -1,7 +1,7 @@
 """Runs a map on a Ray cluster, as one Ray Data pipeline. The pipeline reads files of rows, asks a
 question about each row, and writes the answers to a folder.
 
-    RowPartitionDatasource ──> PartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
+    RowPartitionDatasource ──> MapPartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files                      an engine each              │
                                     └── SharedBudget ──────┘              an actor on this node
     this process: starts it, asks it for its state, and passes Ctrl-C on
@@ -37,10 +37,10 @@ from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata, new_map_id
 from ramify.maps.map_output import AnswerColumns
-from ramify.maps.map_run import MapRequest, MapResult
+from ramify.maps.map_run import MapResult, MapSpec
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
 from ramify.maps.ray_row_partition import row_files_of_urls, text_parts
-from ramify.maps.ray_worker import MapWorkerConfig, PartWorker
+from ramify.maps.ray_worker import MapPartWorker, MapWorkerConfig
 from ramify.maps.row_question import RowQuestionMaker
 from ramify.maps.shared_budget import RayMapStatus, SharedBudget
 from ramify.progress import report_progress
@@ -78,7 +78,7 @@ class RayMapRun:
         self,
         make_rlm: Callable[[], RLM],
         urls: Sequence[str],
-        request: MapRequest,
+        request: MapSpec,
         out: str,
         store: Store,
         workers: int | None = None,
@@ -343,7 +343,7 @@ class RayMapRun:
                     num_cpus=0.1,
                 )
             answered = rows.map_batches(
-                PartWorker,
+                MapPartWorker,
                 batch_size=None,
                 batch_format="pyarrow",
                 compute=ray.data.ActorPoolStrategy(

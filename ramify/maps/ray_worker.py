@@ -25,11 +25,11 @@ from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.maps.map_output import AnswerColumns
-from ramify.maps.map_run import MapRequest, MapResult, MapRun
+from ramify.maps.map_run import MapResult, MapRun, MapSpec
 from ramify.maps.part_output import NOT_ASKED, PartedOutputFolder
 from ramify.maps.ray_row_partition import RowFiles, RowPartition
 from ramify.maps.row_source import RowSource
-from ramify.maps.shared_budget import UNLIMITED, PartCounts, RemoteBudget
+from ramify.maps.shared_budget import UNLIMITED, RemoteBudget, RowOutcomeCounts
 
 _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
 
@@ -64,22 +64,22 @@ class RowEngine:
         event_loop_thread.run(self._rlm.__aenter__())
 
     def answer(
-        self, part: str, source: RowSource, known: PartCounts
+        self, part: str, source: RowSource, known: RowOutcomeCounts
     ) -> tuple[MapResult | None, str]:
         """Answer the rows of ``source``, which belong to one part. ``known`` counts those rows of
         the part that already have an answer. Returns (result, empty string), or (None, reason) if
         the map is stopping."""
         return event_loop_thread.run(self._answer(part, source, known))
 
-    def skip_answered_part(self, part: str, known: PartCounts) -> None:
+    def skip_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
         """Report a part whose rows all have answers already, so that the totals include it."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
-        self, part: str, source: RowSource, known: PartCounts
+        self, part: str, source: RowSource, known: RowOutcomeCounts
     ) -> tuple[MapResult | None, str]:
         task = self.task
-        request = MapRequest(
+        request = MapSpec(
             question=task.question,
             answer_type=task.answer_type,
             columns=task.columns,
@@ -107,7 +107,7 @@ class RowEngine:
         # A problem that stops one worker, such as a missing key, stops all of them.
         if result.stop not in ("done", "stopped"):
             await self._call("stop", result.stop, result.reason)
-        new = PartCounts(
+        new = RowOutcomeCounts(
             result.num_answered,
             result.num_failed,
             result.num_missing,
@@ -117,7 +117,7 @@ class RowEngine:
         await remote.end_attempt(new + known)
         return result, ""
 
-    async def _skip(self, part: str, known: PartCounts) -> None:
+    async def _skip(self, part: str, known: RowOutcomeCounts) -> None:
         attempt = uuid.uuid4().hex
         if not await self._call("begin_attempt", attempt, part):
             await self._call("end_attempt", attempt, known)
@@ -127,7 +127,7 @@ class RowEngine:
         return asyncio.wrap_future(getattr(self._budget, method).remote(*given).future())
 
 
-class PartWorker:
+class MapPartWorker:
     """A Ray actor that answers one part of the rows after another. Ray Data runs it on the nodes of
     the cluster."""
 
@@ -168,7 +168,7 @@ class PartWorker:
         left = set(asked)
         old = [row for index, row in enumerate(done) if index not in left]
         num_failed = sum(bool(row.get(error)) for row in old)
-        known = PartCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
+        known = RowOutcomeCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
         if not asked:
             self._engine.skip_answered_part(part.name, known)
             return _file_block()

@@ -36,10 +36,10 @@ from ramify.errors import RamifyError, UnknownRun, can_be_fixed
 from ramify.maps.map_journal import (
     DirectReplyLine,
     FailedAttempt,
-    FirstRequestLine,
     MapJournal,
     MapLine,
     QuestionEnded,
+    QuestionStartedLine,
     RetryRequestLine,
     RowRunStartedLine,
     digest_to_base64,
@@ -52,7 +52,7 @@ MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
 """Maximum number of rows with an open session. Each session has its own processes."""
 
 
-class AskedRow(msgspec.Struct):
+class QuestionInProgress(msgspec.Struct):
     """A question that is being answered. Rows with identical questions share it."""
 
     row: int
@@ -101,7 +101,7 @@ class RowAnsweringMethod(abc.ABC):
         """Return True if this method can answer the question."""
 
     @abc.abstractmethod
-    async def answer(self, asked: AskedRow) -> RowOutcome:
+    async def answer(self, asked: QuestionInProgress) -> RowOutcome:
         """Answer the question, and record every step in the map's journal. If the model fails, the
         error becomes part of the outcome and is not raised."""
 
@@ -123,7 +123,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
     def can_answer(self, question: Question) -> bool:
         return self._calls.can_answer(question)
 
-    async def answer(self, asked: AskedRow) -> RowOutcome:
+    async def answer(self, asked: QuestionInProgress) -> RowOutcome:
         row = _DirectRow(self._journal, asked, self._question, self._began)
         replies, spent = asked.replies, None
         if replies:
@@ -168,7 +168,9 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
 class _DirectRow:
     """Records the requests, replies and failures of one row in the journal of the map."""
 
-    def __init__(self, journal: MapJournal, asked: AskedRow, question: str, began: float) -> None:
+    def __init__(
+        self, journal: MapJournal, asked: QuestionInProgress, question: str, began: float
+    ) -> None:
         self.offset = -1
         """Byte offset of the last reply in the journal."""
         self.cost = 0.0
@@ -224,7 +226,7 @@ class _DirectRow:
         self.is_known = True
         asked.number = number = self._journal.assign_question_number(asked.number)
         return MapLine(
-            q=FirstRequestLine(
+            q=QuestionStartedLine(
                 number,
                 asked.row,
                 round(time.perf_counter() - self._began, 3),
@@ -265,7 +267,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
     def can_answer(self, question: Question) -> bool:
         return True
 
-    async def answer(self, asked: AskedRow) -> RowOutcome:
+    async def answer(self, asked: QuestionInProgress) -> RowOutcome:
         async with self._slots:
             began = time.perf_counter()
             try:
@@ -282,7 +284,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
             why = "the model gave None as its final answer"
         return self._ended(asked, result.stop, jsonable(result.answer), why, result, began)
 
-    async def _result(self, asked: AskedRow) -> Result:
+    async def _result(self, asked: QuestionInProgress) -> Result:
         question, rlm = asked.question, self._rlm
         budget = self._calls.budget
         if asked.run and rlm.store is not None:
@@ -314,7 +316,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
 
     def _ended(
         self,
-        asked: AskedRow,
+        asked: QuestionInProgress,
         stop: Stop,
         answer: Any,
         error: str | None,
@@ -343,7 +345,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
         )
 
 
-def _begin_unsent(journal: MapJournal, asked: AskedRow) -> None:
+def _begin_unsent(journal: MapJournal, asked: QuestionInProgress) -> None:
     """Record a question that failed before any request was sent."""
     asked.number = journal.assign_question_number(asked.number)
     begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_to_base64(asked.digest), "")

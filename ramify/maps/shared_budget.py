@@ -52,7 +52,7 @@ Granted = tuple[int, tuple[str, str] | None]
 if it is refused."""
 
 
-class PartCounts(msgspec.Struct, frozen=True):
+class RowOutcomeCounts(msgspec.Struct, frozen=True):
     """Numbers of rows by outcome (answered, failed or not asked) in one or several parts of a
     map."""
 
@@ -65,8 +65,8 @@ class PartCounts(msgspec.Struct, frozen=True):
     known: int = 0
     """Number of rows whose answer was already known."""
 
-    def __add__(self, other: PartCounts) -> PartCounts:
-        return PartCounts(
+    def __add__(self, other: RowOutcomeCounts) -> RowOutcomeCounts:
+        return RowOutcomeCounts(
             self.answered + other.answered,
             self.failed + other.failed,
             self.missing + other.missing,
@@ -97,7 +97,7 @@ class RayMapStatus(msgspec.Struct, frozen=True):
 
     usage: Usage
     cost: float | None
-    counts: PartCounts
+    counts: RowOutcomeCounts
     num_paid_again: int
     stop: str
     """``done``, or the reason why no more rows are started."""
@@ -149,9 +149,9 @@ class SharedBudget:
         self._attempts: dict[str, _Attempt] = {}
         self._parts: dict[str, str] = {}
         """Part -> its latest attempt."""
-        self._unwritten: dict[str, tuple[int, PartCounts, bool]] = {}
+        self._unwritten: dict[str, tuple[int, RowOutcomeCounts, bool]] = {}
         """Part that is answered but not written -> (replies, rows, whether all rows were asked)."""
-        self._counts = PartCounts(before.answered, before.failed)
+        self._counts = RowOutcomeCounts(before.answered, before.failed)
         self._finished = MapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
         self._stop, self._reason = "done", ""
@@ -220,7 +220,7 @@ class SharedBudget:
         found.heard_s = time.monotonic()
         return self._taken(found), self._reason
 
-    async def end_attempt(self, attempt: str, counts: PartCounts) -> None:
+    async def end_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
         """End a worker's attempt to answer a part. ``counts`` gives the part's rows by outcome,
         including rows that were not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
@@ -339,8 +339,8 @@ class SharedBudget:
         os.pwrite(self._fd, msgspec.json.encode(record).ljust(_RECORD_BYTES - 1) + b"\n", 0)
 
 
-def _minus(counts: PartCounts, other: PartCounts) -> PartCounts:
-    return PartCounts(
+def _minus(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOutcomeCounts:
+    return RowOutcomeCounts(
         counts.answered - other.answered,
         counts.failed - other.failed,
         counts.missing - other.missing,
@@ -417,7 +417,7 @@ class RemoteBudget(BudgetLedger):
             self._beat = asyncio.create_task(self._beats())
         return reason
 
-    async def end_attempt(self, counts: PartCounts) -> None:
+    async def end_attempt(self, counts: RowOutcomeCounts) -> None:
         """Send the remaining operations, and end the attempt."""
         await self.close()
         if self._operations:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from ramify.models.dense import DenseModel
-from ramify.types.sequence import Segment
+from ramify.types.training_sequences import Segment
 
 BLOCK = 64
 """Number of rows in every matrix product. The number of attended keys is rounded up to a multiple
@@ -83,7 +83,7 @@ def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scal
     return cast(Tensor, o).reshape(q_nHd.shape)
 
 
-class PathTokenSpan(NamedTuple):
+class RowBlockSpan(NamedTuple):
     """A run of consecutive tokens of one sequence that are in the same block of rows."""
 
     row: int
@@ -95,10 +95,10 @@ class PathTokenSpan(NamedTuple):
     """Slot (in the engine) or segment (in the trainer) that the tokens belong to."""
 
 
-def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenSpan]:
+def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
     """Split the rows of one block into runs of consecutive tokens. All tokens of a run belong to
     the same segment and attend to the same padded number of keys."""
-    runs: list[PathTokenSpan] = []
+    runs: list[RowBlockSpan] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
         last = runs[-1] if runs else None
         if (
@@ -109,7 +109,7 @@ def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[PathTokenS
         ):
             runs[-1] = last._replace(num=last.num + 1)
         else:
-            runs.append(PathTokenSpan(row, 1, position, source))
+            runs.append(RowBlockSpan(row, 1, position, source))
     return runs
 
 
@@ -122,7 +122,7 @@ def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.to(torch.get_autocast_dtype(device)) for each in tensors)
 
 
-class FixedShapeTrunk:
+class BatchInvariantTrunk:
     """Runs a ``DenseModel`` in blocks of a fixed shape, so that a token's result does not depend on
     other tokens. Implements ``trunk.ModelWithoutLoss``."""
 
@@ -169,7 +169,7 @@ class _ForestKeys:
         self.computed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """(layer, block) -> keys and values, [n, K, d] each."""
 
-    def pieces(self, layer: int, block: int, run: PathTokenSpan) -> list[tuple[Tensor, Tensor]]:
+    def pieces(self, layer: int, block: int, run: RowBlockSpan) -> list[tuple[Tensor, Tensor]]:
         """Collect the keys and values that a run of tokens attends to. They are ordered from the
         root of the tree to the last token of the run."""
         segment = self._segments[run.source]
@@ -188,7 +188,7 @@ class _ForestKeys:
 
 class _BlockAttention:
     """Computes the attention of one block of rows of a forest. Implements
-    ``dense.CausalAttentionFunction``."""
+    ``dense.CausalAttentionKernel``."""
 
     def __init__(self, forest: _ForestKeys, block: int) -> None:
         self._forest = forest

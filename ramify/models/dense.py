@@ -84,7 +84,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` that ``DenseModel`` supports."""
 
 
-class CausalAttentionFunction(Protocol):
+class CausalAttentionKernel(Protocol):
     """A function that computes causal attention for the tokens of a batch. Each token attends to
     itself and to the tokens before it in its own sequence."""
 
@@ -207,7 +207,7 @@ class DenseModel(nn.Module):
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttentionFunction,
+        attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the last norm, one row per token. The token ids and
@@ -279,7 +279,7 @@ class _Layer(nn.Module):
         cos_T1d: Tensor,
         sin_T1d: Tensor,
         index: int,
-        attend: CausalAttentionFunction,
+        attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         before, after = _Layer.before_attention, _Layer.after_attention

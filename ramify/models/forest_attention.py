@@ -18,7 +18,8 @@ The outputs of the last layer matter only for tokens whose prediction contribute
 that layer, each segment is cut at its first such token: the part before the cut, such as a prompt,
 has keys but no queries.
 
-Windows and dropout are not supported (``trunk.py`` runs models that have them on padded rows).
+Windows and dropout are not supported (``training_forward.py`` runs models that have them on padded
+rows).
 
 Legend: T tokens, S segments, H query heads, K key-value heads, d head size, N queries or keys of
 one level, or the rows whose output matters.
@@ -45,7 +46,7 @@ from ramify.models.attention_kernels import (
     VarlenRanges,
 )
 from ramify.models.onednn_attention import TiledAttention
-from ramify.types.sequence import Segment
+from ramify.types.training_sequences import Segment
 
 TILED: Literal["tiled"] = "tiled"
 """Name of the kernel that computes a whole forest at once (``onednn_attention.py``)."""
@@ -138,7 +139,7 @@ class LayerOutputRows(NamedTuple):
 
 class ForestAttention:
     """Computes attention over the forest of one batch, for all layers of a model. Implements
-    ``dense.CausalAttentionFunction``."""
+    ``dense.CausalAttentionKernel``."""
 
     def __init__(
         self,

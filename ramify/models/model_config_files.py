@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
 from ramify.trained_policy_settings import run_policy_folder
-from ramify.training_run_files import with_hint
+from ramify.training_run_recognition import with_hint
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Configuration fields that may contain the context window."""

@@ -56,7 +56,7 @@ Span = tuple[int, int]
 """Range of rows [start, end)."""
 
 
-class BlockOfTokens(NamedTuple):
+class QueryKeyBlock(NamedTuple):
     """A range of queries that attends to a range of keys."""
 
     keys: Span
@@ -76,7 +76,7 @@ class TiledAttention:
         without a mask. If ``rows_N`` is given, only these rows of the output are needed, and the
         query ranges are indices into it."""
         self._own = [block for span in causal for block in _halved(span)]
-        self._below = [BlockOfTokens(keys, queries, False) for keys, queries in below]
+        self._below = [QueryKeyBlock(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
     def is_worthwhile(self, groups: int) -> bool:
@@ -210,20 +210,20 @@ def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
     return found
 
 
-def _halved(span: Span) -> Iterator[BlockOfTokens]:
+def _halved(span: Span) -> Iterator[QueryKeyBlock]:
     """Split a causal block by repeated halving into small causal blocks and blocks without a
     mask."""
     start, end = span
     if end - start <= _LONGEST_CAUSAL:
-        yield BlockOfTokens(span, span, True)
+        yield QueryKeyBlock(span, span, True)
         return
     middle = start + _rounded((end - start) // 2, _KEY_STEP)
     yield from _halved((start, middle))
     yield from _halved((middle, end))
-    yield BlockOfTokens((start, middle), (middle, end), False)
+    yield QueryKeyBlock((start, middle), (middle, end), False)
 
 
-def _takes(block: BlockOfTokens, groups: int) -> bool:
+def _takes(block: QueryKeyBlock, groups: int) -> bool:
     """Return True if a block is large enough to be computed in tiles."""
     rows, keys = (block.queries[1] - block.queries[0]) * groups, block.keys[1] - block.keys[0]
     return rows >= _LEAST_ROWS and keys >= _LEAST_KEYS and rows * keys >= _LEAST_SCORES
@@ -243,7 +243,7 @@ def _rounded(num: int, step: int) -> int:
     return -(-num // step) * step
 
 
-def _key_tiles(block: BlockOfTokens, last_query: int, groups: int) -> list[tuple[int, int, int]]:
+def _key_tiles(block: QueryKeyBlock, last_query: int, groups: int) -> list[tuple[int, int, int]]:
     """Return the key tiles that the query rows up to ``last_query`` (exclusive) attend to."""
     num = block.keys[1] - block.keys[0]
     if block.is_causal:
@@ -272,7 +272,7 @@ def _transposed_mask(groups: int) -> Tensor:
 # --- forward
 
 
-def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
+def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) -> None:
     """Add a block's contribution to the attention output of its queries, in place. It is merged
     into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e], which holds
     the negative log-sum-exp. In a tiled causal block, the output already contains each token's own
@@ -348,7 +348,7 @@ def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
     return scores_NM
 
 
-def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfTokens) -> None:
+def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) -> None:
     (start, end), (first, last) = block.queries, block.keys
     size, groups = v.shape[2], q.shape[2]
     q_Kgnd = q[:, start:end, :, :size].transpose(1, 2)
@@ -368,7 +368,7 @@ def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: BlockOfT
 # --- backward
 
 
-def _add_gradients(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
+def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
     if not _takes(block, groups):
@@ -408,7 +408,7 @@ def _add_gradients(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
             dq_h[begin : begin + num] += dq_dN.t()[:num]
 
 
-def _add_gradients_by_flash(to: _Gradients, x: _Backward, block: BlockOfTokens) -> None:
+def _add_gradients_by_flash(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
     do, q, o = (each[:, start:end].transpose(1, 2) for each in (x.do, x.q, x.o))

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.types.traffic import PolicyArchitectureIdentity
+from ramify.types.recorded_traffic import TokenizerAndArchitecture
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
 
 
-def identity_of(policy: Policy) -> PolicyArchitectureIdentity:
+def identity_of(policy: Policy) -> TokenizerAndArchitecture:
     """Describe a policy by its name, architecture and a digest of its vocabulary. With this record,
     a later process can check whether sampled token ids belong to the policy."""
     vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
     digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
-    return PolicyArchitectureIdentity(
+    return TokenizerAndArchitecture(
         policy.name, digest, f"{policy.config.model_type} of {policy.num_parameters:,} parameters"
     )

@@ -20,7 +20,7 @@ router to the tokens of a batch, and decides when the load of a step is counted:
     several batches   count every batch ── sum over ranks ── each batch: forward, backward
     one per rank      forward ── sum over ranks ── backward
 
-Each token of a step counts once, however often packing computes it. ``WeightSharding.total``
+Each token of a step counts once, however often packing computes it. ``ShardedWeights.total``
 determines over which ranks the counts are summed.
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from ramify.errors import ConfigError
 from ramify.models.mixture_shape import MixtureShape
-from ramify.types.sequence import Batch
+from ramify.types.training_sequences import Batch
 
 
 class RoutedCounts(NamedTuple):

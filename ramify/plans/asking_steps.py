@@ -32,7 +32,7 @@ from ramify.plans.text_parts import (
     shortened,
     split_texts_into_parts,
 )
-from ramify.plans.value_bounds import CostSheet, ValueBounds, known, reply_bounds
+from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds, known, reply_bounds
 from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_types, list_of
 
 T = TypeVar("T")
@@ -43,13 +43,15 @@ class AskingStep(PlanStep, frozen=True):
     """A step of a plan that divides the context, or asks a model questions of bounded size, which
     are called leaves."""
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         """Estimate this step before the plan runs, and return the bounds of its result. The step's
         model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and ``given``
         its type."""
         raise NotImplementedError
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         """Apply the step to a value and return the result. ``shape`` gives the bounds of the value
         that were computed before the plan ran."""
         raise NotImplementedError
@@ -112,7 +114,9 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         if not shape.is_known:
             raise ConfigError("split cuts the context, and not what replies say: put it first")
         parts = self.parts(shape.value)
@@ -120,7 +124,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
             raise ConfigError("the context is empty, so there is nothing to ask about")
         return known(parts)
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> list[TextPart]:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> list[TextPart]:
         return await flow.run_in_thread(self.parts, value)
 
     def shown(self) -> str:
@@ -154,11 +158,13 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
         most = BYTES_PER_TOKEN * self.tokens
         return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, value=self._peeked(shape.value))
 
     async def run(
-        self, value: list[TextPart], flow: PlanLeafRunner, shape: ValueBounds
+        self, value: list[TextPart], flow: PlanLeafRunner, shape: ValueSizeBounds
     ) -> list[TextPart]:
         return self._peeked(value)
 
@@ -166,7 +172,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
         return f"peek at {self.tokens:,} tokens"
 
 
-class MapLeaf(AskingStep, frozen=True, tag="map"):
+class AskEachItem(AskingStep, frozen=True, tag="map"):
     """A step that asks a model the same small question, called a leaf, about each item of a
     list."""
 
@@ -179,12 +185,16 @@ class MapLeaf(AskingStep, frozen=True, tag="map"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         return list_of(self.leaf.read_by(given.items(self.title), self.title))
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         _check_items(self.title, self.leaf, shape)
         sheet.add_map(self.title, self.leaf, shape)
         return _answers(self.leaf, shape)
 
-    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> list[Any]:
+    async def run(
+        self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds
+    ) -> list[Any]:
         answers = await flow.ask(self.leaf, value, self.title)
         if not self.leaf.each:
             return [answer for answer in answers if answer is not LEAF_FAILED]
@@ -218,7 +228,9 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
             )
         return given
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
             _check_items(self.title, predicate, shape)
@@ -240,7 +252,9 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
             return self.predicate.mask_top_matches(items, question)
         return self.predicate.keep_mask(items)
 
-    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> list[Any]:
+    async def run(
+        self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds
+    ) -> list[Any]:
         if isinstance(self.predicate, Leaf):
             answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
             return _kept(value, [answer is True for answer in answers])
@@ -252,7 +266,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         return self.title if isinstance(predicate, Leaf) else f"filter: {predicate}"
 
 
-class AskLeaf(AskingStep, frozen=True, tag="ask"):
+class AskWholeValue(AskingStep, frozen=True, tag="ask"):
     """A step that asks a model one small question, called a leaf, about the whole value."""
 
     leaf: Leaf
@@ -264,7 +278,9 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         return self.leaf.read_by(given, self.title)
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         size = shape.size
         if size > self.leaf.read_bytes:
             raise ConfigError(
@@ -279,7 +295,7 @@ class AskLeaf(AskingStep, frozen=True, tag="ask"):
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
         return reply_bounds(1, self.leaf.max_bytes)
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         (answer,) = await flow.ask(self.leaf, [value], self.title)
         return answer
 
@@ -318,12 +334,14 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def _fan_in(self, item_bytes: int) -> int:
         return self.leaf.read_bytes // (item_bytes + BETWEEN_BYTES)
 
-    def _tree(self, shape: ValueBounds) -> ReductionGrouping:
+    def _tree(self, shape: ValueSizeBounds) -> ReduceTreeGrouping:
         is_parts = _has_parts(shape.value)
         first = max(1, self._fan_in(shape.item_bytes))
-        return ReductionGrouping(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
+        return ReduceTreeGrouping(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         if shape.item_bytes > self.leaf.read_bytes:
             raise ConfigError(
                 f"{self.title}: an item may have {shape.item_bytes:,} bytes, and its leaf reads at "
@@ -341,7 +359,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes)
         )
 
-    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueBounds) -> Any:
+    async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         tree = self._tree(shape)
         items, is_first = [item for item in value if item is not None], True
         while len(items) > 1 or (items and is_first and tree.asks_single):
@@ -359,7 +377,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         return "" if self.leaf.schema is None else None
 
 
-class ReductionGrouping(NamedTuple):
+class ReduceTreeGrouping(NamedTuple):
     """Determines how a reduction groups items into model calls, level by level."""
 
     first: int
@@ -382,7 +400,7 @@ class ReductionGrouping(NamedTuple):
     def calls_per_level(self, num: int) -> list[int]:
         """Return the number of model calls on each level of the tree for ``num`` items.
 
-        >>> ReductionGrouping(4, 4, False).calls_per_level(17)
+        >>> ReduceTreeGrouping(4, 4, False).calls_per_level(17)
         [4, 1, 1]
         """
         found: list[int] = []
@@ -397,7 +415,7 @@ class ReductionGrouping(NamedTuple):
         return [each for each in found if each]
 
 
-def _check_items(step: str, leaf: Leaf, shape: ValueBounds) -> None:
+def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
     """Raise ConfigError if the items are known before the plan runs and one of them is too large
     for the model call. Parts of a text are not checked here, because their type already has a size
     limit."""
@@ -417,7 +435,7 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
     return [item for item, is_kept in zip(items, verdicts, strict=True) if is_kept]
 
 
-def _answers(leaf: Leaf, shape: ValueBounds) -> ValueBounds:
+def _answers(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
     """Return the bounds of a model's answers, which are computed before it is asked. ``leaf`` is
     the question, and ``shape`` gives the bounds of the items that it is about."""
     most = leaf.max_bytes

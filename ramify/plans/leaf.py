@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.engine.plain_call import with_answer_format
-from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
+from ramify.engine.typed import AnswerSchema, TypeMismatch, answer_type
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shortened
 from ramify.plans.value_types import ValueType, check_field_types, list_of, type_of_schema
@@ -116,7 +116,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
             text = given.preview if is_preview and given.preview else given.text
         return f"[{given.place}]\n{text}"
 
-    def answer_kind(self, given: Any) -> AnswerType | None:
+    def answer_kind(self, given: Any) -> AnswerSchema | None:
         """Return the type and limits that the answer about a value must have, or None for plain
         text."""
         if self.schema is None:
@@ -156,20 +156,20 @@ BETWEEN_BYTES = num_bytes(_BETWEEN)
 
 
 @functools.lru_cache(256)
-def _checked(schema: bytes) -> AnswerType:
+def _checked(schema: bytes) -> AnswerSchema:
     # A plan may come from a file, a journal or a session, so its schemas are bounded in size and
     # in the time of their checks.
     return answer_type(msgspec.json.decode(schema), trusted=False)
 
 
-def _base(schema: Any) -> AnswerType:
+def _base(schema: Any) -> AnswerSchema:
     try:
         return _checked(msgspec.json.encode(schema))
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ConfigError(f"the schema of a leaf is not JSON ({error}): make it plain") from None
 
 
-def _kind(leaf: Leaf) -> AnswerType:
+def _kind(leaf: Leaf) -> AnswerSchema:
     base, most = _base(leaf.schema), leaf.max_bytes
 
     def convert(value: Any) -> Any:
@@ -177,10 +177,10 @@ def _kind(leaf: Leaf) -> AnswerType:
         _check_size(found, most)
         return found
 
-    return AnswerType(base.schema, convert)
+    return AnswerSchema(base.schema, convert)
 
 
-def _each_kind(leaf: Leaf, num: int) -> AnswerType:
+def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
     """Return the answer type of a question about ``num`` records: a list of exactly that many
     values."""
     base, most = _base(leaf.schema), leaf.max_bytes
@@ -196,7 +196,7 @@ def _each_kind(leaf: Leaf, num: int) -> AnswerType:
             _check_size(each, most)
         return found
 
-    return AnswerType(schema, convert)
+    return AnswerSchema(schema, convert)
 
 
 def _check_size(value: Any, most: int) -> None:

@@ -22,7 +22,7 @@ from ramify.engine.prompt_text import context_facts
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
 from ramify.plans.calibration import calibration_of
-from ramify.plans.plan_cost import PlanModel, look_up_model
+from ramify.plans.plan_cost import ModelCostProfile, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import plan_by_keywords, strategy_for
 from ramify.plans.text_parts import BYTES_PER_TOKEN, shortened
@@ -177,7 +177,7 @@ def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
     return ""
 
 
-def _model(facts: ModeChoiceInput) -> PlanModel:
+def _model(facts: ModeChoiceInput) -> ModelCostProfile:
     client = facts.client
     reasoning = look_up_model(client, facts.limits).reasoning_tokens
-    return PlanModel(client.name, client.window, client.price, reasoning)
+    return ModelCostProfile(client.name, client.window, client.price, reasoning)

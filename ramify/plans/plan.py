@@ -20,32 +20,32 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plans.asking_steps import (
+    AskEachItem,
     AskingStep,
-    AskLeaf,
+    AskWholeValue,
     FilterItems,
     LimitFiltersToPreview,
-    MapLeaf,
     ReduceTree,
     SplitText,
 )
 from ramify.plans.leaf import Leaf
-from ramify.plans.plan_cost import PlanCost, PlanModel, cost_of, look_up_model
+from ramify.plans.plan_cost import ModelCostProfile, PlanCost, cost_of, look_up_model
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.symbolic_steps import (
     AggregateField,
+    BuildCountHistogram,
     ConcatLists,
     CountValues,
     DistinctValues,
-    HistogramOfCounts,
     JoinRecords,
-    PairFieldValues,
+    PairUpFieldValues,
     SetOperation,
     TakeField,
     TakeMaxItem,
     TopItems,
     TruncateDates,
 )
-from ramify.plans.value_bounds import CostSheet, ValueBounds, known, reply_bounds
+from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds, known, reply_bounds
 from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
@@ -98,17 +98,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def leaves(self) -> Iterator[Leaf]:
         """Yield the questions that the steps of this plan ask a model. They are called leaves."""
         for step in self.steps:
-            if isinstance(step, RunTwoPlans):
+            if isinstance(step, ApplyBothPlans):
                 yield from step.left.leaves()
                 yield from step.right.leaves()
-            elif isinstance(step, MapLeaf | AskLeaf | ReduceTree):
+            elif isinstance(step, AskEachItem | AskWholeValue | ReduceTree):
                 yield step.leaf
             elif isinstance(step, FilterItems) and isinstance(step.predicate, Leaf):
                 yield step.predicate
 
     def shapes(
-        self, first: ValueBounds, sheet: CostSheet, given: ValueType | None = None
-    ) -> list[ValueBounds]:
+        self, first: ValueSizeBounds, sheet: PlannedCalls, given: ValueType | None = None
+    ) -> list[ValueSizeBounds]:
         """Compute the bounds of the value before the first step and after each step, without
         running the plan. Adds the model calls to ``sheet``. Raises ConfigError if the plan cannot
         read the context."""
@@ -117,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
-    async def run(self, value: Any, shapes: list[ValueBounds], flow: PlanLeafRunner) -> Any:
+    async def run(self, value: Any, shapes: list[ValueSizeBounds], flow: PlanLeafRunner) -> Any:
         """Apply the steps to a value one after another, and return the answer. ``shapes`` gives the
         bounds computed in advance. If they already contain the result of a step, that step is not
         run again."""
@@ -141,13 +141,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("a plan must cut the context first: begin with split(…)")
 
     def cost_and_bounds(
-        self, context: Any, question: str, model: PlanModel
-    ) -> tuple[PlanCost, list[ValueBounds]]:
+        self, context: Any, question: str, model: ModelCostProfile
+    ) -> tuple[PlanCost, list[ValueSizeBounds]]:
         """Compute the cost of the plan for a context. Returns the cost, and the bounds of the value
         before the first step and after each step."""
         self.check_first_step()
-        sheet = CostSheet(question)
-        first = ValueBounds(context, True)
+        sheet = PlannedCalls(question)
+        first = ValueSizeBounds(context, True)
         shapes = self.shapes(first, sheet)
         return cost_of(sheet.steps, model), shapes
 
@@ -173,7 +173,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.picture()
 
 
-class RunTwoPlans(AskingStep, frozen=True, tag="both"):
+class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
     """A step that runs two plans on the same value and returns both results as a pair."""
 
     left: Plan
@@ -182,7 +182,9 @@ class RunTwoPlans(AskingStep, frozen=True, tag="both"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         left = self.left.shapes(shape, sheet, given)[-1]
         right = self.right.shapes(shape, sheet, given)[-1]
         if left.is_known and right.is_known:
@@ -190,8 +192,8 @@ class RunTwoPlans(AskingStep, frozen=True, tag="both"):
         total = left.size + right.size
         return reply_bounds(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
-        sheet, results = CostSheet(flow.question), []
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
+        sheet, results = PlannedCalls(flow.question), []
         for plan in (self.left, self.right):
             shapes = await flow.run_in_thread(plan.shapes, shape, sheet)
             results.append(await plan.run(value, shapes, flow))
@@ -201,17 +203,17 @@ class RunTwoPlans(AskingStep, frozen=True, tag="both"):
 AnyStep = (
     SplitText
     | LimitFiltersToPreview
-    | MapLeaf
+    | AskEachItem
     | FilterItems
-    | AskLeaf
+    | AskWholeValue
     | ReduceTree
-    | RunTwoPlans
+    | ApplyBothPlans
     | ConcatLists
-    | PairFieldValues
+    | PairUpFieldValues
     | TakeMaxItem
     | TakeField
     | CountValues
-    | HistogramOfCounts
+    | BuildCountHistogram
     | AggregateField
     | TopItems
     | DistinctValues
@@ -222,13 +224,13 @@ AnyStep = (
 
 _DECODER = msgspec.json.Decoder(Plan)
 """Decodes plans from JSON. It is created here, under the import lock, because msgspec crashes if
-two threads are the first to use mutually nested structs such as ``Plan`` and ``RunTwoPlans``."""
+two threads are the first to use mutually nested structs such as ``Plan`` and ``ApplyBothPlans``."""
 
 
 def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:
     types = plan.types(given)
     for step, before, after in zip(plan.steps, types, types[1:], strict=False):
-        if isinstance(step, RunTwoPlans):
+        if isinstance(step, ApplyBothPlans):
             yield f"{indent}├─ left"
             yield from _lines(step.left, f"{indent}│    ", before)
             yield f"{indent}├─ right"

@@ -23,7 +23,7 @@ from ramify.clients.providers import PriceTable
 from ramify.engine.limits import BudgetAmount, Limits, max_request_amount
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.errors import ConfigError
-from ramify.plans.value_bounds import PlanStepCalls
+from ramify.plans.value_bounds import PlannedStepCalls
 
 _REPAIR_TOKENS = 2_048
 """Maximum tokens of the message that shows the model an error in its reply, with the markers."""
@@ -33,7 +33,7 @@ _BYTES_PER_WORD_TOKEN = 4
 """Bytes of English text per token, for estimating the likely cost."""
 
 
-class PlanModel(msgspec.Struct, frozen=True):
+class ModelCostProfile(msgspec.Struct, frozen=True):
     """The properties of a model that determine the cost of a plan, such as its price and context
     window."""
 
@@ -46,7 +46,7 @@ class PlanModel(msgspec.Struct, frozen=True):
     """Maximum number of hidden reasoning tokens per reply."""
 
 
-def look_up_model(model: Any, limits: Limits | None = None) -> PlanModel:
+def look_up_model(model: Any, limits: Limits | None = None) -> ModelCostProfile:
     """Look up the properties of a model without connecting to it. Raises ConfigError unless
     ``model`` is a model name, a ``Model`` or a client."""
     name = model if isinstance(model, str) else getattr(model, "name", None)
@@ -59,7 +59,7 @@ def look_up_model(model: Any, limits: Limits | None = None) -> PlanModel:
     window = getattr(model, "window", None) or table.window(name) or ASSUMED_WINDOW
     most = limits.max_reasoning_tokens if limits is not None else None
     reasoning = most if most is not None else _REASONING_TOKENS if reasons(name) else 0
-    return PlanModel(name, window, price, reasoning)
+    return ModelCostProfile(name, window, price, reasoning)
 
 
 class CallBound(msgspec.Struct, frozen=True):
@@ -92,14 +92,14 @@ class PlanCost(msgspec.Struct, frozen=True):
     retries: CallBound
     """Maximum additional cost if every reply is rejected and asked for again as often as allowed.
     Attempts lost in transit are not included, because the run's limits bound them."""
-    steps: tuple[PlanStepCalls, ...]
+    steps: tuple[PlannedStepCalls, ...]
     """The steps that call a model, in order."""
 
     @property
     def tokens(self) -> int:
         return self.input_tokens + self.output_tokens
 
-    def likely_dollars(self, model: PlanModel) -> float | None:
+    def likely_dollars(self, model: ModelCostProfile) -> float | None:
         """Return the likely cost in dollars, assuming English text and replies of full length."""
         return _dollars(self.input_tokens // _BYTES_PER_WORD_TOKEN, self.output_tokens, model)
 
@@ -135,7 +135,7 @@ class PlanCost(msgspec.Struct, frozen=True):
                 )
 
 
-def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
+def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanCost:
     """Return the cost of running a plan's steps with a model. Raises ConfigError if a prompt and
     its reply may exceed the model's context window."""
     for step in steps:
@@ -165,7 +165,7 @@ def cost_of(steps: Sequence[PlanStepCalls], model: PlanModel) -> PlanCost:
     return PlanCost(calls, is_exact, given, output, dollars, retries, tuple(steps))
 
 
-def _dollars(input_tokens: int, output_tokens: int, model: PlanModel) -> float | None:
+def _dollars(input_tokens: int, output_tokens: int, model: ModelCostProfile) -> float | None:
     return (
         None
         if model.price is None

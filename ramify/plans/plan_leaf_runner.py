@@ -1,6 +1,6 @@
 """Sends the model calls of a running plan, and records which of them failed.
 
-    MapLeaf ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers, in order; LEAF_FAILED for some
+    AskEachItem ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers in order; LEAF_FAILED for some
 
 If the replies to a question do not fit its schema, only that question fails. If the run reaches a
 limit, no further questions are asked, but the steps that need no model still compute an answer from

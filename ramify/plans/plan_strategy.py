@@ -19,9 +19,9 @@ import msgspec
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.plans.plan import Plan
-from ramify.plans.plan_cost import PlanModel, cost_of
+from ramify.plans.plan_cost import ModelCostProfile, cost_of
 from ramify.plans.plan_leaf_runner import PlanLeafRunner, PlanStopped
-from ramify.plans.value_bounds import CostSheet, ValueBounds
+from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds
 from ramify.plans.value_types import ValueType
 from ramify.types.trajectory import Stop, cut
 
@@ -49,17 +49,19 @@ class PlanStrategy(
         """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
         read the context or may exceed the run's budget."""
         self.plan.check_first_step()
-        return await answer_by(self.plan, ValueBounds(calls.question.context, True), None, calls)
+        return await answer_by(
+            self.plan, ValueSizeBounds(calls.question.context, True), None, calls
+        )
 
 
 async def answer_by(
-    plan: Plan, first: ValueBounds, given: ValueType | None, calls: LeafCalls
+    plan: Plan, first: ValueSizeBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
     """Run a plan and return its outcome. ``first`` gives the bounds of the plan's input. ``given``
     is the input's type, or None if the plan divides the context itself. Raises ConfigError before
     any model call if the input is unreadable or the budget too small."""
-    client, sheet = calls.client, CostSheet(calls.question.text)
-    model = PlanModel(client.name, client.window, client.price, calls.reasoning_tokens)
+    client, sheet = calls.client, PlannedCalls(calls.question.text)
+    model = ModelCostProfile(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
     cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_session_started)

@@ -241,7 +241,7 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
 """Name of a ready-made plan -> function that returns the plan."""
 
 
-class ChosenPlan(NamedTuple):
+class ReadyPlanChoice(NamedTuple):
     """The name of the ready-made plan that was chosen for a question, and the reason."""
 
     name: str
@@ -263,7 +263,7 @@ _RULES = (
 """Name of a ready-made plan -> words of a question that ask for it. The first match is chosen."""
 
 
-def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
+def plan_for(question: str, labels: Sequence[str] | None = None) -> ReadyPlanChoice:
     """Choose a ready-made plan from the words of a question. If the words do not decide, the choice
     is ``classify`` if labels are given, and ``search`` otherwise.
 
@@ -274,16 +274,16 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ChosenPlan:
     if chosen is not None:
         return chosen
     if labels:
-        return ChosenPlan("classify", "labels are given")
-    return ChosenPlan("search", "no words of the question ask for another plan")
+        return ReadyPlanChoice("classify", "labels are given")
+    return ReadyPlanChoice("search", "no words of the question ask for another plan")
 
 
-def plan_by_keywords(question: str) -> ChosenPlan | None:
+def plan_by_keywords(question: str) -> ReadyPlanChoice | None:
     """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
     "how many". Returns None if no rule matches."""
     for name, pattern in _RULES:
         if found := re.search(pattern, question, re.IGNORECASE):
-            return ChosenPlan(name, f"the question says {found[0]!r:.60}")
+            return ReadyPlanChoice(name, f"the question says {found[0]!r:.60}")
     return None
 
 

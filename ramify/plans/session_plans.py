@@ -1,7 +1,7 @@
 """Lets code in a Python session run plans. This is the host's side of the module ``ramify_plans``,
 which such code can import.
 
-    session: classify(…) ──> SessionPlans.strategy ──> PlanFunctionCall(calls) ──> labels
+    session: classify(…) ──> SessionPlans.strategy ──> SessionPlanCall(calls) ──> labels
                                                        └ leaves: calls 0.3.0, 0.3.1, …
 
 Each call of a function of the module becomes a plan of one or more steps, which runs over the value
@@ -34,7 +34,7 @@ from ramify.plans.plan_strategy import answer_by
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.ready_plans import READY_PLANS, ready_plan
 from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes
-from ramify.plans.value_bounds import ValueBounds, known
+from ramify.plans.value_bounds import ValueSizeBounds, known
 from ramify.plans.value_types import (
     ANY,
     BOOLEAN,
@@ -103,7 +103,7 @@ class SessionPlans:
         session."""
         return _module_source()
 
-    def strategy(self, name: Any, value: Any, options: Any, question: Any) -> PlanFunctionCall:
+    def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlanCall:
         """Return the strategy that answers one call of a ``ramify_plans`` function. Raises
         ConfigError if the function does not exist or its options are invalid."""
         if name not in _STEPS and name not in _READY:
@@ -112,7 +112,7 @@ class SessionPlans:
             raise ConfigError("the options must be a dict")
         if question is not None and not isinstance(question, str):
             raise ConfigError("the question must be a text")
-        return PlanFunctionCall(name, value, options, question)
+        return SessionPlanCall(name, value, options, question)
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def _module_source() -> str:
     return file_source(Path(__file__).with_name("session_module.py"))
 
 
-class PlanFunctionCall:
+class SessionPlanCall:
     """A call of a ``ramify_plans`` function by code in a session. Calling this object runs the plan
     that answers it."""
 
@@ -154,11 +154,11 @@ class PlanFunctionCall:
         """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
-    def _prepared(self, context: Any) -> tuple[Plan, ValueBounds, ValueType | None]:
+    def _prepared(self, context: Any) -> tuple[Plan, ValueSizeBounds, ValueType | None]:
         value = _received(self._value, context)
         plan = self._plan(value)
         if self.title in ("split", *_READY) and not _are_parts(value):
-            return plan, ValueBounds(value, True), None
+            return plan, ValueSizeBounds(value, True), None
         return plan, known(value), _type_of(value)
 
     def _plan(self, value: Any) -> Plan:

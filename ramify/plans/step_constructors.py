@@ -11,24 +11,24 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ramify.plans.asking_steps import (
-    AskLeaf,
+    AskEachItem,
+    AskWholeValue,
     FilterItems,
     LimitFiltersToPreview,
-    MapLeaf,
     ReduceTree,
     SplitText,
 )
 from ramify.plans.leaf import Leaf
-from ramify.plans.plan import Plan, RunTwoPlans
+from ramify.plans.plan import ApplyBothPlans, Plan
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.symbolic_steps import (
     AggregateField,
+    BuildCountHistogram,
     ConcatLists,
     CountValues,
     DistinctValues,
-    HistogramOfCounts,
     JoinRecords,
-    PairFieldValues,
+    PairUpFieldValues,
     SetOperation,
     TakeField,
     TakeMaxItem,
@@ -62,7 +62,7 @@ def map(leaf: Leaf) -> Plan:
     >>> plans.map(plans.Leaf("Summarise.", label="sum up")).steps[0].shown()
     'map sum up'
     """
-    return Plan((MapLeaf(leaf),))
+    return Plan((AskEachItem(leaf),))
 
 
 def filter(predicate: Pattern | Relevance | Comparison | Leaf) -> Plan:
@@ -81,7 +81,7 @@ def ask(leaf: Leaf) -> Plan:
     >>> plans.ask(plans.Leaf("Answer: {question}", label="answer")).steps[0].shown()
     'ask answer'
     """
-    return Plan((AskLeaf(leaf),))
+    return Plan((AskWholeValue(leaf),))
 
 
 def reduce(leaf: Leaf) -> Plan:
@@ -101,7 +101,7 @@ def both(left: Plan, right: Plan) -> Plan:
     >>> str(plans.both(plans.count("user"), plans.total("price")).type)
     'pair of counts and number'
     """
-    return Plan((RunTwoPlans(left, right),))
+    return Plan((ApplyBothPlans(left, right),))
 
 
 def concat() -> Plan:
@@ -126,7 +126,7 @@ def cross(
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'
     """
-    return Plan((PairFieldValues(key, left, right, ordered),))
+    return Plan((PairUpFieldValues(key, left, right, ordered),))
 
 
 def best(by: str = "") -> Plan:
@@ -162,7 +162,7 @@ def spread() -> Plan:
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
-    return Plan((HistogramOfCounts(),))
+    return Plan((BuildCountHistogram(),))
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:

@@ -26,7 +26,7 @@ from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, value_at
 from ramify.plans.text_parts import TextPart, num_bytes
-from ramify.plans.value_bounds import MAX_ITEMS, CostSheet, ValueBounds, known, reply_bounds
+from ramify.plans.value_bounds import MAX_ITEMS, PlannedCalls, ValueSizeBounds, known, reply_bounds
 from ramify.plans.value_types import (
     ANY,
     COUNTS,
@@ -53,18 +53,20 @@ class SymbolicStep(PlanStep, frozen=True):
         """Compute the result of this step for a value."""
         raise NotImplementedError
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         """Return the bounds of the step's result for an input that depends on model replies.
         ``shape`` gives the bounds of the input, and ``given`` its type."""
         raise NotImplementedError
 
-    def bounded(self, shape: ValueBounds, given: ValueType, sheet: CostSheet) -> ValueBounds:
+    def bounded(
+        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+    ) -> ValueSizeBounds:
         """Return the bounds of the step's result before the plan runs. If the input is already
         known, the result is computed. ``shape`` gives the bounds of the input, and ``given`` its
         type. The step makes no model calls, so ``sheet`` is not changed."""
         return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
 
-    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueBounds) -> Any:
+    async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         """Compute the result of this step in a thread, so that the event loop is not blocked."""
         return await flow.run_in_thread(self.apply, value)
 
@@ -91,18 +93,18 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
             return [item for each in value if each is not None for item in each]
         return rendered([each for each in value if each is not None]) if value else ""
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         if shape.inner:
             return reply_bounds(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
         return reply_bounds(1, shape.size)
 
 
-class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
+class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
     """A step that forms pairs of different values of a field. The first value comes from an item
     that meets the condition ``left``, and the second from one that meets ``right``; without
     conditions, all items are used.
 
-    >>> plans.PairFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
+    >>> plans.PairUpFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
     """
 
@@ -143,7 +145,7 @@ class PairFieldValues(SymbolicStep, frozen=True, tag="cross"):
         keys = (_hashable(value_at(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         num = min(shape.num**2, MAX_PAIRS)
         return reply_bounds(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
 
@@ -172,7 +174,7 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return max(rated, key=lambda each: each[0])[1] if rated else None
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(1, shape.item_bytes)
 
     def shown(self) -> str:
@@ -198,7 +200,7 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
             return [value_at(item, self.name) for item in value]
         return value_at(value, self.name)
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, value=None)
 
     def shown(self) -> str:
@@ -229,7 +231,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         named = (" | ".join(map(_name, key)) for key in keys if None not in key)
         return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         fields = [given.items(self.title).field(name, self.title) for name in self.by or ("",)]
         num, key_bytes = shape.num, shape.item_bytes + 3 * len(fields)
         if all(field.labels for field in fields):
@@ -241,11 +243,11 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         return f"count {' and '.join(self.by) or 'values'}"
 
 
-class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
+class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
     """A step that makes a histogram of counts: how many values occur once, how many twice, and so
     on.
 
-    >>> plans.HistogramOfCounts().apply({"ham": 2, "spam": 2, "eggs": 1})
+    >>> plans.BuildCountHistogram().apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
     """
 
@@ -257,7 +259,7 @@ class HistogramOfCounts(SymbolicStep, frozen=True, tag="spread"):
     def apply(self, value: dict[str, int]) -> dict[str, int]:
         return {str(count): num for count, num in Counter(value.values()).most_common()}
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
 
 
@@ -288,7 +290,7 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
             return math.fsum(numbers) / len(numbers)
         return min(numbers) if self.how == "min" else max(numbers)
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(1, _NUMBER_BYTES)
 
     def shown(self) -> str:
@@ -326,7 +328,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return shape.limit_items(self.k)
 
     def shown(self) -> str:
@@ -349,7 +351,7 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
         found = (value_at(item, self.field) for item in value)
         return _sorted_set(each for each in found if each is not None)
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, is_exact=False, inner=0)
 
     def shown(self) -> str:
@@ -380,7 +382,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
             kept = {key: item for key, item in first.items() if (key in second) is is_both}
         return _sorted_set(kept.values())
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         first, second = shape.both or (shape, shape)
         most = max(first.item_bytes, second.item_bytes)
         total = first.total_bytes + second.total_bytes
@@ -422,7 +424,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
             raise ConfigError(f"join would give more than {MAX_PAIRS:,} records: filter first")
         return found
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         first, second = shape.both or (shape, shape)
         num = min(first.num * second.num, MAX_PAIRS)
         return reply_bounds(num, first.item_bytes + second.item_bytes, is_exact=False)
@@ -463,7 +465,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         date = _date(value)
         return None if date is None else date.strftime(_PERIODS[self.per])
 
-    def reshaped(self, shape: ValueBounds, given: ValueType) -> ValueBounds:
+    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         item = shape.item_bytes + _NUMBER_BYTES
         total = shape.total_bytes + shape.num * _NUMBER_BYTES
         return msgspec.structs.replace(

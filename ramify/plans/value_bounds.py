@@ -2,7 +2,7 @@
 them. The cost of a plan is computed from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
-    CostSheet:               4 calls, exactly                                 1 call
+    PlannedCalls:               4 calls, exactly                                 1 call
 
 Each step transforms the bounds of its input in the same way as it will transform the value. The
 cost of a plan therefore needs no separate description, which might differ from what the plan does.
@@ -26,7 +26,7 @@ MAX_ITEMS = 10**15
 """Cap on numbers of items. Larger numbers are treated as equal to it."""
 
 
-class ValueBounds(msgspec.Struct, frozen=True):
+class ValueSizeBounds(msgspec.Struct, frozen=True):
     """Size limits of one value of a plan, known before any model is asked. If the value does not
     depend on model replies, the value itself is known too."""
 
@@ -45,7 +45,7 @@ class ValueBounds(msgspec.Struct, frozen=True):
     """Maximum size in bytes of all items together."""
     inner: int = 0
     """For a list of lists: maximum total number of inner items."""
-    both: tuple[ValueBounds, ValueBounds] | None = None
+    both: tuple[ValueSizeBounds, ValueSizeBounds] | None = None
     """For a pair: the bounds of both values."""
 
     @property
@@ -53,7 +53,7 @@ class ValueBounds(msgspec.Struct, frozen=True):
         """Return the maximum size in bytes of the whole value when it is written into a prompt."""
         return self.total_bytes + self.num * BETWEEN_BYTES
 
-    def limit_items(self, num: int) -> ValueBounds:
+    def limit_items(self, num: int) -> ValueSizeBounds:
         """Return the bounds of a list that keeps at most ``num`` of these items, if it is unknown
         which ones."""
         num, total = min(num, self.num), self.total_bytes
@@ -64,29 +64,31 @@ class ValueBounds(msgspec.Struct, frozen=True):
         )
 
 
-def known(value: Any) -> ValueBounds:
+def known(value: Any) -> ValueSizeBounds:
     """Return the bounds of a value that does not depend on model replies. They include the value
     itself."""
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
         sides = known(value[0]), known(value[1])
         total = sides[0].size + sides[1].size
-        return ValueBounds(value, True, 1, True, total, total, both=sides)
+        return ValueSizeBounds(value, True, 1, True, total, total, both=sides)
     sizes = [_size(item) for item in items]
     total = sum(sizes) + sum(
         num_bytes(each.place) + 3 for each in items if isinstance(each, TextPart)
     )
     inner = sum(len(item) for item in items if isinstance(item, list))
-    return ValueBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
+    return ValueSizeBounds(value, True, len(items), True, max(sizes, default=0), total, inner)
 
 
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
-) -> ValueBounds:
+) -> ValueSizeBounds:
     """Return the bounds of a value that depends on model replies. It has at most ``num`` items of
     at most ``item_bytes`` bytes each."""
     total = num * item_bytes if total_bytes is None else total_bytes
-    return ValueBounds(num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields)
+    return ValueSizeBounds(
+        num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields
+    )
 
 
 def _size(value: Any) -> int:
@@ -100,7 +102,7 @@ def _size(value: Any) -> int:
         return sum(map(_size, value)) if isinstance(value, list | tuple) else 0
 
 
-class PlanStepCalls(msgspec.Struct, frozen=True):
+class PlannedStepCalls(msgspec.Struct, frozen=True):
     """The model calls that one step of a plan will make, with upper bounds on their tokens."""
 
     step: str
@@ -122,13 +124,13 @@ class PlanStepCalls(msgspec.Struct, frozen=True):
     """Maximum tokens of the longest reply, without hidden reasoning."""
 
 
-class CostSheet:
+class PlannedCalls:
     """Collects the model calls that a plan's steps will make. The cost of the plan is computed from
     them."""
 
     def __init__(self, question: str) -> None:
         self.question = question
-        self.steps: list[PlanStepCalls] = []
+        self.steps: list[PlannedStepCalls] = []
 
     def add(
         self,
@@ -142,7 +144,7 @@ class CostSheet:
         maximum token counts of each call's prompt and reply."""
         given, replied = list(inputs), list(outputs)
         self.steps.append(
-            PlanStepCalls(
+            PlannedStepCalls(
                 name,
                 sum(waves),
                 is_exact,
@@ -162,7 +164,7 @@ class CostSheet:
         num = sum(waves)
         prompt = self.prompt_tokens(leaf)
         self.steps.append(
-            PlanStepCalls(
+            PlannedStepCalls(
                 name,
                 num,
                 is_exact,
@@ -187,7 +189,7 @@ class CostSheet:
         return Request((Message("user", text),), schema=schema).max_input_tokens()
 
     def add_map(
-        self, name: str, leaf: Leaf, shape: ValueBounds, *, is_preview: bool = False
+        self, name: str, leaf: Leaf, shape: ValueSizeBounds, *, is_preview: bool = False
     ) -> None:
         """Add one model call for each item of a list. ``shape`` gives the bounds of the list."""
         if shape.value is None and not shape.is_known:

@@ -6,8 +6,8 @@ every sandbox provider implements it.
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
 A provider mainly supplies a ``Transport``, over which ``host/session.py`` communicates with the
-code in the session. ``testing/conformance`` is the test suite that a provider must pass before it
-is documented.
+code in the session. ``testing/sandbox_conformance`` is the test suite that a provider must pass
+before it is documented.
 
 A context, the input of a session, is encoded once: sessions are opened with it, a store keeps it by
 its digest, and child runs share it. The encoded form of a large context is an anonymous memory
@@ -46,7 +46,7 @@ from ramify.sandbox.guest.mapped_text import MappedText as MappedText
 from ramify.sandbox.guest.tables import Column as Column
 from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
-from ramify.sandbox.guest.values import CodecError, FileDigest, ValueDecoder, ValueEncoder
+from ramify.sandbox.guest.values import CodecError, FileTextReference, ValueDecoder, ValueEncoder
 from ramify.sandbox.guest.values import ProtocolError as ProtocolError
 from ramify.types.trajectory import Cell, FileReference
 
@@ -180,7 +180,7 @@ class SharedContext:
     def resolve_text_references(self, value: Any) -> Any:
         """Replace references to texts in files with the texts themselves, in a value that a session
         has sent. Raises LookupError if a referenced text is not in this context."""
-        if isinstance(value, FileDigest):
+        if isinstance(value, FileTextReference):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
             return type(value)(map(self.resolve_text_references, value))
@@ -297,7 +297,8 @@ that it raises is raised again in the session."""
 class SandboxCapabilities(msgspec.Struct, frozen=True):
     """The capabilities of a sandbox provider on this machine, such as isolating files or forking
     sessions. The default provider, the jail, has tested its claims by attacking itself. Other
-    providers report what their vendor promises, and ``testing/conformance`` tests these claims.
+    providers report what their vendor promises, and ``testing/sandbox_conformance`` tests these
+    claims.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session

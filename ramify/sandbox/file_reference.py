@@ -29,7 +29,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 """The byte values that continue a multi-byte character in UTF-8."""
 
 
-class TextCounts(msgspec.Struct, frozen=True):
+class TextBlockCounts(msgspec.Struct, frozen=True):
     """The encoding of a text file, with character and line counts for each block of the file. One
     pass over the bytes finds all of them."""
 
@@ -107,7 +107,7 @@ def count_text(
     path: str,
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
-) -> tuple[FileReference, TextCounts]:
+) -> tuple[FileReference, TextBlockCounts]:
     """Hash an open text file and count its characters and line ends, in one pass. The counts are
     recorded at the start of each block. ``on_bytes`` is called with the number of bytes read so
     far."""
@@ -149,7 +149,7 @@ def count_text(
         hashed.result()
     # Use the time from before the pass, so that a write during the pass counts as a change.
     reference = FileReference(os.path.abspath(path), size, before.st_mtime_ns, digest.hexdigest())
-    counts = TextCounts(
+    counts = TextBlockCounts(
         "utf-8" if is_utf8 else "cp1252",
         start,
         chars_at if is_utf8 and not is_ascii else array("Q"),

@@ -413,7 +413,7 @@ def _line(text: str) -> str:
     return line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…"
 
 
-class RunProgressWatcher:
+class RunProgressCollector:
     """A watcher that collects the progress of one request's run as text. Pass ``apply`` to the run
     as its event listener, then pass the run to ``begin``."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.typed import AnswerType, TypeMismatch, answer_type, parse_json
+from ramify.engine.typed import AnswerSchema, TypeMismatch, answer_type, parse_json
 from ramify.errors import ConfigError
 from ramify.http_server.rejections import RequestRejected
 
@@ -53,13 +53,13 @@ class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
     tool_calls: tuple[RequestedToolCall, ...]
 
 
-class AnswerOrToolCallType(AnswerType, frozen=True):
+class AnswerOrToolCallType(AnswerSchema, frozen=True):
     """The type of an answer that may be a text, a value of the response format, or calls to the
     client's functions."""
 
     functions: tuple[ClientFunctionTool, ...]
     must_call: bool
-    of_value: AnswerType | None
+    of_value: AnswerSchema | None
     """Type of an answer without function calls; None for a text."""
 
     @property

@@ -167,7 +167,7 @@ def response_body(
     }
 
 
-class ChatStream:
+class ChatStreamEncoder:
     """The events of one streamed chat completion, in the format of OpenAI's API.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
@@ -232,5 +232,5 @@ def _sse(event: dict[str, Any]) -> bytes:
     return b"data: " + chat_completions_api.encode(event) + b"\n\n"
 
 
-open_stream = ChatStream
+open_stream = ChatStreamEncoder
 """The name that the interface ``ApiFormatModule`` in run_server.py requires."""

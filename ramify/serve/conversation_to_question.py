@@ -24,8 +24,8 @@ from ramify.engine.question import MAX_BARE_PROMPT_CHARS
 from ramify.errors import SourceError
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
-from ramify.sources.base import LoadedContext, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
+from ramify.sources.loaded_sources import LoadedContext, SourceCollector, UnreadableSource
 from ramify.sources.text_search import search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
@@ -39,7 +39,7 @@ _MOST_NAMES = 20
 """Maximum number of archive members named in a message. The model finds others in the context."""
 
 
-class RunPrompt(msgspec.Struct, frozen=True):
+class QuestionAndContext(msgspec.Struct, frozen=True):
     """The question and the context of a run, built from a conversation."""
 
     question: str
@@ -59,7 +59,7 @@ class _MovedPiece(msgspec.Struct):
 
 def prompt_of(
     messages: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
-) -> RunPrompt:
+) -> QuestionAndContext:
     """Build the question and the context of a run from a conversation. Raises RequestRejected if
     the question is missing, or if a file cannot be read.
 
@@ -100,7 +100,7 @@ def prompt_of(
         is_single = len(loading.texts) == 1
         before = dialogue(is_single)
     instructions = "\n".join(filter(None, (_text(pieces[index], is_single) for index in rules)))
-    return RunPrompt(
+    return QuestionAndContext(
         _question(instructions, before, _asked(pieces[last], is_single)), _loaded(loading)
     )
 

@@ -26,7 +26,7 @@ from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, digest_of, new_key
 from ramify.http_server.rejections import RequestRejected
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):

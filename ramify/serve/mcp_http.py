@@ -23,7 +23,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 
 from ramify.engine.rlm import RLM
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import HttpServer, received
+from ramify.http_server.base_server import AiohttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.machine_capacity import max_runs
 from ramify.http_server.rejections import RequestRejected
@@ -58,7 +58,7 @@ class McpHttpServer:
         self._num_in_progress = 0
         self._max_in_progress = max_runs()
         self._opened = AsyncExitStack()
-        self._http = HttpServer(
+        self._http = AiohttpServer(
             address,
             BearerKeys.from_key(self.key) if self.key else None,
             limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),

@@ -29,9 +29,9 @@ from ramify.engine.answer_serialization import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import why_unanswered
 from ramify.errors import ConfigError, RamifyError
-from ramify.serve.answer_request import RunProgressWatcher
-from ramify.sources.base import LoadedContext
+from ramify.serve.answer_request import RunProgressCollector
 from ramify.sources.load_sources import load
+from ramify.sources.loaded_sources import LoadedContext
 from ramify.types.trajectory import Stop
 
 _PATIENCE_S = 15.0
@@ -123,7 +123,7 @@ async def _asked(
     question: str,
     schema: dict[str, Any] | None,
 ) -> CallToolResult:
-    watch = RunProgressWatcher()
+    watch = RunProgressCollector()
     try:
         watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.apply))
         count = 0

@@ -35,14 +35,14 @@ from ramify.clients.model_config import Model, bare_name
 from ramify.clients.providers import load_clients
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
-from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, ModelAccessBudget
+from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, PerItemBudget
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of, new_key
-from ramify.http_server.base_server import CALLER, GONE, HttpServer, received
+from ramify.http_server.base_server import CALLER, GONE, AiohttpServer, received
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import CallerModel, ModelApiRoutes, listed_models
+from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, listed_models
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 from ramify.serve.metered_request import REPLY_TOKENS, MeteredRequest
 from ramify.serve.metered_request_log import MeterLogWriter
 from ramify.types.message import Message, Reply
@@ -67,7 +67,7 @@ class MeteringProxy:
 
     Example:
         async with MeteringProxy("openai:gpt-5-mini") as meter:
-            async with meter.seat("item-1", ModelAccessBudget(max_tokens=200_000)) as seat:
+            async with meter.seat("item-1", PerItemBudget(max_tokens=200_000)) as seat:
                 …    a system asks seat.base_url with seat.key
             print(seat.usage, seat.cost)
     """
@@ -76,7 +76,7 @@ class MeteringProxy:
         self,
         model: str | Model | Client,
         *,
-        budget: ModelAccessBudget = NO_LIMIT,
+        budget: PerItemBudget = NO_LIMIT,
         name: str = "",
         address: ListenAddress | None = None,
         key: str | None = None,
@@ -110,7 +110,7 @@ class MeteringProxy:
         self._record: MeterLogWriter | None = None
         self._keys = _SeatKeys()
         remember("key of the meter", self.key)
-        self._http = HttpServer(
+        self._http = AiohttpServer(
             self.address,
             self._keys,
             limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
@@ -160,7 +160,7 @@ class MeteringProxy:
 
     @asynccontextmanager
     async def seat(
-        self, name: str, budget: ModelAccessBudget | None = None
+        self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
         """Open a seat, an account for one caller, until the block ends. A name that is in use gets
         a number. Raises ConfigError for a limit in dollars if the model has no price."""
@@ -172,7 +172,7 @@ class MeteringProxy:
         finally:
             await self._close(seat)
 
-    def _open(self, name: str, budget: ModelAccessBudget, key: str = "") -> MeteredModelAccess:
+    def _open(self, name: str, budget: PerItemBudget, key: str = "") -> MeteredModelAccess:
         if name in self.seats:
             raise ConfigError(f"the meter has a seat {name!r:.80} already: give another name")
         self._check_price(budget)
@@ -196,7 +196,7 @@ class MeteringProxy:
         self.seats.pop(seat.name, None)
         self._stored.pop(seat.name, None)
 
-    def _check_price(self, budget: ModelAccessBudget) -> None:
+    def _check_price(self, budget: PerItemBudget) -> None:
         if budget.max_cost is not None and self.upstream_client.price is None:
             raise ConfigError(
                 f"max_cost={budget.max_cost:g} cannot be kept: "
@@ -207,10 +207,10 @@ class MeteringProxy:
     # --- requests
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[CallerModel]:
+    async def _admitted(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
         seat = self.seats[http[CALLER]]
         with seat.track_request():
-            yield CallerModel(MeteredModel(self, seat), self._stored[seat.name])
+            yield ModelForCaller(MeteredModel(self, seat), self._stored[seat.name])
 
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
@@ -260,7 +260,7 @@ class MeteringProxy:
                 raise RequestRejected(f"not a request for a seat: {error}") from None
         limits = {
             name: value
-            for name in ModelAccessBudget.__struct_fields__
+            for name in PerItemBudget.__struct_fields__
             if (value := getattr(wanted, name)) is not None
         }
         seat = self._open(wanted.name, msgspec.structs.replace(self._budget, **limits))

@@ -26,7 +26,7 @@ from ramify.types.message import Message, Reply, Usage
 _encode = msgspec.json.Encoder().encode
 
 
-class FirstSeenMessage(msgspec.Struct, frozen=True, tag="message"):
+class LoggedMessage(msgspec.Struct, frozen=True, tag="message"):
     """A line of the log that stores a message when it first occurs."""
 
     id: str
@@ -117,5 +117,5 @@ class MeterLogWriter:
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:
             self._known.add(digest)
-            lines += _encode(FirstSeenMessage(digest.hex(), message)) + b"\n"
+            lines += _encode(LoggedMessage(digest.hex(), message)) + b"\n"
         return digest.hex()

@@ -37,12 +37,12 @@ from ramify.clients.base import KnownPrefix, Request, Tool
 from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 from ramify.errors import ConfigError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import HttpServer, received
+from ramify.http_server.base_server import AiohttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_api import unmet_reply_requirement_error
 from ramify.http_server.model_api_routes import (
-    CallerModel,
     ModelApiRoutes,
+    ModelForCaller,
     errors_as_rejections,
     listed_models,
 )
@@ -54,7 +54,7 @@ from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.server_metrics import METRICS_TYPE
 from ramify.serve.traffic_recorder import TrafficRecorder
-from ramify.serve.weight_routes import WAIT_S, WeightRoutes, facts
+from ramify.serve.weight_routes import WAIT_S, WeightUpdateRoutes, facts
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
@@ -109,19 +109,19 @@ class PolicyServer:
         self._progress = _RepliesInProgress(max_replies)
         self._policy = PolicyAnswerer(client, name, self._progress)
         self._recorder = recorder
-        self._caller = CallerModel(
+        self._caller = ModelForCaller(
             self._policy, StoredResponses(), None if recorder is None else self._record
         )
-        self._weights: WeightRoutes | None = None
+        self._weights: WeightUpdateRoutes | None = None
         if weight_transfer:
-            self._weights = WeightRoutes(
+            self._weights = WeightUpdateRoutes(
                 client,
                 lambda: self._in_flight,
                 weight_syncs=weight_syncs,
                 root=weights_root,
                 wait_s=wait_s,
             )
-        self._http = HttpServer(
+        self._http = AiohttpServer(
             address,
             BearerKeys.from_key(self.key) if self.key else None,
             public=("/health",),
@@ -186,7 +186,7 @@ class PolicyServer:
             return web.json_response(reply, dumps=_dumps)
 
     @asynccontextmanager
-    async def _admitted(self, _: web.Request) -> AsyncIterator[CallerModel]:
+    async def _admitted(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
         """Admit one request and count it as in progress until the block ends. Raises
         RequestRejected if the server is overloaded, or if its engine is asleep or has no valid
         weights."""

@@ -36,9 +36,9 @@ from ramify.errors import (
     RunInUse,
 )
 from ramify.http_server.rejections import RequestRejected
-from ramify.serve.answer_request import AnswerRequest, RunProgressWatcher
+from ramify.serve.answer_request import AnswerRequest, RunProgressCollector
 from ramify.serve.caller_tools import RequestedToolCall, ToolCallsAsAnswer, new_id
-from ramify.serve.conversation_to_question import RunPrompt
+from ramify.serve.conversation_to_question import QuestionAndContext
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.server_metrics import ServerMetrics
 from ramify.serve.unfinished_runs import UnfinishedRuns
@@ -156,7 +156,7 @@ class ServedQuestion:
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
         self.hold = hold
-        self.watch = RunProgressWatcher()
+        self.watch = RunProgressCollector()
         self.paid_tokens = 0
         """Tokens of a continued run that were charged earlier."""
         self.paid_cost = 0.0
@@ -274,7 +274,7 @@ class ServedQuestions:
 
     @asynccontextmanager
     async def ask(
-        self, caller: ApiCaller, request: AnswerRequest, prompt: RunPrompt
+        self, caller: ApiCaller, request: AnswerRequest, prompt: QuestionAndContext
     ) -> AsyncIterator[ServedQuestion]:
         """Start the run of an admitted request. Leaving the block early cancels the run.
 
@@ -301,7 +301,7 @@ class ServedQuestions:
             )
         return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
 
-    def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
+    def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: QuestionAndContext) -> None:
         request = served.request
         question = prompt.question + length_limit_note(request.max_tokens)
         context, query = (question, None) if prompt.context is None else (prompt.context, question)

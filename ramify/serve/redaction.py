@@ -9,8 +9,8 @@ other tokens are unchanged. A token that spells only a part of a redacted span i
 whole. Ids are never made from text: a span is found in the text that the ids decode to.
 
 By default, this redacts e-mail addresses, phone numbers, card numbers with a valid check digit, and
-keys (``ramify/secrets.py``). Patterns recognise forms, not meaning: names and addresses stay.
-Conversations are stored by ``traffic_recorder.py``.
+keys (``ramify/secret_redaction.py``). Patterns recognise forms, not meaning: names and addresses
+stay. Conversations are stored by ``traffic_recorder.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.secrets import SecretRedactor, likely_secret_spans
+from ramify.secret_redaction import SecretRedactor, likely_secret_spans
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
 

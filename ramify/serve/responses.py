@@ -149,7 +149,7 @@ def response_body(
     )
 
 
-class ResponseStream:
+class ResponsesStreamEncoder:
     """The events of one streamed response in the format of the responses API. Their sequence
     numbers have no gaps.
 
@@ -377,5 +377,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-open_stream = ResponseStream
+open_stream = ResponsesStreamEncoder
 """The name that the interface ``ApiFormatModule`` in run_server.py requires."""

@@ -27,22 +27,22 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from ramify.clients.base import Client, Sampling
+from ramify.engine.opentelemetry_spans import continue_trace
 from ramify.engine.rlm import RLM
-from ramify.engine.spans import continue_trace
 from ramify.http_server.access import ListenAddress
-from ramify.http_server.base_server import CALLER, HttpServer, received
+from ramify.http_server.base_server import CALLER, AiohttpServer, received
 from ramify.http_server.chat_completions_api import encode
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.machine_capacity import max_runs as runs_of_this_machine
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
-from ramify.serve.chat_completions import ChatStream
-from ramify.serve.conversation_to_question import LONG_CHARS, RunPrompt, prompt_of
+from ramify.serve.chat_completions import ChatStreamEncoder
+from ramify.serve.conversation_to_question import LONG_CHARS, QuestionAndContext, prompt_of
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.keys import ApiKeys
 from ramify.serve.question_serving import ServedAnswer, ServedQuestion, ServedQuestions
-from ramify.serve.responses import ResponseStream
+from ramify.serve.responses import ResponsesStreamEncoder
 from ramify.serve.server_metrics import METRICS_TYPE, ServerMetrics
 from ramify.serve.traffic_recorder import TrafficRecorder
 
@@ -73,7 +73,7 @@ class ApiFormatModule(Protocol):
 
     def open_stream(
         self, request: AnswerRequest, id: str, model: str
-    ) -> ChatStream | ResponseStream: ...
+    ) -> ChatStreamEncoder | ResponsesStreamEncoder: ...
 
 
 APIS: tuple[ApiFormatModule, ...] = (chat_completions, responses)
@@ -134,7 +134,7 @@ class RunServer:
             max_runs or runs_of_this_machine(),
             self._sampling,
         )
-        self._http = HttpServer(
+        self._http = AiohttpServer(
             address,
             self.keys.bearer_keys,
             public=("/healthz",),
@@ -277,8 +277,8 @@ class RunServer:
 
     async def _read(
         self, http: web.Request, api: ApiFormatModule
-    ) -> tuple[AnswerRequest, RunPrompt]:
-        def read(body: bytes) -> tuple[AnswerRequest, RunPrompt]:
+    ) -> tuple[AnswerRequest, QuestionAndContext]:
+        def read(body: bytes) -> tuple[AnswerRequest, QuestionAndContext]:
             request = api.read(body)
             return request, prompt_of(
                 request.messages, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars

@@ -27,7 +27,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import Refused
 from ramify.http_server.model_api import decode_request, refuse_unsupported
 from ramify.inference.http.reported_experts import encode_experts_int32, encode_experts_npy
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.local_client import LocalClient
 
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
@@ -202,7 +202,7 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
 
 async def _sampled(
     client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: list[int], affinity: str
-) -> Generation:
+) -> GenerationState:
     _check(client, ids, sampling, stop_ids)
     most = max(client.window - len(ids), 1)
     return await client.sample(

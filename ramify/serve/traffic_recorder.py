@@ -56,15 +56,15 @@ from ramify.types.event import (
     ScoreAdded,
 )
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.traffic import (
+from ramify.types.recorded_traffic import (
     FEEDBACK,
     RECORDER,
     REDACTED,
     TASK,
     TEMPERATURE,
-    PolicyArchitectureIdentity,
+    TokenizerAndArchitecture,
 )
-from ramify.types.trajectory import AgentCallReason, Call, Fork, Stop, Trajectory, cut
+from ramify.types.trajectory import Call, Fork, NewCallReason, Stop, Trajectory, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -91,7 +91,7 @@ _log = ComponentLogger("serve")
 class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a policy that are needed to record its conversations."""
 
-    identity: PolicyArchitectureIdentity
+    identity: TokenizerAndArchitecture
     decode: Callable[[Sequence[int]], str]
     """Decodes token ids to text, including special tokens."""
     placeholder: int
@@ -120,7 +120,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Retention(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficRetention(msgspec.Struct, frozen=True, kw_only=True):
     """The limits on the age and the total size of recorded traffic."""
 
     max_bytes: int = 10 << 30
@@ -159,12 +159,12 @@ class TrafficRecorder:
         folder: str | Path,
         policy: PolicyFactsForRecorder,
         redaction: RedactionRules | None = None,
-        retention: Retention | None = None,
+        retention: TrafficRetention | None = None,
     ) -> None:
         """Open or create the store in a folder. Raises ConfigError if the folder contains other
         runs or another policy's conversations, or cannot be written."""
         self._redaction = redaction or RedactionRules()
-        self._retention = retention or Retention()
+        self._retention = retention or TrafficRetention()
         self._policy = policy
         try:
             self.store = _opened(folder)
@@ -526,12 +526,12 @@ def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _Recor
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
-def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> AgentCallReason:
+def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
     """Return the reason why a new call begins: a further sample, a branch of an earlier call, or a
     new conversation."""
     if first is not None:
-        return AgentCallReason.SAMPLE
-    return AgentCallReason.NEW if earlier is None else AgentCallReason.BRANCH
+        return NewCallReason.SAMPLE
+    return NewCallReason.NEW if earlier is None else NewCallReason.BRANCH
 
 
 def _key(ids: Sequence[int]) -> bytes:

@@ -17,7 +17,7 @@ from ramify.errors import RamifyError
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.base import RunStore
 from ramify.store.durable_files import FILE_MODE, make_folder
-from ramify.store.recorded_replies import RecordedRunIndex
+from ramify.store.recorded_replies import RunEventIndex
 from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory
 
@@ -51,7 +51,7 @@ class UnfinishedRuns:
         for name in sorted(each.name for each in self._folder.iterdir()):
             try:
                 self._store.check_free(name)
-                if RecordedRunIndex(self._store.events(name)).ended is None:
+                if RunEventIndex(self._store.events(name)).ended is None:
                     runs.append(name)
                 else:
                     self.end(name)

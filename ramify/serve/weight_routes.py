@@ -61,7 +61,7 @@ _NAMED = 3
 """Maximum number of missing tensors that an error names."""
 
 
-class PolicySleep:
+class EngineSleepState:
     """The sleep state of one server. It records which parts of the engine are asleep, and which
     requests wait for them to wake up."""
 
@@ -193,7 +193,7 @@ _POLL_S = 0.01
 _NOT_WHOLE = "half of the weights are new"
 
 
-class WeightRoutes:
+class WeightUpdateRoutes:
     """The handlers of the weight routes, with their state. They record whether sampling is paused,
     whether an update is in progress, and whether the weights are complete."""
 
@@ -216,7 +216,7 @@ class WeightRoutes:
         self._root = root.resolve() if root is not None else None
         self._receiver: WeightReceiver | None = None
         self._is_paused = self._is_updating = False
-        self.sleep = PolicySleep(
+        self.sleep = EngineSleepState(
             client, self._stop_sampling, self._resume_sampling, lambda: self._is_updating, wait_s
         )
         self._num_chunks = 0

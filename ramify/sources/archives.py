@@ -21,13 +21,13 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.sources.base import (
+from ramify.sources.file_kinds import SourceFile, read_as, read_file
+from ramify.sources.loaded_sources import (
     OversizedSource,
     SourceCollector,
     UnreadableSource,
     missing_library_advice,
 )
-from ramify.sources.file_kinds import SourceFile, read_as, read_file
 
 MAX_MEMBERS = 100_000
 MAX_RATIO = 250

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ramify.secrets import redact_likely_secrets
-from ramify.sources.base import UnreadableSource, missing_library_advice
-from ramify.sources.url_recognition import ListedFile, RemoteHead, shown_url
+from ramify.secret_redaction import redact_likely_secrets
+from ramify.sources.loaded_sources import UnreadableSource, missing_library_advice
+from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, shown_url
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 1 << 20
 class OpenBucketFile:
     """A bucket file that is open for reading. ``head`` describes the file."""
 
-    def __init__(self, stream: Any, head: RemoteHead) -> None:
+    def __init__(self, stream: Any, head: RemoteFileInfo) -> None:
         self._stream = stream
         self.head = head
 
@@ -100,7 +100,7 @@ def open_file(url: str, version: str) -> OpenBucketFile:
         elif not found:
             info = files.get_file_info(path)
             found, size = _version(info), info.size
-        head = RemoteHead(size, found, found == version != "", final_url=url)
+        head = RemoteFileInfo(size, found, found == version != "", final_url=url)
         return OpenBucketFile(stream, head)
 
 

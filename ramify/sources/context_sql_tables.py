@@ -6,7 +6,8 @@ them, and the function ``sql``.
 
 DuckDB reads the columns without a copy, in the memory file that holds the context; its process maps
 the file at the first query. A context of less than a megabyte gets such a file only at that time.
-Tables in files are handled by ``tables.py``, and ``duckdb_process.py`` defines what a query may do.
+Tables in files are handled by ``session_tables.py``, and ``duckdb_process.py`` defines what a query
+may do.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ramify.sandbox.base import SharedContext, Table, anonymous_file
-from ramify.sources.base import listing
 from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
+from ramify.sources.loaded_sources import listing
 from ramify.sources.query_process import plain
-from ramify.sources.sql_table_types import TableLocation
-from ramify.sources.tables import MAX_TABLES, has_duckdb, shown_value, table_name
+from ramify.sources.queryable_tables import TableLocation
+from ramify.sources.session_tables import MAX_TABLES, has_duckdb, shown_value, table_name
 
 _NAME = "context"
 """SQL name of a context that is a single table."""

@@ -10,7 +10,7 @@ Every query is a read-only transaction that is rolled back, and is limited in ti
 The server has a time limit, and so has the process that waits for it, which is killed if necessary.
 Only that process knows the password: names, errors and the record of a run have the URL without it.
 Queries run on the host, as a session reaches no network. The server decides what the user in the
-URL may read, so name one with few rights. Tables in files are handled by ``tables.py``.
+URL may read, so name one with few rights. Tables in files are handled by ``session_tables.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests
+from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.install_command import install_command
-from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.database_urls import PASSWORD_VARIABLES, DatabaseAddress, parse_address
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,

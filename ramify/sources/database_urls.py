@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 PASSWORD_VARIABLES = {"postgresql": "PGPASSWORD", "mysql": "MYSQL_PWD"}

@@ -25,11 +25,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
-from ramify.sources.base import SourceCollector, SourcePlace, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import SourceCollector, SourcePlace, UnreadableSource
 
 MEMORY_BYTES = 4 << 30
 """Limit on the address space of a conversion process, in bytes."""

@@ -23,14 +23,14 @@ from ramify.sources.archives import (
     load_member,
     member_name,
 )
-from ramify.sources.base import (
+from ramify.sources.document_process import ConvertedDocument, convert_document
+from ramify.sources.file_kinds import SourceFile, decode
+from ramify.sources.loaded_sources import (
     OversizedSource,
     SourceCollector,
     UnreadableSource,
     missing_library_advice,
 )
-from ramify.sources.document_process import ConvertedDocument, convert_document
-from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.pdf_page_pictures import keep, read_scan
 
 MAX_DEPTH = 3

@@ -26,7 +26,7 @@ from typing import BinaryIO
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.sources.url_recognition import RemoteHead
+from ramify.sources.url_recognition import RemoteFileInfo
 from ramify.user_folders import user_folder
 
 MAX_CACHE_BYTES = 10 << 30
@@ -39,14 +39,14 @@ class CachedCopy(msgspec.Struct, frozen=True):
 
     path: Path
     num_bytes: int
-    head: RemoteHead
+    head: RemoteFileInfo
     """The server's description of the file."""
 
 
 class _Entry(msgspec.Struct):
     file: str
     num_bytes: int
-    head: RemoteHead
+    head: RemoteFileInfo
 
 
 class DownloadCache:
@@ -99,7 +99,7 @@ class DownloadCache:
             path.unlink(missing_ok=True)
             raise
 
-    def keep(self, url: str, path: Path, head: RemoteHead) -> CachedCopy:
+    def keep(self, url: str, path: Path, head: RemoteFileInfo) -> CachedCopy:
         """Make a downloaded file the cached copy of ``url``, and delete older copies that are no
         longer needed."""
         size = path.stat().st_size

@@ -1,6 +1,6 @@
 """Run SQL queries over tables in files with DuckDB, in a separate process.
 
-    TableQuestion(tables, query) ──> one DuckDB in memory per set of tables ──> rows
+    TableQueryRequest(tables, query) ──> one DuckDB in memory per set of tables ──> rows
       csv, jsonl, parquet    a view over the file
       duckdb                 its file, attached read-only
       arrow                  read by pyarrow, without a copy
@@ -10,8 +10,8 @@
 The text of a query is untrusted. DuckDB may open only the files of the tables (``allowed_paths``);
 access to other files, extensions and settings is switched off and locked. A query is one SELECT in
 a read-only transaction. The process can write no file (``RLIMIT_FSIZE``) and has limited memory. It
-knows no keys, because it starts without the environment of the host. ``tables.py`` decides which
-files are tables and whether one has changed.
+knows no keys, because it starts without the environment of the host. ``session_tables.py`` decides
+which files are tables and whether one has changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests
+from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.format_quantities import pluralize
 from ramify.sources.query_process import (
@@ -45,7 +45,7 @@ from ramify.sources.query_process import (
     encode_outcome,
     plain,
 )
-from ramify.sources.sql_table_types import TableInfo, TableLocation
+from ramify.sources.queryable_tables import TableInfo, TableLocation
 
 MEMORY_BYTES = 2 << 30
 """Memory that DuckDB may use, in bytes."""
@@ -60,7 +60,7 @@ _WHOLE_BYTES = 64 << 20
 NUM_SAMPLES = 3
 
 
-class TableQuestion(msgspec.Struct, frozen=True):
+class TableQueryRequest(msgspec.Struct, frozen=True):
     """A query over tables, as sent to the process that runs it. Without a query, the process
     describes the tables instead."""
 
@@ -84,7 +84,7 @@ def query_tables(
     """Run one SELECT over tables and return its rows. Raises ValueError, PermissionError or
     TimeoutError with a message that says what is wrong with the query."""
     given = dict(params) if isinstance(params, Mapping) else list(params)
-    asked = TableQuestion(list(tables), query, given, limit_s)
+    asked = TableQueryRequest(list(tables), query, given, limit_s)
     return [tuple(row) for row in _processes.ask(asked, limit_s)]
 
 
@@ -94,7 +94,7 @@ def describe_tables(
     """Return a description of the tables in one file: their columns, number of rows and first rows.
     If a file can hold several tables and ``member`` is not given, all are described. Raises
     ValueError or TimeoutError if the file cannot be read."""
-    asked = TableQuestion(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
+    asked = TableQueryRequest(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
 
@@ -113,13 +113,13 @@ def serve() -> None:
     kept: dict[str, _Tables] = {}
 
     def answer(request: list[bytes]) -> list[bytes]:
-        asked: TableQuestion = decode(request[0], TableQuestion)
+        asked: TableQueryRequest = decode(request[0], TableQueryRequest)
         return encode_outcome(lambda: _answer_by_name(asked, kept))
 
     answer_requests(answer)
 
 
-def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
+def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
     """Answer a query. Errors contain file names instead of host paths, because models read them."""
     try:
         return _answer(asked, kept)
@@ -132,7 +132,7 @@ def _answer_by_name(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
         raise next(kind for kind in kinds if isinstance(error, kind))(said) from None
 
 
-def _answer(asked: TableQuestion, kept: dict[str, _Tables]) -> Any:
+def _answer(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
     key = repr(asked.tables)
     if not asked.query or key not in kept:
         for each in kept.values():

@@ -3,7 +3,7 @@ host's handle of it.
 
     FetchProcess                                the process
     list_files("s3://bucket/logs/")         ──> [ListedFile, …]
-    open_file(url, version)                 ──> RemoteHead
+    open_file(url, version)                 ──> RemoteFileInfo
     read(url)  read(url)  …                 ──> the next bytes, and b"" at the end
     close_file(url)
 
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import kill_and_reap
+from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
-from ramify.sources.base import UnreadableSource
-from ramify.sources.url_recognition import ListedFile, RemoteHead, is_web
+from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, is_web
 
 if TYPE_CHECKING:
     from ramify.http_client.http_transport import HttpConnectionPool
@@ -60,7 +60,7 @@ class FetchAnswer(msgspec.Struct, frozen=True):
     """The answer to a ``FetchRequest``. If the request failed, ``reason`` is not empty."""
 
     files: list[ListedFile] = []
-    head: RemoteHead | None = None
+    head: RemoteFileInfo | None = None
     data: bytes = b""
     reason: str = ""
     remedy: str = ""
@@ -87,7 +87,7 @@ class FetchProcess:
     def list_files(self, url: str) -> list[ListedFile]:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
-    def open_file(self, url: str, version: str = "") -> RemoteHead:
+    def open_file(self, url: str, version: str = "") -> RemoteFileInfo:
         """Open a remote file and return its description. ``version`` identifies a copy that is
         already on this machine, or is empty."""
         head = self._ask("open", url, version).head
@@ -179,7 +179,7 @@ class _OpenFiles:
         self._web: dict[str, OpenDownload] = {}
         self._buckets: dict[str, OpenBucketFile] = {}
 
-    def open(self, asked: FetchRequest) -> RemoteHead:
+    def open(self, asked: FetchRequest) -> RemoteFileInfo:
         self.close(asked.url)
         if is_web(asked.url):
             from ramify.sources.http_download import new_pool, open_download

@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sources.base import (
+from ramify.sources.csv_records import csv_delimiter
+from ramify.sources.loaded_sources import (
     NOT_UTF8,
     SourceCollector,
     UnreadableSource,
     count_with_names,
 )
-from ramify.sources.csv_records import csv_delimiter
 
 HEAD_BYTES = 8192
 """Number of leading bytes that determine the kind of a file."""
@@ -233,7 +233,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
     if kind in ("csv", "jsonl") and loading.has_tools:
-        from ramify.sources.tables import add_text_table
+        from ramify.sources.session_tables import add_text_table
 
         detail = add_text_table(file.name, kind, file.path, text, detail, loading)
     details = "; ".join(filter(None, (detail, note)))

@@ -18,7 +18,6 @@ import msgspec
 from pathspec import GitIgnoreSpec
 
 from ramify.errors import SourceError
-from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import (
     BINARY_SUFFIXES,
     HEAD_BYTES,
@@ -28,6 +27,7 @@ from ramify.sources.file_kinds import (
     read_file,
     read_regular,
 )
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
 from ramify.sources.mapped_files import read_mapped
 
 MAX_FILES = 200_000

@@ -24,8 +24,8 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
 from ramify.http_client.urls_and_proxies import is_http_url
-from ramify.sources.base import UnreadableSource
-from ramify.sources.url_recognition import RemoteHead, is_web, shown_url
+from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.url_recognition import RemoteFileInfo, is_web, shown_url
 
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
@@ -98,7 +98,7 @@ class OpenDownload:
     describes the file: its size, type and version.
     """
 
-    def __init__(self, exchange: HttpExchange, head: RemoteHead) -> None:
+    def __init__(self, exchange: HttpExchange, head: RemoteFileInfo) -> None:
         self._exchange = exchange
         self.head = head
 
@@ -248,11 +248,11 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port
 
 
-def _head(exchange: HttpExchange, url: str) -> RemoteHead:
+def _head(exchange: HttpExchange, url: str) -> RemoteFileInfo:
     headers = exchange.headers
     is_packed = headers.get("content-encoding", "identity").lower() not in ("", "identity")
     length = headers.get("content-length", "")
-    return RemoteHead(
+    return RemoteFileInfo(
         int(length) if length.isdecimal() and not is_packed else -1,
         headers.get("etag") or headers.get("last-modified") or "",
         exchange.status == 304,

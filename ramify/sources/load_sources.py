@@ -27,21 +27,21 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.nearest_name import nearest_name
 from ramify.progress import report_progress
-from ramify.sources.base import (
+from ramify.sources.database_urls import is_database_url, without_password
+from ramify.sources.file_kinds import SourceFile, read_file, read_regular
+from ramify.sources.loaded_sources import (
     MAX_FILE_S,
     LoadedContext,
+    LoadedSourceItem,
     SourceCollector,
-    SourceItem,
     SourceProblem,
     UnreadableSource,
     listing,
 )
-from ramify.sources.database_urls import is_database_url, without_password
-from ramify.sources.file_kinds import SourceFile, read_file, read_regular
 from ramify.sources.mapped_files import read_mapped
 from ramify.sources.url_recognition import is_remote, recorded_url, shown_url
 
-__all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
+__all__ = ["LoadedContext", "LoadedSourceItem", "SourceProblem", "load"]
 
 MAX_BYTES = 1 << 30
 """Default limit in bytes on everything that is read into memory or unpacked."""
@@ -409,8 +409,8 @@ def _tools(loading: SourceCollector) -> dict[str, Any]:
         pages["page_picture"] = PdfPagePictures(loading.pdfs, loading.max_file_s).page_picture
     if not (loading.databases or loading.servers or loading.tables):
         return pages
+    from ramify.sources.session_tables import SessionTables
     from ramify.sources.sqlite_process import query_in_time
-    from ramify.sources.tables import SessionTables
 
     databases: dict[str, Callable[..., list[tuple[Any, ...]]]] = {
         name: functools.partial(query_in_time, path) for name, path in loading.databases.items()

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from email.message import EmailMessage
 from typing import Any
 
-from ramify.sources.base import UnreadableSource
-from ramify.sources.document_places import DocumentPart, assemble
+from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
+from ramify.sources.loaded_sources import UnreadableSource
 
 _HEADERS = ("From", "To", "Cc", "Date", "Subject")
 _FROM_LINE = re.compile(rb"^From [^\n]*\n", re.MULTILINE)

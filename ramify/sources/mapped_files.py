@@ -21,8 +21,8 @@ import msgspec
 
 from ramify.format_quantities import pluralize
 from ramify.sandbox.base import MappedText, mapped_text
-from ramify.sources.base import NOT_UTF8, SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
+from ramify.sources.loaded_sources import NOT_UTF8, SourceCollector, UnreadableSource
 
 TINY_BYTES = 1 << 16
 """Files smaller than this many bytes are always read into memory."""
@@ -60,7 +60,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
     kind, detail = _described(name, text)
     note = "" if text.file.encoding == "utf-8" else NOT_UTF8
     if kind in ("csv", "jsonl"):
-        from ramify.sources.tables import add_table
+        from ramify.sources.session_tables import add_table
 
         detail = add_table(name, kind, Path(path), b"", detail, loading, is_utf8=not note)
     details = "; ".join(filter(None, (detail, note)))

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.sources.base import SourceCollector
-from ramify.sources.document_places import DocumentPart, assemble
+from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.file_kinds import SourceFile, decode
 from ramify.sources.file_kinds import read as read_text
+from ramify.sources.loaded_sources import SourceCollector
 
 _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """Matches the escape codes of terminal colours, which occur in tracebacks."""
@@ -27,7 +27,7 @@ class IpynbCell(msgspec.Struct):
     outputs: list[dict[str, Any]] = []
 
 
-class IpynbNotebook(msgspec.Struct):
+class IpynbFile(msgspec.Struct):
     """The fields of a Jupyter notebook file that the conversion uses. All other fields are
     ignored.
     """
@@ -38,7 +38,7 @@ class IpynbNotebook(msgspec.Struct):
 
 def read(file: SourceFile, loading: SourceCollector) -> None:
     try:
-        notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbNotebook)
+        notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbFile)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         read_text(file, loading)  # an old format, or damaged
         return

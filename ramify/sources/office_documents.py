@@ -25,9 +25,9 @@ import zipfile
 from typing import Any
 from urllib.parse import unquote
 
-from ramify.sources.base import UnreadableSource
-from ramify.sources.document_places import DocumentPart, assemble
+from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
+from ramify.sources.loaded_sources import UnreadableSource
 
 _STYLES = """p[style-name='Title'] => h1:fresh
 p[style-name='Subtitle'] => h2:fresh

@@ -14,9 +14,9 @@ import io
 import textwrap
 from typing import Any
 
-from ramify.sources.base import UnreadableSource
-from ramify.sources.document_places import DocumentPart, assemble
+from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
+from ramify.sources.loaded_sources import UnreadableSource
 
 
 def convert(data: bytes) -> ConvertedDocument:

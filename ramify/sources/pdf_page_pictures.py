@@ -21,8 +21,8 @@ import msgspec
 
 from ramify.install_command import install_command
 from ramify.nearest_name import nearest_name
-from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
 from ramify.sources.picture_process import PictureFailed, rendered_page
 from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_from_bytes
 

@@ -16,8 +16,8 @@ import resource
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 
 MAX_PIXELS = 150_000_000

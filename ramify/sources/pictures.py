@@ -13,8 +13,8 @@ from __future__ import annotations
 import importlib.util
 
 from ramify.install_command import install_command
-from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
 from ramify.sources.picture_process import MAX_PIXELS, MAX_SOURCE_BYTES, PictureFailed, scaled
 from ramify.types.picture import (
     MAX_PICTURE_BYTES,

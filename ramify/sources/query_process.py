@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.helper_process import ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 
 QUERY_S = 30.0

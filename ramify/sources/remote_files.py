@@ -22,14 +22,14 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.progress import ProgressTask, report_progress
+from ramify.progress import ProgressReporter, report_progress
 from ramify.sources.archives import is_hidden
-from ramify.sources.base import MORE, SourceCollector, UnreadableSource, size_text
 from ramify.sources.download_cache import CachedCopy, DownloadCache
 from ramify.sources.fetch_process import FetchProcess
 from ramify.sources.file_kinds import BINARY_SUFFIXES
-from ramify.sources.served_file_hints import file_name, to_utf8
-from ramify.sources.url_recognition import ListedFile, RemoteHead, check_url, is_web, shown_url
+from ramify.sources.http_content_type import file_name, to_utf8
+from ramify.sources.loaded_sources import MORE, SourceCollector, UnreadableSource, size_text
+from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, check_url, is_web, shown_url
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
@@ -55,7 +55,7 @@ class _Wanted(NamedTuple):
     file: ListedFile
     label: str
     is_named: bool
-    head: RemoteHead | None = None
+    head: RemoteFileInfo | None = None
 
 
 def fetch_files(
@@ -139,7 +139,7 @@ class _Fetching:
                     self._failed(file.url, error, is_named=is_named)
         return wanted
 
-    def fetched(self, wanted: _Wanted, work: ProgressTask) -> FetchedFile | None:
+    def fetched(self, wanted: _Wanted, work: ProgressReporter) -> FetchedFile | None:
         """Download one file. On failure, report a problem and return None."""
         url = wanted.file.url
         try:
@@ -160,11 +160,11 @@ class _Fetching:
                 label = _web_label(url, label)
         return FetchedFile(shown_url(url), label, copy.path, wanted.is_named)
 
-    def _opened(self, url: str) -> RemoteHead:
+    def _opened(self, url: str) -> RemoteFileInfo:
         copy = self._cache.find(url)
         return self._process.open_file(url, copy.head.version if copy else "")
 
-    def _copy(self, wanted: _Wanted, work: ProgressTask) -> CachedCopy:
+    def _copy(self, wanted: _Wanted, work: ProgressReporter) -> CachedCopy:
         url, note = wanted.file.url, shown_url(wanted.file.url)
         copy = self._cache.find(url)
         head = wanted.head or self._opened(url)

@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import ask, start_python_process
 from ramify.actors.child_process import kill_and_reap
+from ramify.actors.helper_process import ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.query_process import ProcessValueOrError
 from ramify.sources.search_index_process import SearchProcessRequest

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests
+from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.sources.query_process import encode_outcome
 from ramify.sources.search_units import Shape, normalize_for_search, units

@@ -58,7 +58,7 @@ _UNSPACED = (
 _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
-class TextSegmentation(msgspec.Struct, frozen=True):
+class TextSegmentationMode(msgspec.Struct, frozen=True):
     """How a text is divided into search units: by line or by passage. The choice is guessed from
     the beginning of the text.
     """
@@ -74,12 +74,12 @@ def sendable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def detect_segmentation(text: Text) -> TextSegmentation:
+def detect_segmentation(text: Text) -> TextSegmentationMode:
     head = text[:_HEAD_CHARS]
     lines = head.split("\n")
     num_blank = sum(1 for line in lines[:-1] if not line.strip())
     is_prose = num_blank > _BLANK_SHARE * len(lines)
-    return TextSegmentation("passages" if is_prose else "lines", _PAGE.search(head) is not None)
+    return TextSegmentationMode("passages" if is_prose else "lines", _PAGE.search(head) is not None)
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
@@ -135,7 +135,7 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
     return start + begin, start + end
 
 
-def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentation) -> str:
+def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentationMode) -> str:
     """Describe the location of a search unit for a citation: the name of its text, its line and, if
     known, its page or heading.
     """

@@ -9,9 +9,9 @@ import io
 from typing import Any
 
 from ramify.sources.archives import check_count, check_ratio, is_hidden, load_member, member_name
-from ramify.sources.base import SourceCollector, UnreadableSource, missing_library_advice
 from ramify.sources.document_process import ConvertedDocument, convert_document
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource, missing_library_advice
 
 MAX_UNPACKED_BYTES = 1 << 30
 """Maximum total size in bytes of all files in an archive, which are unpacked in memory."""

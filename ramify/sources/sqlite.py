@@ -1,7 +1,7 @@
 """Reads SQLite databases. The context contains the schema with sample rows.
 
 What a query may do and how much it may return is decided in ``sqlite_query.py``. The queries of a
-session run in ``sqlite_process.py``, and the function ``sql`` itself is in ``tables.py``.
+session run in ``sqlite_process.py``, and the function ``sql`` itself is in ``session_tables.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from ramify.format_quantities import pluralize
-from ramify.sources.base import SourceCollector, UnreadableSource
 from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
+from ramify.sources.session_tables import describe_file, has_duckdb
 from ramify.sources.sqlite_query import run_query
-from ramify.sources.tables import describe_file, has_duckdb
 
 _COUNT_S = 2.0
 """Time limit in seconds for counting the rows of one table."""

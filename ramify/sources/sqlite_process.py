@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.answering_process import answer_requests
+from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcesses, encode_outcome
 from ramify.sources.sqlite_query import Params, run_query

@@ -1,23 +1,23 @@
 """Reads files that contain tables: Parquet, Arrow and Feather, DuckDB and xlsx.
 
 The context gets the schema with the first rows as text; for a workbook, the text is all its sheets,
-as tab-separated lines. Macros are not run, and formulas are not computed. ``tables.py`` defines how
-the rows are queried.
+as tab-separated lines. Macros are not run, and formulas are not computed. ``session_tables.py``
+defines how the rows are queried.
 """
 
 from __future__ import annotations
 
 from ramify.format_quantities import pluralize
 from ramify.sources.archives import MACROS, check_parts, has_macros
-from ramify.sources.base import (
+from ramify.sources.file_kinds import SourceFile
+from ramify.sources.loaded_sources import (
     SourceCollector,
     SourcePlace,
     UnreadableSource,
     missing_library_advice,
 )
-from ramify.sources.file_kinds import SourceFile
-from ramify.sources.sql_table_types import TableInfo
-from ramify.sources.tables import describe_file, described, has_duckdb
+from ramify.sources.queryable_tables import TableInfo
+from ramify.sources.session_tables import describe_file, described, has_duckdb
 
 _WHAT = {
     "parquet": "Parquet",

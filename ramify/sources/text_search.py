@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ramify.module_compiler import file_source
 from ramify.sandbox.base import MappedText
-from ramify.sources.base import MIN_SEARCHED_CHARS
+from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import (
     BLOCK_CHARS,
     MAX_HITS,
     Text,
-    TextSegmentation,
+    TextSegmentationMode,
     detect_segmentation,
     place_of,
     sendable,
@@ -121,7 +121,7 @@ class TextSearchTool:
         self._starts = [0]
         for text in self._texts.values():
             self._starts.append(self._starts[-1] + len(text))
-        self._layouts: dict[Any, TextSegmentation] = {}
+        self._layouts: dict[Any, TextSegmentationMode] = {}
         self._lines: dict[Any, list[int]] = {}
         """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
         self._lock = threading.Lock()
@@ -179,7 +179,7 @@ class TextSearchTool:
         hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}
         return {**hit, "start": start, "end": end, **({} if self._is_single else {"name": name})}
 
-    def _layout(self, name: Any) -> TextSegmentation:
+    def _layout(self, name: Any) -> TextSegmentationMode:
         layout = self._layouts.get(name)
         if layout is None:
             layout = self._layouts[name] = detect_segmentation(self._texts[name])

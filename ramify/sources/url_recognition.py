@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.secrets import MARK, QUERY, remember
+from ramify.secret_redaction import MARK, QUERY, remember
 
 WEB_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")
@@ -93,7 +93,7 @@ def check_url(url: str) -> str:
     return urlunsplit(parts._replace(fragment=""))
 
 
-class RemoteHead(msgspec.Struct, frozen=True):
+class RemoteFileInfo(msgspec.Struct, frozen=True):
     """What the server states about a remote file before its contents are read, such as size and
     version.
     """
@@ -127,4 +127,4 @@ class ListedFile(msgspec.Struct, frozen=True):
     num_bytes: int = -1
     """Size of the file in bytes; -1 if unknown."""
     version: str = ""
-    """Version of the file, as in ``RemoteHead``, if the listing states it."""
+    """Version of the file, as in ``RemoteFileInfo``, if the listing states it."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ramify.store.store import Store
 
 
-class ReplyPlace(NamedTuple):
+class JournalReplyOffset(NamedTuple):
     """The position of a recorded reply in a journal."""
 
     run: str
@@ -74,12 +74,12 @@ class CallCache:
         except msgspec.DecodeError as error:
             raise self._failed(error) from error
 
-    def journal_place(self, prompt_hash: str) -> ReplyPlace | None:
+    def journal_place(self, prompt_hash: str) -> JournalReplyOffset | None:
         """Return the journal and position that ``add_run`` registered for the reply to the request
         with this hash, or None.
         """
         row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
-        return None if row is None else ReplyPlace(*row)
+        return None if row is None else JournalReplyOffset(*row)
 
     def registered_journal_bytes(self, run: str) -> int:
         """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
@@ -88,7 +88,9 @@ class CallCache:
         row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
-    def add_run(self, run: str, num_bytes: int, places: Iterable[tuple[str, ReplyPlace]]) -> None:
+    def add_run(
+        self, run: str, num_bytes: int, places: Iterable[tuple[str, JournalReplyOffset]]
+    ) -> None:
         """Register the positions of all replies in the journal of ``run``, which is ``num_bytes``
         bytes long. ``places`` has pairs of a request's hash and the position of its reply.
         """

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import RunInUse, StoreError
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.durable_files import (
     FILE_MODE,
     BlobStore,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.durable_files import FILE_MODE
 from ramify.store.line_checksums import ChecksumChain, has_checksum
 from ramify.types.message import encodable

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 import msgspec
 
 from ramify.errors import RunInUse, StoreError, UnknownRun
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.base import RunStore, check_run_id, resolve_run_id
 from ramify.store.durable_files import Bytes
 from ramify.store.journal import encode_line

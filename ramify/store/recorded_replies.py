@@ -38,7 +38,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import CallKind, Cell, Parent, Stop
+from ramify.types.trajectory import CallKind, CallSite, Cell, Stop
 
 Key = tuple[object, ...]
 _LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
@@ -58,7 +58,7 @@ class TurnsDroppedOnResume(NamedTuple):
     """Whether the journal already records that the turns were dropped."""
 
 
-class RecordedRunIndex:
+class RunEventIndex:
     """Finds the events of a recorded run by call, turn and code cell. The index refers to the
     events and does not copy them.
     """
@@ -111,7 +111,7 @@ class RecordedRunIndex:
         self._forgotten: dict[tuple[str, int], list[TurnsDroppedOnResume]] = {}
         self._models: dict[str, str] = {}
         self._kinds: dict[str, CallKind] = {}
-        self._parents: dict[str, Parent] = {}
+        self._parents: dict[str, CallSite] = {}
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._requests: dict[tuple[str, int], RequestStarted] = {}
@@ -266,7 +266,7 @@ class RecordedRunIndex:
         """Return the recorded result of one code cell of a turn, or None if it was not recorded."""
         return self._cells.get((call, turn, cell))
 
-    def has_call(self, id: str, where: Parent) -> bool:
+    def has_call(self, id: str, where: CallSite) -> bool:
         """Return True if the recorded run has a call ``id`` that the code cell at ``where``
         made.
         """

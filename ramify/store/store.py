@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.errors import StoreError, UnknownRun
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.base import RunStore, check_run_id, resolve_run_id
 from ramify.store.durable_files import (
     BlobStore,

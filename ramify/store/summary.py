@@ -8,16 +8,16 @@ from ramify.errors import StoreError
 from ramify.store.journal import damaged
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.short_events import (
+from ramify.store.stored_run import StoredRun
+from ramify.store.textless_events import (
     AnyEventOutline,
-    CallStartedOutline,
-    CellOutline,
     DamagedLine,
-    ReplyOutline,
-    RequestOutline,
+    TextlessCallStarted,
+    TextlessCellRan,
+    TextlessReplyReceived,
+    TextlessRequestStarted,
     decode_short_events,
 )
-from ramify.store.stored_run import StoredRun
 from ramify.types.event import (
     AttemptFailed,
     CallEnded,
@@ -101,12 +101,12 @@ def _add(summary: RunSummary, event: AnyEventOutline) -> None:
         return
     summary.seconds = max(summary.seconds, event.at_s)
     match event:  # the most frequent ones first
-        case RequestOutline() | CallEnded() | CellOutline():
+        case TextlessRequestStarted() | CallEnded() | TextlessCellRan():
             pass
-        case ReplyOutline():
+        case TextlessReplyReceived():
             _charge(summary, event.reply.usage, event.reply.cost)
             summary.root_turns += event.call.isdecimal()
-        case CallStartedOutline():
+        case TextlessCallStarted():
             summary.num_calls += 1
             summary.depth = max(summary.depth, event.depth)
             summary.model = summary.model or event.model

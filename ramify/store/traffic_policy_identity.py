@@ -1,7 +1,8 @@
 """The file ``traffic.json`` in a store of recorded traffic. It identifies the policy, that is, the
 served model that produced the traffic.
 
-Not here: what it holds (``types/traffic.py``), and who records (``serve/traffic_recorder.py``).
+Not here: what it holds (``types/recorded_traffic.py``), and who records
+(``serve/traffic_recorder.py``).
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.types.traffic import PolicyArchitectureIdentity
+from ramify.types.recorded_traffic import TokenizerAndArchitecture
 
 _FILE = "traffic.json"
 
 
-def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
+def read_identity(store: Path) -> TokenizerAndArchitecture | None:
     """Return the identity of the policy that produced a store's recorded traffic. Returns None if
     the store holds no recorded traffic. Raises ConfigError if the file is damaged.
     """
     path = store / _FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=PolicyArchitectureIdentity)
+        return msgspec.json.decode(path.read_bytes(), type=TokenizerAndArchitecture)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -31,6 +32,6 @@ def read_identity(store: Path) -> PolicyArchitectureIdentity | None:
         raise ConfigError(f"{path} does not name a policy: {error}; delete the store") from None
 
 
-def write_identity(store: Path, identity: PolicyArchitectureIdentity) -> None:
+def write_identity(store: Path, identity: TokenizerAndArchitecture) -> None:
     """Mark a store as one that holds the recorded traffic of this policy."""
     (store / _FILE).write_bytes(msgspec.json.format(msgspec.json.encode(identity)) + b"\n")

@@ -47,7 +47,7 @@ from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.dataset_messages import messages_of
-from ramify.training_run_files import training_run_hint
+from ramify.training_run_recognition import training_run_hint
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 

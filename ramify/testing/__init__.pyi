@@ -1,18 +1,18 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.testing.batch_server import BatchServer as BatchServer
-from ramify.testing.conformance import CHECKS as CHECKS
-from ramify.testing.conformance import ConformanceResult as ConformanceResult
-from ramify.testing.conformance import check_one as check_one
-from ramify.testing.conformance import check_sandbox as check_sandbox
-from ramify.testing.conformance.base import ConformanceCheck as ConformanceCheck
-from ramify.testing.conformance.base import ConformanceError as ConformanceError
-from ramify.testing.conformance.base import SandboxUnderTest as SandboxUnderTest
 from ramify.testing.forgetful_disk import ForgetfulDisk as ForgetfulDisk
 from ramify.testing.hub import HubServer as HubServer
 from ramify.testing.offline import AccuracyCurve as AccuracyCurve
 from ramify.testing.offline import ModelLatency as ModelLatency
 from ramify.testing.offline import OfflineModel as OfflineModel
 from ramify.testing.offline import OfflineModelSuiteStrategy as OfflineModelSuiteStrategy
+from ramify.testing.sandbox_conformance import CHECKS as CHECKS
+from ramify.testing.sandbox_conformance import ConformanceResult as ConformanceResult
+from ramify.testing.sandbox_conformance import check_one as check_one
+from ramify.testing.sandbox_conformance import check_sandbox as check_sandbox
+from ramify.testing.sandbox_conformance.base import ConformanceCheck as ConformanceCheck
+from ramify.testing.sandbox_conformance.base import ConformanceError as ConformanceError
+from ramify.testing.sandbox_conformance.base import SandboxUnderTest as SandboxUnderTest
 from ramify.testing.script import Script as Script
 from ramify.testing.script import ScriptedFailure as ScriptedFailure
 from ramify.testing.script import ScriptRule as ScriptRule

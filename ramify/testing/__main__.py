@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
 
             return serve(options)
         case ["sandbox", *options]:
-            from ramify.testing.conformance import main as check
+            from ramify.testing.sandbox_conformance import main as check
 
             return check(options)
     asks_for_help = words[:1] in (["-h"], ["--help"])

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import Refused
 from ramify.testing.script import Lines, Script, ScriptedFailure, step_outcome
 from ramify.testing.scripted_server import completion
@@ -113,7 +113,7 @@ class BatchServer:
         self._page = page
         self._names: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = CallbackHttpServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     @property
     def root(self) -> str:
@@ -206,10 +206,10 @@ class BatchServer:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _handle(self, exchange: MockServerRequest) -> None:
+    def _handle(self, exchange: PendingMockRequest) -> None:
         self.soon(self._serve_http(exchange))
 
-    async def _serve_http(self, exchange: MockServerRequest) -> None:
+    async def _serve_http(self, exchange: PendingMockRequest) -> None:
         path, _, query = exchange.path.partition("?")
         line = f"{exchange.method} {path}"
         self.log.append(line)
@@ -223,7 +223,7 @@ class BatchServer:
         return exchange.send(status, body if isinstance(body, bytes) else _encode(body))
 
     async def _respond(
-        self, exchange: MockServerRequest, path: str, query: dict[str, str]
+        self, exchange: PendingMockRequest, path: str, query: dict[str, str]
     ) -> tuple[int, Any]:
         parts = path.strip("/").split("/")
         is_openai = "messages" not in parts
@@ -254,7 +254,7 @@ class BatchServer:
         text = f"no {exchange.method} {path} here"
         return 404, _problem(text, 404, is_openai=is_openai)
 
-    def _upload(self, exchange: MockServerRequest) -> tuple[int, Any]:
+    def _upload(self, exchange: PendingMockRequest) -> tuple[int, Any]:
         fields, name = _form(exchange)
         if fields.get("purpose") != b"batch" or "file" not in fields:
             return 400, _problem("a file of purpose 'batch' is needed", 400, is_openai=True)
@@ -477,7 +477,7 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
     }
 
 
-def _form(exchange: MockServerRequest) -> tuple[dict[str, bytes], str]:
+def _form(exchange: PendingMockRequest) -> tuple[dict[str, bytes], str]:
     """Parse a multipart form with a file. Returns the content of each field by name, and the file
     name or an empty string.
     """

@@ -51,7 +51,7 @@ from ramify.testing.plan_leaf_prompt_formats import (
 from ramify.testing.root_prompt_formats import (
     RESULT,
     ROOT_FORMS,
-    ParsedRootRequest,
+    ParsedRootPrompt,
     RootPromptFormat,
 )
 from ramify.testing.script import Step
@@ -230,7 +230,7 @@ class OfflineModel(
                 return self._step(form, turn)
         return self._reading(messages)
 
-    def _step(self, form: RootPromptFormat, turn: ParsedRootRequest) -> str:
+    def _step(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
         """Return the next reply of a root call. The first step looks at the context, the second
         runs the suite's strategy, and the last gives the answer.
         """

@@ -51,7 +51,7 @@ def ask(prompts: list[str]) -> list[str]:
 """
 
 
-class ParsedRootRequest(msgspec.Struct, frozen=True):
+class ParsedRootPrompt(msgspec.Struct, frozen=True):
     """A parsed request in which a system asks a model for the next step of a root call."""
 
     question: str
@@ -78,7 +78,7 @@ class RootPromptFormat(Protocol):
     ask: str
     """Source of the function ``ask``, which sends prompts to the system's sub-model."""
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         """Parse a request for the next step of a root call. Returns None if another system wrote
         the request.
         """
@@ -94,7 +94,7 @@ class RootPromptFormat(Protocol):
         """Return a model reply that makes the system run ``code``."""
         ...
 
-    def answer(self, turn: ParsedRootRequest) -> str:
+    def answer(self, turn: ParsedRootPrompt) -> str:
         """Return a model reply that gives the session's variable ``result`` as the answer. If no
         more code will run, the reply contains the text of the result instead.
         """
@@ -107,7 +107,7 @@ class RamifyPromptFormat:
     name = "ramify"
     ask = _WHOLE
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         if "fence marked repl" not in system or "FINAL(" not in system or len(messages) < 2:
             return None
@@ -118,7 +118,7 @@ class RamifyPromptFormat:
             return None
         calls = re.search(r"([\d,]+) model calls?,", system)
         chars = re.search(r"ask a language model.*?, at most ([\d,]+) characters", system)
-        return ParsedRootRequest(
+        return ParsedRootPrompt(
             first[1],
             sum(message.role == "assistant" for message in messages),
             _number(calls, MANY_CALLS),
@@ -133,7 +133,7 @@ class RamifyPromptFormat:
     def cell(self, thought: str, code: str) -> str:
         return f"{thought}\n\n```repl\n{code}\n```"
 
-    def answer(self, turn: ParsedRootRequest) -> str:
+    def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return f"FINAL({turn.result if turn.result is not None else 'unknown'})"
         return self.cell("The result is there.", "FINAL(result)")
@@ -145,7 +145,7 @@ class RlmsPromptFormat:
     name = "rlms"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         is_ours = messages[0].content.startswith("You are a Recursive Language Model (RLM)")
         if not is_ours or len(messages) < 2:
             return None
@@ -155,7 +155,7 @@ class RlmsPromptFormat:
         if first is None:
             return None
         num_cells = sum(message.role == "assistant" for message in messages)
-        return ParsedRootRequest(first[1], num_cells, result=_result_in(messages))
+        return ParsedRootPrompt(first[1], num_cells, result=_result_in(messages))
 
     def question_code(self, question: str) -> str:
         return repr(question)
@@ -163,7 +163,7 @@ class RlmsPromptFormat:
     def cell(self, thought: str, code: str) -> str:
         return f"{thought}\n\n```repl\n{code}\n```"
 
-    def answer(self, turn: ParsedRootRequest) -> str:
+    def answer(self, turn: ParsedRootPrompt) -> str:
         code = 'answer["content"] = str(result)\nanswer["ready"] = True'
         return self.cell("The result is there.", code)
 
@@ -174,7 +174,7 @@ class DrostePromptFormat:
     name = "droste"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         is_extraction = "session ended without submitting a confirmed final answer" in system
         is_step = "You are in a Python REPL." in system and "## Authorized compute" in system
@@ -184,7 +184,7 @@ class DrostePromptFormat:
             return None
         calls = re.search(r"\bsubcalls=(\d+)", system)
         chars = re.search(r"subcall_input_capacity=.*?(\d+) \(bounded\)", system)
-        return ParsedRootRequest(
+        return ParsedRootPrompt(
             asked[1].strip(),
             sum(message.role == "assistant" for message in messages),
             _number(calls, MANY_CALLS),
@@ -199,7 +199,7 @@ class DrostePromptFormat:
     def cell(self, thought: str, code: str) -> str:
         return f"```python\n{code}\n```"
 
-    def answer(self, turn: ParsedRootRequest) -> str:
+    def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return turn.result or "unable to determine from the work so far"
         return self.cell("", 'answer["content"] = str(result)\nanswer["ready"] = True')
@@ -213,7 +213,7 @@ class DspyPromptFormat:
     name = "dspy"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootRequest | None:
+    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         is_step = "[[ ## code ## ]]" in system and "SUBMIT(" in system
         is_extraction = "[[ ## repl_history ## ]]" in system and "[[ ## answer ## ]]" in system
@@ -224,7 +224,7 @@ class DspyPromptFormat:
             r"Variable: `question`.*?\n *Preview:\n *```\n(.*?)\n *```", last, re.DOTALL
         )
         calls = re.search(r"max ([\d,]+) sub-LLM calls", system)
-        return ParsedRootRequest(
+        return ParsedRootPrompt(
             textwrap.dedent(asked[1]) if asked else "",
             len(re.findall(r"^=== Step \d+ ===$", last, re.MULTILINE)),
             _number(calls, MANY_CALLS),
@@ -238,7 +238,7 @@ class DspyPromptFormat:
     def cell(self, thought: str, code: str) -> str:
         return _dspy_fields(reasoning=thought, code=f"```python\n{code}\n```")
 
-    def answer(self, turn: ParsedRootRequest) -> str:
+    def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return _dspy_fields(answer=turn.result if turn.result is not None else "unknown")
         return self.cell("The result is there.", "SUBMIT(str(result))")

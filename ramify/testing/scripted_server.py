@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.function_client import count_message
-from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import ConfigError, Refused
 from ramify.testing.offline import model_of
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, step_outcome
@@ -129,7 +129,7 @@ class ScriptedServer:
         self.num_cut_off = 0
         """Streams whose client left before their end."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = CallbackHttpServer(self._handle, host, port)
+        self._http = MockHttpServer(self._handle, host, port)
 
     @property
     def url(self) -> str:
@@ -151,7 +151,7 @@ class ScriptedServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close()
 
-    def _handle(self, exchange: MockServerRequest) -> None:
+    def _handle(self, exchange: PendingMockRequest) -> None:
         path = exchange.path.partition("?")[0]
         if exchange.method == "POST" and path.endswith("/chat/completions"):
             self.answered += 1
@@ -177,7 +177,7 @@ class ScriptedServer:
             text = f"no {exchange.method} {path} here: POST {self.url}/chat/completions"
             exchange.send(404, _error(text))
 
-    def _complete(self, exchange: MockServerRequest) -> None:
+    def _complete(self, exchange: PendingMockRequest) -> None:
         if self._keep:
             self.requests.append(ReceivedRequest(exchange.path, exchange.headers, exchange.body))
         due = asyncio.get_running_loop().time() + self._latency_s
@@ -209,7 +209,7 @@ class ScriptedServer:
 
     async def _later(
         self,
-        exchange: MockServerRequest,
+        exchange: PendingMockRequest,
         parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Awaitable[Step],
@@ -219,7 +219,7 @@ class ScriptedServer:
 
     def _answer(
         self,
-        exchange: MockServerRequest,
+        exchange: PendingMockRequest,
         parsed: _RequestBody,
         messages: tuple[Message, ...],
         step: Step,
@@ -235,7 +235,7 @@ class ScriptedServer:
             self._finish(exchange, parsed, outcome)
 
     def _finish(
-        self, exchange: MockServerRequest, parsed: _RequestBody, outcome: Reply | ScriptedFailure
+        self, exchange: PendingMockRequest, parsed: _RequestBody, outcome: Reply | ScriptedFailure
     ) -> None:
         if isinstance(outcome, ScriptedFailure) and outcome.fail == "stalled":
             return
@@ -245,12 +245,12 @@ class ScriptedServer:
         else:
             self._send(exchange, parsed, completion(outcome, parsed.model))
 
-    def _refuse(self, exchange: MockServerRequest, text: str, code: str = "") -> None:
+    def _refuse(self, exchange: PendingMockRequest, text: str, code: str = "") -> None:
         self._in_flight -= 1
         exchange.send(400, _error(text, code))
 
     def _send(
-        self, exchange: MockServerRequest, parsed: _RequestBody, sent: dict[str, Any]
+        self, exchange: PendingMockRequest, parsed: _RequestBody, sent: dict[str, Any]
     ) -> None:
         if not parsed.stream:
             return exchange.send(200, _encode(sent))
@@ -263,7 +263,7 @@ class ScriptedServer:
         self._tasks.add(task)
         return task.add_done_callback(self._tasks.discard)
 
-    async def _send_slowly(self, exchange: MockServerRequest, events: list[bytes]) -> None:
+    async def _send_slowly(self, exchange: PendingMockRequest, events: list[bytes]) -> None:
         exchange.begin("text/event-stream")
         for event in events:
             exchange.piece(event)
@@ -273,7 +273,7 @@ class ScriptedServer:
                 return
         exchange.end()
 
-    def _send_half(self, exchange: MockServerRequest, parsed: _RequestBody, text: str) -> None:
+    def _send_half(self, exchange: PendingMockRequest, parsed: _RequestBody, text: str) -> None:
         """Send the first half of a streamed reply, and then close the connection."""
         chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
         exchange.begin("text/event-stream")
@@ -281,7 +281,7 @@ class ScriptedServer:
         exchange.drop()
 
     def _fail(
-        self, exchange: MockServerRequest, parsed: _RequestBody, step: ScriptedFailure
+        self, exchange: PendingMockRequest, parsed: _RequestBody, step: ScriptedFailure
     ) -> None:
         match step.fail:
             case "rate_limited":

@@ -1,6 +1,6 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
+from ramify.agents.agent_job import AgentJob as AgentJob
 from ramify.agents.agent_result import AgentRun as AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob as AgentJob
 from ramify.agents.agent_task import AgentTask as AgentTask
 from ramify.extras.studies.hindsight_hints import DemonstrationHints as DemonstrationHints
 from ramify.extras.studies.hindsight_hints import FeedbackHints as FeedbackHints
@@ -114,7 +114,6 @@ from ramify.train.recipe import load_recipe as load_recipe
 from ramify.train.rollouts.group_queue import RolloutBatchSpec as RolloutBatchSpec
 from ramify.train.rollouts.rollouter import Rollouter as Rollouter
 from ramify.train.rollouts.rollouter import RolloutOptions as RolloutOptions
-from ramify.train.run_doctor import TrainingGuard as TrainingGuard
 from ramify.train.run_record import GroupRecords as GroupRecords
 from ramify.train.run_record import read_group_records as read_group_records
 from ramify.train.sft_training_data import demonstrate as demonstrate
@@ -143,7 +142,8 @@ from ramify.train.signals.weighted_term import AnnealSchedule as AnnealSchedule
 from ramify.train.signals.weighted_term import HybridTerm as HybridTerm
 from ramify.train.trackers.base import Tracker as Tracker
 from ramify.train.trackers.base import TrackerRunInfo as TrackerRunInfo
+from ramify.train.training_guard import TrainingGuard as TrainingGuard
 from ramify.types.agent_outcome import AgentOutcome as AgentOutcome
-from ramify.types.sequence import Batch as Batch
-from ramify.types.sequence import TokenSequence as TokenSequence
+from ramify.types.training_sequences import Batch as Batch
+from ramify.types.training_sequences import TokenSequence as TokenSequence
 from ramify.types.trajectory import Group as Group

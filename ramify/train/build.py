@@ -6,7 +6,7 @@ and closed in reverse.
 All that is opened is on one stack and closed in reverse: a part is opened after the parts that it
 calls. Trained models are opened late and closed after the engines, since an engine that comes back
 asks for their weights. Loading and checking are done by ``load_run_parts.py``, starting engines and
-workers by ``rollout_resources.py``, and the steps of a run by ``trainer.py``.
+workers by ``start_rollout_resources.py``, and the steps of a run by ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import plain
-from ramify.train.depth_models import OwnCallsAlgorithm, call_temperature
+from ramify.train.depth_models import AnsweredCallsAlgorithm, call_temperature
 from ramify.train.initial_policy import adapter_spec_of, device_of, sharded_checkpoint_folder
-from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
+from ramify.train.learner import Learner, PolicyWeightTransfer, Publisher
 from ramify.train.load_run_parts import RunParts
 from ramify.train.metrics import CpuMeter, StepMetrics
 from ramify.train.policy_evaluation import evaluate
 from ramify.train.preflight import first_prompt
-from ramify.train.rollout_resources import RolloutResources, open_rollouts, reserve_machines
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import Rollouter
 from ramify.train.run_record import TrainingRunRecorder
-from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdRecordingClient
+from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdHashingClient
 from ramify.train.sft_training_data import num_demo_items
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import POLICY
-from ramify.train.signals.scorer import RunTeachers
 from ramify.train.signals.signal_runner import TrainingSignalSet
 from ramify.train.signals.teacher import needed_scorers
+from ramify.train.signals.teacher_logprobs import RunTeachers
 from ramify.train.stages import RlStage, TrainingStage, streams_of, with_schedule_defaults
-from ramify.train.trainer import SplitEvaluationPlan, Trainer
-from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
+from ramify.train.stall_watchdog import StallWatchdog, WatchedTrainingThread
+from ramify.train.start_rollout_resources import RolloutResources, open_rollouts, reserve_machines
+from ramify.train.trainer import PolicyEvaluationPlan, Trainer
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ async def opened_trainer(
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = trained_model(parts, out, hosts)
         close_on_exit(models, "trained", trained.close)
-        weights = EnginePolicyWeights(parts.policy, parts.serving, rollouts.client, trained)
+        weights = PolicyWeightTransfer(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
             close_on_exit(stack, "teachers", teachers.close)
         record = _record(parts, rollouts, out, trained, listener)
-        watch = RunWatchdog(
+        watch = StallWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
         )
-        wiring = LearnerContext(
+        wiring = LearnerResources(
             record,
             WatchedTrainingThread(watch),
             first_prompt(
@@ -184,18 +184,18 @@ def _record(
     )
 
 
-def _evaluator(parts: RunParts, rollouts: RolloutResources) -> SplitEvaluationPlan:
+def _evaluator(parts: RunParts, rollouts: RolloutResources) -> PolicyEvaluationPlan:
     run = parts.run
     if not run.can_be_evaluated:
-        return SplitEvaluationPlan(None, keep=run.evaluate.keep)
+        return PolicyEvaluationPlan(None, keep=run.evaluate.keep)
     direct = parts.policy.card.direct
     evaluating = partial(evaluate, run, parts.task, rollouts.rlm, rollouts.workers, direct=direct)
-    return SplitEvaluationPlan(
+    return PolicyEvaluationPlan(
         evaluating, run.evaluate.first, run.evaluate.final, run.evaluate.keep
     )
 
 
-class LearnerContext(NamedTuple):
+class LearnerResources(NamedTuple):
     """The resources that all learners of a run share, and the names of one learner's policy. A
     learner trains one policy."""
 
@@ -211,10 +211,10 @@ class LearnerContext(NamedTuple):
 
 def _learner(
     parts: RunParts,
-    audited: TokenIdRecordingClient,
-    weights: EnginePolicyWeights,
+    audited: TokenIdHashingClient,
+    weights: PolicyWeightTransfer,
     trained: TrainedModel,
-    wiring: LearnerContext,
+    wiring: LearnerResources,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
     """Build the learner that trains one policy, with checks that its engines and the trainer
@@ -243,8 +243,8 @@ def _other_learners(
     parts: RunParts,
     rollouts: RolloutResources,
     out: Path,
-    main: EnginePolicyWeights,
-    wiring: LearnerContext,
+    main: PolicyWeightTransfer,
+    wiring: LearnerResources,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
     """Build the learners of the additional policies in ``Run.policies``. A policy for which no
@@ -253,7 +253,7 @@ def _other_learners(
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
         close_on_exit(models, f"trained.{name}", trained.close)
-        weights = EnginePolicyWeights(own.policy, own.serving, engine, trained)
+        weights = PolicyWeightTransfer(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
         own_wiring = wiring._replace(model=engine.name, name=name)
         yield _learner(own, audited, weights, trained, own_wiring, source)
@@ -341,11 +341,11 @@ def _rl_stages(
         yield stage(rl, rl.algorithm, signals=signals, pool=pool)
         return
     others = {
-        name: stage(each.run.rl, OwnCallsAlgorithm(each.run.rl.algorithm, names[name]))
+        name: stage(each.run.rl, AnsweredCallsAlgorithm(each.run.rl.algorithm, names[name]))
         for name, each in parts.others.items()
         if each.run.rl is not None
     }
-    own = OwnCallsAlgorithm(rl.algorithm, names[POLICY])
+    own = AnsweredCallsAlgorithm(rl.algorithm, names[POLICY])
     yield stage(rl, own, signals=signals, others=others, pool=pool)
 
 
@@ -354,7 +354,7 @@ def teachers_of(
     rollouts: RolloutResources,
     out: Path,
     trained: TrainedModel,
-    weights: EnginePolicyWeights,
+    weights: PolicyWeightTransfer,
 ) -> RunTeachers | None:
     """Return the teacher models that score rollouts for some training signals. Returns None if no
     signal needs one. Raises ConfigError if a signal needs the current policy while rollouts may be

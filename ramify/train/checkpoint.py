@@ -35,7 +35,7 @@ from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
 from ramify.train.override import with_new_names
-from ramify.train.run_doctor import GuardState
+from ramify.train.training_guard import TrainingGuardState
 
 _log = ComponentLogger("train")
 Write = Callable[[Path], Callable[[], None] | None]
@@ -48,7 +48,7 @@ _OLD = ".old.tmp"
 SCHEMA_VERSION = 1
 
 
-class CheckpointState(msgspec.Struct, kw_only=True):
+class TrainingProgress(msgspec.Struct, kw_only=True):
     """The progress of a training run as plain data, stored in each checkpoint."""
 
     step: int
@@ -84,8 +84,8 @@ class CheckpointState(msgspec.Struct, kw_only=True):
     """State of the stage's algorithm."""
     memories: dict[str, dict[str, float]] = {}
     """Name of another policy -> state of its algorithm."""
-    guard: GuardState = msgspec.field(default_factory=GuardState)
-    """State of the doctor in this stage."""
+    guard: TrainingGuardState = msgspec.field(default_factory=TrainingGuardState)
+    """State of the training guard in this stage."""
     lr_scale: float = 1.0
     """Factor of the learning rates of this stage: below 1 after a rollback."""
     config: dict[str, Any] = {}
@@ -113,9 +113,9 @@ class CheckpointStore:
         self.folder = out / FOLDER
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._background: BackgroundWork | None = None
+        self._background: BackgroundThread | None = None
 
-    def save(self, state: CheckpointState, parts: Mapping[str, Write]) -> Path:
+    def save(self, state: TrainingProgress, parts: Mapping[str, Write]) -> Path:
         """Write a checkpoint and return its path. ``parts`` maps each file or folder name in the
         checkpoint to a function that writes it. If such a function continues in the background, the
         checkpoint is complete once ``settle`` returns.
@@ -151,7 +151,7 @@ class CheckpointStore:
             )
         )
         if waits:
-            self._background = BackgroundWork(
+            self._background = BackgroundThread(
                 lambda: self._finish(temporary, final, state_json, waits)
             )
         else:
@@ -254,7 +254,7 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-class BackgroundWork:
+class BackgroundThread:
     """A function that runs in a separate thread. The process does not exit before the function has
     returned."""
 
@@ -278,7 +278,7 @@ class BackgroundWork:
             self._error = error
 
 
-def read_state(checkpoint: Path) -> CheckpointState:
+def read_state(checkpoint: Path) -> TrainingProgress:
     """Read the state stored in a checkpoint. Fields that an older version wrote get their present
     names. Raises StoreError if the folder is not a checkpoint, is damaged, or was written by a
     later version."""
@@ -314,10 +314,10 @@ def _instead_of(checkpoint: Path) -> str:
     )
 
 
-def _decoded(checkpoint: Path) -> CheckpointState:
+def _decoded(checkpoint: Path) -> TrainingProgress:
     path = checkpoint / _STATE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
+        state = msgspec.json.decode(path.read_bytes(), type=TrainingProgress)
     except (OSError, msgspec.DecodeError) as error:
         raise StoreError(
             f"{checkpoint} is not a checkpoint: {error}; {_instead_of(checkpoint)}"

@@ -56,10 +56,10 @@ from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.run_doctor import TrainingGuard
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
 from ramify.train.signals.signal_runner import signals_of
+from ramify.train.training_guard import TrainingGuard
 
 STALL_S = 1800.0
 """Default of ``Run.stall_s``: the longest time in seconds without progress."""

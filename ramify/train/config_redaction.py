@@ -8,9 +8,9 @@ or sent anywhere:
                           "url": "https://«redacted»@host/v1?key=«redacted»"}}}
 
 Redacted are: strings whose field name marks a secret; the value after such a name in an argument
-list or a URL; logins in URLs; and values of environment variables that hold keys (``secrets.py``).
-A redacted value cannot be compared or restored: to resume such a run, give its recipe. Secrets
-under names that do not mark them are not found.
+list or a URL; logins in URLs; and values of environment variables that hold keys
+(``secret_redaction.py``). A redacted value cannot be compared or restored: to resume such a run,
+give its recipe. Secrets under names that do not mark them are not found.
 
 ``check_none_or_positive`` checks optional numbers, for which None, not 0, means off or automatic:
 
@@ -36,7 +36,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plugins import explain_conversion_error
-from ramify.secrets import (
+from ramify.secret_redaction import (
     KINDS,
     MARK,
     SecretRedactor,

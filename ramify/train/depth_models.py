@@ -33,7 +33,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError, LimitReached, ModelError, Refused
 from ramify.train.advantages.base import StepAdvantages
 from ramify.train.config_redaction import check_none_or_positive
-from ramify.train.signals.judge_calls import BUDGET, POLICY, RequestBudgetReservation
+from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeRequestReservation
 from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Call, Group, Trajectory, Turn
 
@@ -230,13 +230,13 @@ class DepthModels:
 
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
-            return DepthSampledPolicy(policies[spec.model], spec)
+            return DepthTemperatureClient(policies[spec.model], spec)
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
         """Send one request to a frozen model, within the budgets of the step and of the run. Raises
         Refused if a budget is exhausted, and ModelError if the request fails."""
-        budget = RequestBudgetReservation(client, request, self._step, self._run)
+        budget = JudgeRequestReservation(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
             return await self._pool.ask(client, request, budget)
@@ -271,7 +271,7 @@ class DepthModels:
         await self._pool.close()
 
 
-class DepthSampledPolicy:
+class DepthTemperatureClient:
     """A client that samples from the trained policy with the temperature of one depth of the call
     tree. Implements ``Client``."""
 
@@ -337,7 +337,7 @@ def call_temperature(depths: Sequence[DepthSpec], names: Mapping[str, str], usua
     return of if any(each.temperature is not None for each in depths) else usual
 
 
-class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
+class AnsweredCallsAlgorithm(msgspec.Struct, frozen=True):
     """Wraps the algorithm of one of several trained policies, so that the policy learns only from
     the calls that it answered. Implements ``Algorithm``."""
 

@@ -24,8 +24,8 @@ from ramify.train.backends import launch
 from ramify.train.build import opened_trainer
 from ramify.train.checkpoint import (
     FOLDER,
-    CheckpointState,
     CheckpointStore,
+    TrainingProgress,
     locked,
     read_state,
 )
@@ -35,8 +35,8 @@ from ramify.train.metrics import StepMetrics
 from ramify.train.policy_dependent_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
 from ramify.train.resolve import resolve
+from ramify.train.stall_watchdog import StoppedBySignal
 from ramify.train.trainer import Trainer
-from ramify.train.watchdog import StoppedBySignal
 
 _log = ComponentLogger("train")
 _IN_LOG = (
@@ -66,7 +66,7 @@ def train(
     resume: str | Path | None = None,
     listener: Callable[[StepMetrics], None] | None = None,
     on_stall: Callable[[str], None] | None = None,
-) -> CheckpointState:
+) -> TrainingProgress:
     """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint. Returns the
     final state.
 
@@ -117,7 +117,7 @@ def _train(
     listener: Callable[[StepMetrics], None] | None,
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
-) -> CheckpointState:
+) -> TrainingProgress:
     """Check the run and train it in this process. The caller holds the lock of the run's folder."""
     resolved = resolve(run, resume)
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
@@ -140,7 +140,7 @@ def _train(
 
     trainers: list[Trainer] = []
 
-    async def execute() -> CheckpointState:
+    async def execute() -> TrainingProgress:
         with report_progress("preparing", note="task, demonstrations and policy"):
             parts = assemble(resolved)
         report_policy_defaults(resolved.given, run, resumed=checkpoint is not None)
@@ -169,8 +169,8 @@ def _train(
 
 
 def _in_new_loop(
-    work: Coroutine[Any, Any, CheckpointState], stop: Callable[[], bool]
-) -> CheckpointState:
+    work: Coroutine[Any, Any, TrainingProgress], stop: Callable[[], bool]
+) -> TrainingProgress:
     """Run ``work`` in a new event loop. If this thread already runs a loop, as in a notebook, use a
     new thread. In the latter case an interrupt calls ``stop`` in the new loop. A second interrupt
     cancels ``work``, and so does the first one if ``stop`` returns False because there is nothing
@@ -181,7 +181,7 @@ def _in_new_loop(
         return asyncio.run(work)
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
 
-    async def begin() -> CheckpointState:
+    async def begin() -> TrainingProgress:
         begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         return await work
 

@@ -7,7 +7,7 @@ A finding names a cause and the option to change, in one sentence. Since single 
 fault is only reported if it shows in ``num_steps`` consecutive steps. Values are compared with
 those of the first steps of the stage. This module defines the signs of each fault, their thresholds
 and the sentences; which findings are reported again, and what follows from them, is decided in
-``run_doctor.py``.
+``training_guard.py``.
 
 The findings in ``CONSEQUENCES`` usually result from a divergence, so they are not reported in the
 steps after one.

@@ -30,15 +30,15 @@ from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
-from ramify.secrets import redact_likely_secrets
+from ramify.secret_redaction import redact_likely_secrets
 from ramify.tasks.base import Item, TaskStart, items_of, task_of
-from ramify.train.checkpoint import FOLDER, CheckpointState, read_state
+from ramify.train.checkpoint import FOLDER, TrainingProgress, read_state
 from ramify.train.config import Run
 from ramify.train.config_redaction import redacted
 from ramify.train.lineage import LINEAGE
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_stored_run
-from ramify.train.run_record import KeptPolicy
+from ramify.train.run_record import FinalPolicyInfo
 from ramify.train.trackers.base import send_folder
 from ramify.trained_policy_settings import read_card
 
@@ -121,11 +121,11 @@ def _check_run(source: Path) -> None:
             raise ConfigError(f"{source} is a part of a run: give the run's folder, {shown}")
 
 
-def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
+def _trained(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
     """Read the trained policy of the run in ``source``, with the state of its checkpoint and its
     configuration. Raises ConfigError if the run has not trained a policy."""
     try:
-        kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=KeptPolicy)
+        kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=FinalPolicyInfo)
         checkpoint = source / FOLDER / kept.checkpoint
         return kept, read_state(checkpoint), load_stored_run(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
@@ -140,8 +140,8 @@ def _trained(source: Path) -> tuple[KeptPolicy, CheckpointState, Run]:
 def _write(
     folder: Path,
     source: Path,
-    kept: KeptPolicy,
-    state: CheckpointState,
+    kept: FinalPolicyInfo,
+    state: TrainingProgress,
     run: Run,
     licence: str,
     base: str,
@@ -215,7 +215,9 @@ def _name_base(folder: Path, base: str) -> None:
 # --- the model card
 
 
-def _card(folder: Path, source: Path, kept: KeptPolicy, run: Run, licence: str, base: str) -> str:
+def _card(
+    folder: Path, source: Path, kept: FinalPolicyInfo, run: Run, licence: str, base: str
+) -> str:
     from huggingface_hub import ModelCardData
 
     ways = _answer_ways(run, direct=read_card(folder).direct)
@@ -265,7 +267,7 @@ def _lines(facts: Iterator[str]) -> str:
     return "\n".join(f"- {fact}" for fact in facts)
 
 
-def _lineage(source: Path, kept: KeptPolicy, run: Run, base: str) -> Iterator[str]:
+def _lineage(source: Path, kept: FinalPolicyInfo, run: Run, base: str) -> Iterator[str]:
     begun = base or Path(run.policy.path).name
     yield f"Weights from: {begun or 'random values (trained from scratch)'}."
     stages = [name for name in _STAGES if getattr(run, name) is not None]
@@ -291,7 +293,7 @@ def _data(run: Run) -> Iterator[str]:
     yield "Training, validation and test items are disjoint."
 
 
-def _scores(kept: KeptPolicy, begun: Mapping[str, float]) -> str:
+def _scores(kept: FinalPolicyInfo, begun: Mapping[str, float]) -> str:
     """Return a Markdown table of the rewards before and after training, with their 95 %
     intervals."""
     if not kept.scores:
@@ -406,7 +408,7 @@ def _licence(licence: str, base: str) -> str:
 # --- the hub
 
 
-def _push(folder: Path, repository: str, private: bool, kept: KeptPolicy) -> str:
+def _push(folder: Path, repository: str, private: bool, kept: FinalPolicyInfo) -> str:
     """Upload ``folder`` to the hub and return the address of the repository. Raises ConfigError
     with the hub's own reason if the hub refuses."""
     from huggingface_hub import HfApi

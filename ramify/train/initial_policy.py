@@ -204,7 +204,7 @@ def set_deterministic(policy: Policy) -> None:
     Raises ConfigError if the model cannot compute in fixed shapes."""
     import torch
 
-    from ramify.models.trunk import fixed_shape_trunk
+    from ramify.models.training_forward import fixed_shape_trunk
 
     fixed_shape_trunk(policy.model)
     if policy.device.type == "cuda":

@@ -39,7 +39,7 @@ import numpy as np
 from ramify.errors import TrainError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
-from ramify.time_account import under_way, working
+from ramify.time_account import WallAndCpuTimer, WallTimer
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import copy_to_sequences, describe, pack
@@ -53,10 +53,10 @@ from ramify.train.sampling_metrics import (
     of_tokens,
 )
 from ramify.train.selfcheck import EngineConsistencyChecks
-from ramify.train.signals.scorer import REFERENCE
+from ramify.train.signals.teacher_logprobs import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage
-from ramify.train.watchdog import WatchedTrainingThread
-from ramify.types.sequence import Batch, Floats, TokenSequence
+from ramify.train.stall_watchdog import WatchedTrainingThread
+from ramify.types.training_sequences import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Group
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Learner:
         log-probabilities, before the first minibatch of a step. Returns metrics."""
         backend = self.publisher.backend
         assert backend is not None
-        with working("forward_backward"):
+        with WallAndCpuTimer("forward_backward"):
             return self._prepare(backend, stage, work)
 
     def _prepare(self, backend: Backend, stage: TrainingStage, work: StepData) -> dict[str, float]:
@@ -224,14 +224,14 @@ class Learner:
         of the update can then be measured on the same calls. Returns None if nothing was
         sampled."""
         assert self.publisher.backend is not None
-        with working("forward_backward"):
+        with WallAndCpuTimer("forward_backward"):
             rows = stage.probed(self.mask_other_calls(work.groups), step)
             return UpdateProbe.taken(rows, self.publisher.backend)
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
         """Return metrics of all tokens that this policy sampled for a step, measured before it
         learns from them. Call it after ``prepare``, which completes the advantages."""
-        with working("credit"):
+        with WallAndCpuTimer("credit"):
             own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
             measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
@@ -241,7 +241,7 @@ class Learner:
         """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
         step. Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap.
         Call it after ``prepare``."""
-        with working("credit"):
+        with WallAndCpuTimer("credit"):
             rows = [row for part in work.parts for row in part.rows]
             note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
 
@@ -258,7 +258,7 @@ class Learner:
             lr = self._lr_scale * stage.optim.lr_at(backend.version)
             still = {"lr": lr, "grad_norm": 0.0}
             return still if probe is None else {**still, "post_kl": 0.0}
-        with working("forward_backward"):
+        with WallAndCpuTimer("forward_backward"):
             return {} if probe is None else probe.moved(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
@@ -275,18 +275,18 @@ class Learner:
         backend = self.publisher.backend
         assert backend is not None
         whole = stage.loss.sequence if stage.loss.is_over_sequences else None
-        with working("packing"):
+        with WallAndCpuTimer("packing"):
             batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
             if self.publisher.check is not None:
                 self.publisher.check.check_loss_weights(part.rows, batches)
-        with working("forward_backward"):
+        with WallAndCpuTimer("forward_backward"):
             measured = backend.forward_backward(batches, stage.loss)
-        with working("optimizer"):
+        with WallAndCpuTimer("optimizer"):
             measured |= backend.optim_step()
         self.publisher.learned()
         if stage.samples and "entropy" in measured:  # ``entropy`` is that of all sampled tokens
             measured["loss_entropy"] = measured.pop("entropy")
-        with working("packing"):
+        with WallAndCpuTimer("packing"):
             return {**measured, **describe(batches, part.rows)}
 
 
@@ -299,7 +299,7 @@ def _attach(
     """Compute a per-token array, such as old log-probabilities, and attach it to ``rows`` under
     ``name``. The rows are packed into batches for ``backend``, and ``ask`` returns one array of
     values for each batch."""
-    with working("packing"):
+    with WallAndCpuTimer("packing"):
         batches = pack(rows, backend.packing)
     copy_to_sequences(rows, batches, name, ask(batches))
 
@@ -325,7 +325,7 @@ class Publisher:
 
     def __init__(
         self,
-        policy: EnginePolicyWeights,
+        policy: PolicyWeightTransfer,
         record: TrainingRunRecorder,
         thread: WatchedTrainingThread,
         check: EngineConsistencyChecks | None = None,
@@ -355,7 +355,7 @@ class Publisher:
     async def sleep(self) -> dict[str, float]:
         """Put engines that share the trainer's devices to sleep until weights are published again.
         Returns the duration as a metric, or an empty dict if no engine sleeps."""
-        with under_way("weight_sync"):
+        with WallTimer("weight_sync"):
             return await self._sleep()
 
     async def _sleep(self) -> dict[str, float]:
@@ -372,7 +372,7 @@ class Publisher:
     async def publish(self) -> None:
         """Send the newest weights to the engines, and check that the engines use them. Does nothing
         if they already have them."""
-        with under_way("weight_sync"):
+        with WallTimer("weight_sync"):
             await self._publish()
 
     async def _publish(self) -> None:
@@ -432,13 +432,13 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(work)
     def counted(*arguments: Any) -> T:
-        with working("weight_sync"):
+        with WallAndCpuTimer("weight_sync"):
             return work(*arguments)
 
     return counted
 
 
-class EnginePolicyWeights:
+class PolicyWeightTransfer:
     """Passes the trained weights to the engines in the form that they need, and saves and loads the
     policy."""
 

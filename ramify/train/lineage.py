@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.checkpoint import CheckpointState
+from ramify.train.checkpoint import TrainingProgress
 from ramify.train.config import Run, TaskSpec, plain
 from ramify.train.config_redaction import is_redacted, redacted_keys
 from ramify.train.metrics import JsonlRecordFile
@@ -105,7 +105,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
     ]
 
 
-def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
+def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
     """Raise ConfigError if the configuration ``now`` changes a field of the checkpoint that must
     stay the same. The error names the first such field and the reason."""
     for change in changes(state.config, now):
@@ -118,7 +118,7 @@ def check_changes(state: CheckpointState, now: Mapping[str, Any]) -> None:
             )
 
 
-def with_same_demonstrations(run: Run, state: CheckpointState) -> Run:
+def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
     """Return a copy of ``run`` that keeps the demonstrations of its checkpoint. If the task has
     changed, demonstrations still come from the task recorded in the checkpoint."""
     recorded = state.config.get("sft")
@@ -148,7 +148,7 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
         yield ConfigChange(name, was, now)
 
 
-def _refusal(state: CheckpointState, change: ConfigChange) -> str:
+def _refusal(state: TrainingProgress, change: ConfigChange) -> str:
     """Return the reason why a field cannot change at this checkpoint, or an empty string if it
     can."""
     if change.field.startswith("policies."):
@@ -157,7 +157,7 @@ def _refusal(state: CheckpointState, change: ConfigChange) -> str:
     return next(reasons, "") or _stage_refusal(state, change)
 
 
-def _policy_refusal(state: CheckpointState, field: str) -> str:
+def _policy_refusal(state: TrainingProgress, field: str) -> str:
     """Return the reason why a field of an additional policy cannot change, or an empty string if it
     can. Additional policies are trained only in the stage ``rl``, so their fields are fixed only if
     the checkpoint belongs to that stage."""
@@ -172,12 +172,12 @@ def _policy_refusal(state: CheckpointState, field: str) -> str:
     return _WEIGHTS if rest[0] == "policy" else ""
 
 
-def _others(state: CheckpointState) -> Mapping[str, Any]:
+def _others(state: TrainingProgress) -> Mapping[str, Any]:
     others: Mapping[str, Any] = state.config.get("policies") or {}
     return others
 
 
-def _stage_refusal(state: CheckpointState, change: ConfigChange) -> str:
+def _stage_refusal(state: TrainingProgress, change: ConfigChange) -> str:
     stages = [name for name in STAGES if state.config.get(name) is not None]
     begun = stages[: state.stage + 1]
     stage = change.field.partition(".")[0]

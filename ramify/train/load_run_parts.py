@@ -25,7 +25,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
 from ramify.train.config import Run, plain
-from ramify.train.data.stored_sft_rows import ROWS_FILE, key_of, read_rows, write_rows
+from ramify.train.data.sft_row_cache import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
     adapter_spec_of,
     device_of,
@@ -58,7 +58,7 @@ from ramify.train.sft_training_data import (
 from ramify.train.stages import RandomStringWarmUpStage, SftStage, TrainingStage
 from ramify.train.traffic import TrafficTask
 from ramify.trained_policy_settings import read_card
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy

@@ -133,7 +133,7 @@ FILE = "metrics.jsonl"
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """A fault that the automatic checks of a run have found, with what the run does about it
-    (``run_doctor.py``)."""
+    (``training_guard.py``)."""
 
     name: str
     """Name of the finding: ``divergence``, ``too_hard``, …"""
@@ -156,7 +156,7 @@ class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name -> finite number (JSON allows no others); ``validation/reward`` and ``test/reward`` are
     evaluations on those splits."""
     diagnoses: list[Diagnosis] = []
-    """Faults that the doctor found in this step or evaluation; usually none."""
+    """Faults that the training guard found in this step or evaluation; usually none."""
 
 
 METRICS = JsonlRecordFile(FILE, StepMetrics)

@@ -39,7 +39,7 @@ PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entrop
 """Options of ``rl.loss`` that every objective uses unless it sets them itself."""
 
 
-class Objective(msgspec.Struct, frozen=True, kw_only=True):
+class PaperObjective(msgspec.Struct, frozen=True, kw_only=True):
     """A training objective as its paper defines it. It consists of the advantage estimator, the
     policy loss and their options."""
 
@@ -64,8 +64,8 @@ _ON_POLICY: Options = {"name": "importance_sampling"}
 _CLIPPED = "-min(r A, clip(r, 1 - low, 1 + high) A)"
 _KL_OPEN = "The KL penalty of its experiments is off: `rl.algorithm.kl_reward` sets its weight."
 
-OBJECTIVES: Mapping[str, Objective] = {
-    "grpo": Objective(
+OBJECTIVES: Mapping[str, PaperObjective] = {
+    "grpo": PaperObjective(
         title="GRPO, group relative policy optimization (DeepSeekMath, 2402.03300)",
         when="The usual baseline to compare with: verifiable rewards, several attempts per item.",
         formula=f"{_CLIPPED} + 0.04 k3, A = (R - mean) / std of the group; mean over each call",
@@ -74,14 +74,14 @@ OBJECTIVES: Mapping[str, Objective] = {
         loss={"kl_beta": 0.04, "kl": "k3"},
         note="It keeps a reference policy; without one: `rl.loss.kl_beta=0`.",
     ),
-    "dr_grpo": Objective(
+    "dr_grpo": PaperObjective(
         title="Dr.GRPO, GRPO done right (2503.20783)",
         when="The first choice on trees: nothing that depends on a rollout's length divides it.",
         formula=f"{_CLIPPED}, A = R - mean of the group; sum over tokens by a constant",
         algorithm={"name": "dr_grpo", "reduction": "constant"},
         policy=_EVEN,
     ),
-    "dapo": Objective(
+    "dapo": PaperObjective(
         title="DAPO, decoupled clip and dynamic sampling policy optimization (2503.14476)",
         when="Long answers whose entropy falls too early: a higher upper bound keeps rare tokens.",
         formula="-min(r A, clip(r, 0.8, 1.28) A), A as in GRPO; mean over all tokens of the step",
@@ -93,7 +93,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             "(`rl.algorithm.max_rollout_tokens` and `overlong_buffer`)."
         ),
     ),
-    "gspo": Objective(
+    "gspo": PaperObjective(
         title="GSPO, group sequence policy optimization (Qwen, 2507.18071)",
         when="Mixtures of experts, and several minibatches per step: one ratio per sequence.",
         formula=(
@@ -104,7 +104,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy={"name": "gspo"},
         note="It differs from GRPO only with `rl.sample.minibatches` above 1: the paper has 4.",
     ),
-    "cispo": Objective(
+    "cispo": PaperObjective(
         title="CISPO, clipped weights of importance sampling (MiniMax-M1, 2506.13585)",
         when="Long reasoning and stale rollouts: no token ever loses its gradient.",
         formula="-sg(min(r, 5)) A l, A as in GRPO; mean over all tokens of the step",
@@ -112,7 +112,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy={"name": "cispo", "cap": 5.0},
         note="The paper gives no number for the upper bound: 5 is that of ScaleRL (2510.13786).",
     ),
-    "ppo": Objective(
+    "ppo": PaperObjective(
         title="PPO with a critic, proximal policy optimization (1707.06347)",
         when="One attempt per item, or rewards within a rollout: a critic is the baseline.",
         formula=f"{_CLIPPED} + value loss, A by GAE (gamma 1, lambda 0.95), normalised; token mean",
@@ -120,7 +120,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy=_EVEN,
         note=_KL_OPEN,
     ),
-    "rloo": Objective(
+    "rloo": PaperObjective(
         title="RLOO, REINFORCE leave-one-out (2402.14740)",
         when="One optimizer step per rollout: unbiased, with nothing to tune.",
         formula="-rho A, A = R - mean of the others of the group; sum over tokens by a constant",
@@ -128,7 +128,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy=_ON_POLICY,
         note=_KL_OPEN,
     ),
-    "reinforce_pp": Objective(
+    "reinforce_pp": PaperObjective(
         title="REINFORCE++ (2501.03262)",
         when="One attempt per item without a critic: all rollouts of a step are the baseline.",
         formula=f"{_CLIPPED}, A = R - 0.001 · KL to go, normalised over the step; token mean",
@@ -136,7 +136,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy=_EVEN,
         note="It keeps a reference policy; without one: `rl.algorithm.kl_reward=0`.",
     ),
-    "reinforce_pp_baseline": Objective(
+    "reinforce_pp_baseline": PaperObjective(
         title="REINFORCE++ with a baseline (2501.03262)",
         when="Like GRPO, without amplifying rare successes: the spread is that of the whole step.",
         formula=f"{_CLIPPED} + 0.001 k2, A = R - mean of the group, normalised over the step",
@@ -145,14 +145,14 @@ OBJECTIVES: Mapping[str, Objective] = {
         loss={"kl_beta": 0.001, "kl": "k2"},
         note="It keeps a reference policy; without one: `rl.loss.kl_beta=0`.",
     ),
-    "maxrl": Objective(
+    "maxrl": PaperObjective(
         title="MaxRL, maximum likelihood reinforcement learning (2602.02710)",
         when="Rewards of 0 and 1 with low pass rates, if many attempts should succeed (pass@k).",
         formula="-rho A, A = (R - mean) / mean of the group; sum over tokens by a constant",
         algorithm={"name": "maxrl", "reduction": "constant"},
         policy=_ON_POLICY,
     ),
-    "remax": Objective(
+    "remax": PaperObjective(
         title="ReMax (2310.10505)",
         when="One attempt per item with a baseline for each item: one more, greedy rollout.",
         formula="-rho A, A = R - R of a greedy rollout; sum over tokens by a constant",
@@ -160,35 +160,35 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy=_ON_POLICY,
         note=_KL_OPEN,
     ),
-    "opo": Objective(
+    "opo": PaperObjective(
         title="OPO, on-policy RL with an optimal baseline (2505.23585)",
         when="Rollouts of one item that differ much in length.",
         formula="-rho A, A = R - mean of the group weighted by length; sum by a constant",
         algorithm={"name": "opo", "reduction": "constant"},
         policy=_ON_POLICY,
     ),
-    "gdpo": Objective(
+    "gdpo": PaperObjective(
         title="GDPO, GRPO with rewards normalised separately (2601.05242)",
         when="Several named rewards of different scale.",
         formula=f"{_CLIPPED}, A = sum of each reward's GRPO advantage, normalised over the step",
         algorithm={"name": "gdpo", "reduction": "token"},
         policy=_EVEN,
     ),
-    "rae": Objective(
+    "rae": PaperObjective(
         title="RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119)",
         when="Self-play, and one attempt per item: each role has its own running baseline.",
         formula="-rho A, A = R(call) - running mean of the role; sum over tokens by a constant",
         algorithm={"name": "rae", "reduction": "constant"},
         policy=_ON_POLICY,
     ),
-    "sapo": Objective(
+    "sapo": PaperObjective(
         title="SAPO, soft adaptive policy optimization (Qwen, 2511.20347)",
         when="As GSPO, if its clipping drops too many sequences: a gate that fades.",
         formula="-(4/tau) sigmoid(tau (r - 1)) A, A as in GRPO; mean over each call",
         algorithm={"name": "grpo", "reduction": "call"},
         policy={"name": "sapo"},
     ),
-    "gmpo": Objective(
+    "gmpo": PaperObjective(
         title="GMPO, geometric-mean policy optimization (2507.20673)",
         when="Outliers among a sequence's ratios: it tolerates a wide clip.",
         formula=(
@@ -198,21 +198,21 @@ OBJECTIVES: Mapping[str, Objective] = {
         algorithm={"name": "grpo", "reduction": "call"},
         policy={"name": "gmpo"},
     ),
-    "dppo": Objective(
+    "dppo": PaperObjective(
         title="DPPO with total variation (2602.04879)",
         when="Engine and trainer disagree on rare tokens, whose ratios are noise.",
         formula="-rho A unless p moved by more than 0.2 in A's direction, A as in GRPO; token mean",
         algorithm={"name": "grpo", "reduction": "token"},
         policy={"name": "dppo_tv", "delta": 0.2, "pull": 0.0},
     ),
-    "dppo_kl": Objective(
+    "dppo_kl": PaperObjective(
         title="DPPO with the binary KL (2602.04879)",
         when="As dppo, with a bound that is tighter at probabilities near 0 and 1.",
         formula="-rho A unless the binary KL is above 0.05 in that direction, A as in GRPO",
         algorithm={"name": "grpo", "reduction": "token"},
         policy={"name": "dppo_kl", "delta": 0.05},
     ),
-    "decoupled": Objective(
+    "decoupled": PaperObjective(
         title="Decoupled PPO (AReaL, 2505.24298)",
         when="Asynchronous runs whose rollouts are several versions old.",
         formula="exp(o - m) ppo_clip(r against o), 0 above 5, A = R normalised over the step",
@@ -220,7 +220,7 @@ OBJECTIVES: Mapping[str, Objective] = {
         policy={"name": "decoupled", "clip_low": 0.2, "clip_high": 0.2, "cap": 5.0, "drop": True},
         note="The paper has no cap: 5 is that of AReaL's examples.",
     ),
-    "rollout_is": Objective(
+    "rollout_is": PaperObjective(
         title="Double-sided importance sampling (GLM-5, 2602.15763)",
         when="Asynchronous runs without a pass for old log-probabilities.",
         formula="-sg(rho if 0.8 < rho < 1.28, else 0) A l, A as in GRPO; token mean",
@@ -254,7 +254,7 @@ def canonical_objective_name(name: str) -> str:
     return found
 
 
-def algorithm_of(objective: Objective, recipe: Any) -> Any:
+def algorithm_of(objective: PaperObjective, recipe: Any) -> Any:
     """Return the advantage estimator of ``objective``. Options that no paper prescribes (``KEPT``)
     are copied from ``recipe``, the estimator that the recipe had before. Groups with equal rewards
     count in the denominators unless the paper drops them."""
@@ -264,7 +264,7 @@ def algorithm_of(objective: Objective, recipe: Any) -> Any:
     return msgspec.structs.replace(built, **kept)
 
 
-def loss_of(objective: Objective, recipe: LossSpec) -> LossSpec:
+def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
     """Return the loss of ``objective``. The options for the critic, for distillation and for expert
     routing are copied from the recipe's loss."""
     policy = POLICY_LOSSES.build(objective.policy)

@@ -20,7 +20,7 @@ from ramify.train.config import CHOICES, Run, plain
 from ramify.train.config_fields import fields, suggestion
 from ramify.train.config_redaction import check_types, redacted_keys
 from ramify.train.override import new_name, override
-from ramify.training_run_files import with_hint
+from ramify.training_run_recognition import with_hint
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -9,7 +9,7 @@ This module also keeps the counts and the clocks of a run, and decides which lin
 a run goes back to a checkpoint. A run starts at the first training item that no
 demonstration used, and each group takes the next item. A group's number therefore occurs exactly
 once, either in ``groups.jsonl`` or in the checkpoint's list of groups that had begun
-(``CheckpointState.pending``). ``read_group_records`` checks this. ``trainer.py`` decides when
+(``TrainingProgress.pending``). ``read_group_records`` checks this. ``trainer.py`` decides when
 something is written, and ``metrics.py`` defines the lines.
 """
 
@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger
 from ramify.time_account import TimeAccount
-from ramify.train.checkpoint import FOLDER, CheckpointState, CheckpointStore, Write, read_state
+from ramify.train.checkpoint import FOLDER, CheckpointStore, TrainingProgress, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import append_trajectories
 from ramify.train.lineage import LINEAGE, STAGES, LineageEntry, changes
@@ -46,7 +46,7 @@ from ramify.train.metrics import (
     read_metrics,
 )
 from ramify.train.recipe import with_defaults
-from ramify.train.run_doctor import GuardState
+from ramify.train.training_guard import TrainingGuardState
 from ramify.types.trajectory import Group
 
 _log = ComponentLogger("train")
@@ -61,7 +61,7 @@ class RewardConfidenceInterval(NamedTuple):
     high: float
 
 
-class KeptPolicy(msgspec.Struct, frozen=True):
+class FinalPolicyInfo(msgspec.Struct, frozen=True):
     """The checkpoint that was chosen as the run's final policy, with its scores. The policy itself
     is in ``OUT/policy`` and this description in ``OUT/policy.json``."""
 
@@ -113,7 +113,7 @@ class TrainingRunRecorder:
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
-        self.state = CheckpointState(step=0, next_item=first_item, config=dict(config or {}))
+        self.state = TrainingProgress(step=0, next_item=first_item, config=dict(config or {}))
         self._listener = listener
         self._measures = measures
         self._meter = meter
@@ -229,7 +229,7 @@ class TrainingRunRecorder:
         state.stopped = ""
         state.memory = {}
         state.memories = {}
-        state.guard = GuardState()
+        state.guard = TrainingGuardState()
         state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
@@ -331,7 +331,7 @@ class TrainingRunRecorder:
             for split in values
             if split.endswith("/reward") and f"{split}_low" in values
         }
-        kept = KeptPolicy(checkpoint.name, state.step, self.state.step, is_best, scores)
+        kept = FinalPolicyInfo(checkpoint.name, state.step, self.state.step, is_best, scores)
         path = self.out / "policy.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
         _log.info("policy_kept", str(kept), shown=True, step=state.step)

@@ -11,8 +11,8 @@ on.
 These metrics exist in every step, even in steps without a training signal, when they are needed
 most. Losses, in contrast, cover only tokens that carry loss (``losses/total_loss.py``): they leave
 out zero-variance groups, masked calls and calls without an advantage. This module defines the
-formulas and selects the calls of the sample. ``run_doctor.py`` decides what the numbers mean for a
-run, and ``metrics.py`` has the metrics by depth and task.
+formulas and selects the calls of the sample. ``training_guard.py`` decides what the numbers mean
+for a run, and ``metrics.py`` has the metrics by depth and task.
 
 The entropy is the mean of -log p over sampled tokens. Its expectation is the entropy of the
 distribution that they were drawn from, at the tokens that the policy visits.
@@ -35,7 +35,7 @@ from ramify.train.advantages.credit import ends_in_cut_reply
 from ramify.train.backends.base import ReferenceModel
 from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import copy_to_sequences, pack
-from ramify.types.sequence import Batch, Floats, TokenSequence
+from ramify.types.training_sequences import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
 PROBED = 1 / 64

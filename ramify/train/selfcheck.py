@@ -33,7 +33,7 @@ from ramify.progress import heartbeat
 from ramify.train.backends.base import Backend
 from ramify.train.data.pack import pack
 from ramify.types.message import Message, Reply
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.training_sequences import Batch, TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class CanaryTolerance(NamedTuple):
     """Advice for the error message: both precisions, and the options that set them."""
 
 
-class TokenIdRecordingClient:
+class TokenIdHashingClient:
     """A client that records a hash of the token ids of every completion. The hashes are used to
     check that trajectories contain exactly the ids that the engine processed. Everything else is
     delegated to the wrapped client.
@@ -132,7 +132,7 @@ class EngineConsistencyChecks:
 
     def __init__(
         self,
-        seen: TokenIdRecordingClient,
+        seen: TokenIdHashingClient,
         weights: Callable[[], Weights],
         prompt: Sequence[Message],
         limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)

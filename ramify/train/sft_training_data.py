@@ -53,10 +53,10 @@ from ramify.train.data.sft_data import (
     rendering_key,
     trajectory_of,
 )
-from ramify.train.data.stored_sft_rows import key_of
+from ramify.train.data.sft_row_cache import key_of
 from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
 if TYPE_CHECKING:

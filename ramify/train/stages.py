@@ -25,7 +25,7 @@ import msgspec
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Task, items_of
 from ramify.tasks.mixture import MixtureTask
-from ramify.time_account import working
+from ramify.time_account import WallAndCpuTimer
 from ramify.train.advantages.base import (
     Algorithm,
     RolloutAdvantages,
@@ -46,10 +46,10 @@ from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, items_from
 from ramify.train.sampling_metrics import advantage_reward_correlation, of_samples, sample_rows
-from ramify.train.score_failures import ScoreFailures, failures_of
+from ramify.train.score_failure_counts import ScoreFailureCounts, failures_of
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Call, Group
 
 
@@ -400,7 +400,7 @@ class RlStage:
         data.accounts += taken.given_up
         if self._pool is not None:
             self._pool.note(data.accounts)
-        unscored = ScoreFailures.of(groups)
+        unscored = ScoreFailureCounts.of(groups)
         data.metrics |= unscored.metrics()
         data.notes = [*taken.notes, *([str(unscored)] if unscored.num else []), *data.notes]
         return data
@@ -449,7 +449,7 @@ class RlStage:
         divided evenly, so that each minibatch estimates the same loss."""
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
-        with working("packing"):
+        with WallAndCpuTimer("packing"):
             return [
                 Minibatch(token_sequences(assigned.rollouts[index::num], self._temperature), shares)
                 for index in range(num)
@@ -484,7 +484,7 @@ class RolloutStepSource:
             for _, group in taken.groups:
                 await self._reader.group(group)
             self._taken = []
-        with working("credit"):
+        with WallAndCpuTimer("credit"):
             return self._stage.step_data(taken, step, self._reader)
 
 

@@ -35,18 +35,18 @@ from ramify.tasks.base import Item, LazySequence, Score, Task, TaskStart
 from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.advantages.base import StepAdvantages, TokenCredit
 from ramify.types.message import VersionSpan
-from ramify.types.traffic import (
+from ramify.types.recorded_traffic import (
     NEXT_MESSAGE,
     RECORDER,
     REDACTED,
     TEMPERATURE,
-    PolicyArchitectureIdentity,
+    TokenizerAndArchitecture,
     next_user_message,
 )
 from ramify.types.trajectory import Annotation, Call, Stop, Trajectory, Turn
 
 
-class RecordedReply(NamedTuple):
+class RewardedReply(NamedTuple):
     """A recorded reply that has a reward and can therefore be trained on."""
 
     run: str
@@ -72,7 +72,7 @@ class TrafficTask:
                 f"task.traffic={store} is not a store of recorded traffic: give the folder of "
                 "`ramify serve-policy --record`"
             )
-        self.identity: PolicyArchitectureIdentity = identity
+        self.identity: TokenizerAndArchitecture = identity
         self.name = task.name
         self.weights: Mapping[str, float] = task.weights
         self.store = Store(store)
@@ -102,7 +102,7 @@ class TrafficTask:
         scores: Sequence[Score | RamifyError] = own.score_step(rollouts)
         return scores
 
-    def check_policy(self, identity: PolicyArchitectureIdentity) -> None:
+    def check_policy(self, identity: TokenizerAndArchitecture) -> None:
         """Check that a policy can be trained on this traffic. Raises ConfigError if its tokenizer
         or architecture differs from the recorded policy's."""
         if difference := self.identity.difference(identity):
@@ -168,10 +168,10 @@ def is_recorded(item: Item) -> bool:
     return item.id.startswith("traffic/") and "replies" in item.metadata
 
 
-def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Counter[str]]:
+def _rewarded(store: Store, temperature: float) -> tuple[list[RewardedReply], Counter[str]]:
     """Return the replies in ``store`` that have a reward and can be trained on. Also count the
     rewarded replies that cannot be used, by reason."""
-    found: list[RecordedReply] = []
+    found: list[RewardedReply] = []
     skipped: Counter[str] = Counter()
     for id in sorted(store.ids()):
         run = store.load(id)
@@ -188,7 +188,7 @@ def _rewarded(store: Store, temperature: float) -> tuple[list[RecordedReply], Co
                 if reason:
                     skipped[reason] += 1
                 else:
-                    found.append(RecordedReply(id, call.id, index, rewards))
+                    found.append(RewardedReply(id, call.id, index, rewards))
     return found, skipped
 
 
@@ -221,7 +221,7 @@ def _too_few(
     )
 
 
-def _rollout(run: Trajectory, reply: RecordedReply, name: str, task: str) -> Trajectory:
+def _rollout(run: Trajectory, reply: RewardedReply, name: str, task: str) -> Trajectory:
     """Return one recorded reply as a rollout. It is a single call with one turn, whose prompt is
     the conversation before the reply."""
     source = run.call(reply.call)

@@ -12,9 +12,9 @@ and publishes the new weights.
 
 Training is synchronous if ``max_staleness`` is 0: rollouts of step k then begin after step k-1.
 This module determines the order of operations. ``stages.py`` supplies the data. ``learner.py``
-updates a policy and sends its weights to the engines, and ``learners.py`` does so for several
-policies. ``run_record.py`` writes the files. ``advantages/`` computes credit, ``losses/`` computes
-losses, and ``backends/`` gives access to devices.
+updates a policy and sends its weights to the engines, and ``policy_learners.py`` does so for
+several policies. ``run_record.py`` writes the files. ``advantages/`` computes credit, ``losses/``
+computes losses, and ``backends/`` gives access to devices.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from typing import Literal, NamedTuple, TypeVar
 from ramify.errors import StoreError
 from ramify.logging import ComponentLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
-from ramify.time_account import working
-from ramify.train.checkpoint import CheckpointState, Write, read_state
+from ramify.time_account import WallAndCpuTimer
+from ramify.train.checkpoint import TrainingProgress, Write, read_state
 from ramify.train.learner import Learner
-from ramify.train.learners import Learners
 from ramify.train.metrics import Diagnosis
-from ramify.train.run_doctor import (
+from ramify.train.policy_learners import Learners
+from ramify.train.run_record import TrainingRunRecorder
+from ramify.train.score_failure_counts import ScoreFailureCounts
+from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
+from ramify.train.stall_watchdog import StallError, StoppedBySignal
+from ramify.train.training_guard import (
     TrainingGuard,
     TrainingGuardVerdict,
     after_evaluation,
     after_step,
     note_initial_score,
 )
-from ramify.train.run_record import TrainingRunRecorder
-from ramify.train.score_failures import ScoreFailures
-from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
-from ramify.train.watchdog import StallError, StoppedBySignal
 
 _log = ComponentLogger("train")
 T = TypeVar("T")
 
 
-class SplitEvaluationPlan(NamedTuple):
+class PolicyEvaluationPlan(NamedTuple):
     """Describe how a training run evaluates its policy: with which function, on which splits, and
     when."""
 
@@ -72,7 +72,7 @@ class Trainer:
         record: TrainingRunRecorder,
         learners: Sequence[Learner],
         stages: Sequence[TrainingStage],
-        evaluation: SplitEvaluationPlan,
+        evaluation: PolicyEvaluationPlan,
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Trainer:
         self._watch = self._thread.watch
 
     @property
-    def state(self) -> CheckpointState:
+    def state(self) -> TrainingProgress:
         return self.record.state
 
     # --- the run
@@ -101,7 +101,7 @@ class Trainer:
         Rollouts and evaluations in progress are cancelled. Call this in the event loop's thread."""
         self._watch.end_by_signal(by)
 
-    async def run(self, resume: Path | None = None) -> CheckpointState:
+    async def run(self, resume: Path | None = None) -> TrainingProgress:
         """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
         Returns the run's final state."""
         try:
@@ -126,7 +126,7 @@ class Trainer:
         with contextlib.suppress(StoreError):
             self.record.checkpoints.settle()
 
-    async def _run(self, resume: Path | None) -> CheckpointState:
+    async def _run(self, resume: Path | None) -> TrainingProgress:
         if resume is not None:
             await self._thread.run(self.state.step + 1, self._restore, resume)
             await self._learners.publish_resumed()
@@ -255,14 +255,14 @@ class Trainer:
             verdict = after_step(self._guard, state.guard, values)
             values |= verdict.metrics
             self._report_verdict(verdict, where)
-        with working("journal"):
+        with WallAndCpuTimer("journal"):
             diagnoses = [] if verdict is None else verdict.diagnoses
             record.write(stage.name, values, diagnoses, is_step=True)
             record.write_rollouts(work.groups, work.accounts)
         if verdict is not None and verdict.is_failure:
-            unscored = ScoreFailures.of(work.groups)
+            unscored = ScoreFailureCounts.of(work.groups)
             raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair}")
-        with working("credit"):
+        with WallAndCpuTimer("credit"):
             self._learners.check_sampled_ids(stage, work)
         if self._rollback:
             return
@@ -357,7 +357,7 @@ class Trainer:
         saved = stage.extra_state if self.state.stage_step else {}
         parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
         parts |= self._learners.parts(stage)
-        with working("journal"):
+        with WallAndCpuTimer("journal"):
             self.record.save(parts)
 
     def _restore(self, checkpoint: Path) -> None:

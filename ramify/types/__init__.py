@@ -2,16 +2,16 @@
 values from the data."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.sequence import Batch, Segment, TokenSequence
-from ramify.types.token_path import ReplyTokenSpan, TokenPath
+from ramify.types.token_path import SampledTokenSpan, TokenPath
+from ramify.types.training_sequences import Batch, Segment, TokenSequence
 from ramify.types.trajectory import (
     Call,
+    CallSite,
     Cell,
     ContextRef,
     Fork,
     Group,
     GroupFate,
-    Parent,
     Stop,
     Trajectory,
     Turn,
@@ -20,15 +20,15 @@ from ramify.types.trajectory import (
 __all__ = [
     "Batch",
     "Call",
+    "CallSite",
     "Cell",
     "ContextRef",
     "Fork",
     "Group",
     "GroupFate",
     "Message",
-    "Parent",
     "Reply",
-    "ReplyTokenSpan",
+    "SampledTokenSpan",
     "Segment",
     "Stop",
     "TokenPath",

@@ -13,7 +13,7 @@ import msgspec
 
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.sibling_question_diff import SiblingQuestions
-from ramify.types.trajectory import Annotation, Fork, Parent, Stop, answer_text, cut
+from ramify.types.trajectory import Annotation, CallSite, Fork, Stop, answer_text, cut
 
 MAX_NUMBER_CHARS = 40
 """Texts longer than this are never parsed as numbers."""
@@ -55,7 +55,7 @@ class CallNode(msgspec.Struct, gc=False):
     depth: int
     question: str
     """The question, shortened. ``answer`` and ``error`` are shortened too."""
-    parent: Parent | None = None
+    parent: CallSite | None = None
     fork: Fork | None = None
     started_s: float = 0.0
     ended_s: float | None = None

@@ -2,12 +2,12 @@
 
     events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
-                          └─> OpenTelemetry spans    (engine/spans.py)
+                          └─> OpenTelemetry spans    (engine/opentelemetry_spans.py)
 
 Each call is a node with its state, times and costs, but without its full texts. The run as a whole
 is a ``Trajectory`` without calls. Events may be given in a short form that has the same tags but
-only the fields read here (see ``store/short_events.py``). ``TrajectoryFold`` in event.py collects
-complete calls with their texts.
+only the fields read here (see ``store/textless_events.py``). ``TrajectoryFold`` in event.py
+collects complete calls with their texts.
 """
 
 from __future__ import annotations

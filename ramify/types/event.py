@@ -22,14 +22,14 @@ import msgspec
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
-    AgentCallReason,
     Annotation,
     Call,
     CallKind,
+    CallSite,
     Cell,
     ContextRef,
     Fork,
-    Parent,
+    NewCallReason,
     Stop,
     Trajectory,
     Turn,
@@ -79,10 +79,10 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     model: str
     depth: int
     question: str
-    parent: Parent | None = None
+    parent: CallSite | None = None
     fork: Fork | None = None
     context: ContextRef | None = None
-    cause: AgentCallReason | None = None
+    cause: NewCallReason | None = None
     """Why an outside agent's request began this call. None for calls of the engine's own loop."""
 
 

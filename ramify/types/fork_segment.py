@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ramify.types.trajectory import Call, Parent, Trajectory
+from ramify.types.trajectory import Call, CallSite, Trajectory
 
 
 class ForkSegment(NamedTuple):
@@ -92,7 +92,7 @@ def path_trajectory(trajectory: Trajectory, end: Call) -> Trajectory:
             continue
         place = (call.parent.call, call.parent.turn)
         if place in number:
-            parent = Parent(root.id, number[place], call.parent.cell)
+            parent = CallSite(root.id, number[place], call.parent.cell)
             calls.append(msgspec.structs.replace(call, parent=parent))
         elif call.parent.call in kept:
             calls.append(call)

@@ -6,7 +6,7 @@ A turn holds the ids that its prompt adds to the sequence (path) so far, and the
     turn 1   prompt_ids 4       token_ids 9     reused_ids 5   path  1 2 3 7 8 4 9
     turn 2   prompt_ids 5       token_ids 6     reused_ids 3   path  1 2 3 5 6   (not an extension)
 
-``sequence.py`` defines the training data that is made from such paths.
+``training_sequences.py`` defines the training data that is made from such paths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from ramify.types.message import Reply
 
 
-class ReplyTokenSpan(msgspec.Struct, frozen=True):
+class SampledTokenSpan(msgspec.Struct, frozen=True):
     """A range ``[start, end)`` of a token path that was sampled as the reply of turn ``turn`` of
     the call ``call``."""
 
@@ -39,7 +39,7 @@ class TokenPath(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
     """Policy version that sampled each token, [T]. It is -1 for prompt tokens and unknown
     versions."""
-    spans: tuple[ReplyTokenSpan, ...]
+    spans: tuple[SampledTokenSpan, ...]
     """Sampled spans in order, each with the turn that sampled it. Several paths of one tree may
     share spans."""
     kept: tuple[tuple[int, ...], ...] | None = None
@@ -62,7 +62,7 @@ class TokenPathBuilder:
 
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._spans: list[ReplyTokenSpan] = []
+        self._spans: list[SampledTokenSpan] = []
         self._logprobs: list[tuple[float, ...] | None] = []
         self._versions: list[list[int]] = []
         self._kept: list[tuple[tuple[int, ...], ...] | None] = []
@@ -90,7 +90,7 @@ class TokenPathBuilder:
         self._cut(reused_ids)
         start, num = reused_ids + len(reply.prompt_ids), len(reply.token_ids)
         self._ids += [*reply.prompt_ids, *reply.token_ids]
-        self._spans.append(ReplyTokenSpan(call, turn, start, start + num))
+        self._spans.append(SampledTokenSpan(call, turn, start, start + num))
         self._logprobs.append(reply.logprobs)
         self._kept.append(reply.kept)
         self._routes.append(reply.routes)
@@ -132,7 +132,7 @@ class TokenPathBuilder:
         shortened."""
         del self._ids[length:]
         self._spans = [
-            ReplyTokenSpan(span.call, span.turn, span.start, min(span.end, length))
+            SampledTokenSpan(span.call, span.turn, span.start, min(span.end, length))
             for span in self._spans
             if span.start < length
         ]

@@ -68,7 +68,7 @@ _TRUNCATED = {
 }
 
 
-class AgentCallReason(enum.StrEnum):
+class NewCallReason(enum.StrEnum):
     """The reason why a request of an external agent began a new call instead of continuing an
     earlier one. See ``docs/agents.md``."""
 
@@ -104,19 +104,19 @@ class AgentCallReason(enum.StrEnum):
         """Return True if the client sent back a history that differs from what was actually sent
         and received.
 
-        >>> AgentCallReason.THINKING.is_rewritten(), AgentCallReason.TEMPLATE.is_rewritten()
+        >>> NewCallReason.THINKING.is_rewritten(), NewCallReason.TEMPLATE.is_rewritten()
         (True, False)
         """
         return self not in _NOT_REWRITTEN
 
 
 _NOT_REWRITTEN = {
-    AgentCallReason.NEW,
-    AgentCallReason.SAMPLE,
-    AgentCallReason.REPEATED,
-    AgentCallReason.BRANCH,
-    AgentCallReason.TOOLS,
-    AgentCallReason.TEMPLATE,
+    NewCallReason.NEW,
+    NewCallReason.SAMPLE,
+    NewCallReason.REPEATED,
+    NewCallReason.BRANCH,
+    NewCallReason.TOOLS,
+    NewCallReason.TEMPLATE,
 }
 
 
@@ -215,7 +215,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
 
 
-class Parent(msgspec.Struct, frozen=True, gc=False):
+class CallSite(msgspec.Struct, frozen=True, gc=False):
     """The place in the code that made a call: cell ``cell`` of turn ``turn`` of the parent call
     ``call``.
     """
@@ -244,7 +244,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     """Name as ``provider:model``."""
     depth: int
     question: str
-    parent: Parent | None = None
+    parent: CallSite | None = None
     fork: Fork | None = None
     context: ContextRef | None = None
     turns: list[Turn] = msgspec.field(default_factory=list)
@@ -262,7 +262,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     ended_s: float | None = None
     reason: str = ""
     """One sentence on why the call ended. Empty for ``FINAL`` and in older journals."""
-    cause: AgentCallReason | None = None
+    cause: NewCallReason | None = None
     """Why a request of an outside agent began this call. None for calls of the engine's own
     loop."""
 

@@ -42,7 +42,7 @@ T = TypeVar("T", bound=WatchedRun | TrainingCurves)
 R = TypeVar("R")
 
 
-class FileFeed(Generic[T]):
+class FileChangeFeed(Generic[T]):
     """Poll one file for changes and send them to the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
@@ -170,27 +170,27 @@ class FileFeed(Generic[T]):
     """Version of ``watched`` that all pages have received."""
 
 
-class FileFeedCache:
+class FileChangeFeeds:
     """All feeds of a server, one for each file. The least recently used feeds are dropped, unless a
     page follows them."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[str, FileFeed[WatchedRun]] = OrderedDict()
-        self._trainings: dict[Path, FileFeed[TrainingCurves]] = {}
+        self._runs: OrderedDict[str, FileChangeFeed[WatchedRun]] = OrderedDict()
+        self._trainings: dict[Path, FileChangeFeed[TrainingCurves]] = {}
 
-    def run(self, located: LocatedRun) -> FileFeed[WatchedRun]:
+    def run(self, located: LocatedRun) -> FileChangeFeed[WatchedRun]:
         feed = self._runs.get(located.key)
         if feed is None or feed.watched.source != located.run or feed.watched.is_replaced():
-            self._runs[located.key] = FileFeed(WatchedRun(located))
+            self._runs[located.key] = FileChangeFeed(WatchedRun(located))
         self._runs.move_to_end(located.key)
         idle = [key for key, feed in self._runs.items() if not feed._queues]
         for key in idle[: max(0, len(self._runs) - MAX_OPEN)]:
             del self._runs[key]
         return self._runs[located.key]
 
-    def training(self, folder: Path) -> FileFeed[TrainingCurves]:
+    def training(self, folder: Path) -> FileChangeFeed[TrainingCurves]:
         if folder not in self._trainings:
-            self._trainings[folder] = FileFeed(TrainingCurves(folder))
+            self._trainings[folder] = FileChangeFeed(TrainingCurves(folder))
         return self._trainings[folder]
 
     async def close(self) -> None:

@@ -20,8 +20,8 @@ from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report,
 from ramify.evaluate.money_curves import matrix_money, money_tables
 from ramify.evaluate.run import AttemptOutcome, read_evaluation
 from ramify.store.durable_files import MATRIX
-from ramify.viewer.page_script import offline_page
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.script_bundle import offline_page
 
 MAX_ATTEMPTS = 20_000
 """Maximum number of attempts in a file that opens offline. Further attempts are omitted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ramify.viewer.page_script import csp_hash, early
+from ramify.viewer.script_bundle import csp_hash, early
 
 POLICY = (
     f"default-src 'none'; script-src 'self' {csp_hash(early())}; style-src 'self'; img-src 'self' "

@@ -29,7 +29,7 @@ from ramify.engine.run_fork import ForkOptions, ForkPoint
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
 from ramify.store.base import RunStore
-from ramify.store.recorded_replies import RecordedRunIndex
+from ramify.store.recorded_replies import RunEventIndex
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.viewer.run_lookup import LocatedRun
@@ -86,7 +86,7 @@ class RunAgain:
 
         def look() -> tuple[ForkPoint, Limits]:
             events = list(_store_of(located).events(located.run.id))
-            return ForkPoint(events, turn, call=call), recorded_limits(RecordedRunIndex(events))
+            return ForkPoint(events, turn, call=call), recorded_limits(RunEventIndex(events))
 
         point, limits = await asyncio.to_thread(look)
         wanted = RerunFromTurnRequest(located.key, call, turn)
@@ -137,7 +137,7 @@ class RunAgain:
         store = _store_of(located)
 
         def build() -> RLM:
-            started = RecordedRunIndex(store.events(located.run.id)).started
+            started = RunEventIndex(store.events(located.run.id)).started
             return self._rebuild(started, store, keys)
 
         return await asyncio.to_thread(build)

@@ -29,16 +29,16 @@ from ramify.store.durable_files import EVALUATIONS as EVALUATIONS
 from ramify.store.durable_files import MATRIX
 from ramify.store.journal import FileStoredRun, writer
 from ramify.store.reviews import HumanRunReview, Verdict, listed_reviews, review_file
-from ramify.store.short_events import TrajectoryOutline
 from ramify.store.store import SETTLED_NS
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
+from ramify.store.textless_events import TrajectoryOutline
 from ramify.train.metrics import FILE as METRICS
 from ramify.types.ending import ending
 from ramify.types.trajectory import SCHEMA_VERSION, answer_text, cut
 from ramify.viewer.run_lookup import (
     LocatedRun,
-    RunLocations,
-    ViewedPlace,
+    ViewerSource,
+    ViewerSources,
     kind_of,
     newer_schema_error,
     walk,
@@ -286,7 +286,7 @@ class RunCatalog:
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
         """Create a catalog of the given paths and stores. Raises ConfigError for a path that does
         not exist."""
-        self._places = RunLocations(places)
+        self._places = ViewerSources(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
         """For each place, by number: the state of its store when it was last read, and the rows of
@@ -335,7 +335,7 @@ class RunCatalog:
             for folder in self._trainings_in(place)
         ]
 
-    def _trainings_in(self, place: ViewedPlace) -> list[Path]:
+    def _trainings_in(self, place: ViewerSource) -> list[Path]:
         """Return the training folders below one of the given places. The result is cached until one
         of the folders changes."""
         if place.path is None or place.path.is_file():
@@ -366,7 +366,7 @@ class RunCatalog:
             rows += [_row_of_matrix(path, place.key(path)) for path in found]
         return sorted(rows, key=lambda row: row.name, reverse=True)
 
-    def _rows_in(self, place: ViewedPlace) -> Iterator[RunListRow | EvaluationListRow]:
+    def _rows_in(self, place: ViewerSource) -> Iterator[RunListRow | EvaluationListRow]:
         files: list[Path] = []
         if place.store is not None:
             yield from self._stored_rows(place, place.store)
@@ -388,7 +388,7 @@ class RunCatalog:
             except OSError as error:
                 self._failed(path, error)
 
-    def _stored_rows(self, place: ViewedPlace, store: RunStore) -> list[RunListRow]:
+    def _stored_rows(self, place: ViewerSource, store: RunStore) -> list[RunListRow]:
         state = store.listing_state()  # before the runs: a change in between is seen next time
         known, rows = self._stored.get(place.number, (None, []))
         if state is None or state != known:
@@ -401,7 +401,7 @@ class RunCatalog:
             self._stored[place.number] = state, rows
         return rows
 
-    def _files(self, place: ViewedPlace, folder: Path) -> Iterator[Path]:
+    def _files(self, place: ViewerSource, folder: Path) -> Iterator[Path]:
         if folder.is_file():
             yield folder
             return
@@ -421,7 +421,7 @@ class RunCatalog:
             UnreadableFileRow(str(path), f"cannot be read: {error.strerror or error}")
         )
 
-    def _remembered(self, place: ViewedPlace, path: Path) -> _Rows:
+    def _remembered(self, place: ViewerSource, path: Path) -> _Rows:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")

@@ -25,7 +25,7 @@ import msgspec
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.map_journal import MapStore
 from ramify.maps.map_table import DirectRowAsRun, StoredMap
-from ramify.maps.stored_map_tables import MapTableCache
+from ramify.maps.stored_maps import StoredMapCache
 from ramify.store.base import RunStore
 from ramify.store.journal import FileStoredRun
 from ramify.store.store import Store
@@ -93,7 +93,7 @@ MAX_DEPTH = 4
 _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
-class ViewedPlace(NamedTuple):
+class ViewerSource(NamedTuple):
     """One of the places that the viewer was given: a store, a file or a folder."""
 
     number: int
@@ -118,7 +118,7 @@ class ViewedPlace(NamedTuple):
         return f"p{self.number}/{'' if relative == Path() else relative.as_posix()}"
 
 
-class RunLocations:
+class ViewerSources:
     """All places (stores, files and folders) that the viewer was given, in order. The default is
     the user's store."""
 
@@ -127,9 +127,9 @@ class RunLocations:
         exist."""
         places = places or [open_store()]
         self._all = [_place(number, place) for number, place in enumerate(places)]
-        self._maps = MapTableCache()
+        self._maps = StoredMapCache()
 
-    def __iter__(self) -> Iterator[ViewedPlace]:
+    def __iter__(self) -> Iterator[ViewerSource]:
         return iter(self._all)
 
     def find_run(self, key: str) -> LocatedRun:
@@ -149,7 +149,7 @@ class RunLocations:
         path = _below(place, file_name if is_line else name)
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
-    def maps(self) -> Iterator[tuple[ViewedPlace, StoredMap]]:
+    def maps(self) -> Iterator[tuple[ViewerSource, StoredMap]]:
         """Yield the maps in all stores, with their latest results. A map asks one question about
         many rows. Unreadable maps are skipped.
         """
@@ -159,7 +159,7 @@ class RunLocations:
                     with contextlib.suppress(StoreError, OSError):
                         yield place, self._maps.of(path)
 
-    def find_map(self, key: str) -> tuple[ViewedPlace, StoredMap]:
+    def find_map(self, key: str) -> tuple[ViewerSource, StoredMap]:
         """Find the map with address ``key``, and return it with the place that contains it. Raises
         StoreError if the map does not exist."""
         place, name, is_file = self._split(key)
@@ -167,7 +167,7 @@ class RunLocations:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
         return place, self.map(place, name)
 
-    def map(self, place: ViewedPlace, id: str) -> StoredMap:
+    def map(self, place: ViewerSource, id: str) -> StoredMap:
         """Return the map ``id`` from the store at ``place``. Raises StoreError if it does not
         exist."""
         store = place.store
@@ -201,7 +201,7 @@ class RunLocations:
             return self.key(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
-    def _split(self, key: str) -> tuple[ViewedPlace | None, str, bool]:
+    def _split(self, key: str) -> tuple[ViewerSource | None, str, bool]:
         """Split an address into its place and the rest, which is a path or a run's id. For example,
         ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 
@@ -244,16 +244,16 @@ def walk(
             yield Path(entry.path)
 
 
-def _place(number: int, name: str | Path | RunStore) -> ViewedPlace:
+def _place(number: int, name: str | Path | RunStore) -> ViewerSource:
     if isinstance(name, RunStore):
-        return ViewedPlace(number, name.root if isinstance(name, Store) else None, name)
+        return ViewerSource(number, name.root if isinstance(name, Store) else None, name)
     path = Path(name).expanduser().resolve()
     if not path.exists():
         raise ConfigError(f"{name} is neither a file nor a folder, nor the name of a run")
-    return ViewedPlace(number, path, Store(path) if (path / "runs").is_dir() else None)
+    return ViewerSource(number, path, Store(path) if (path / "runs").is_dir() else None)
 
 
-def _below(place: ViewedPlace, name: str) -> Path:
+def _below(place: ViewerSource, name: str) -> Path:
     """Return the path of the file or folder ``name`` in a place. Raises StoreError if the name
     points outside the place."""
     if "\0" in name or place.path is None:

@@ -1,6 +1,6 @@
 """Hold the call tree of a run for the viewer, and read single calls in full when a user opens them.
 
-The tree is built from events without their texts (see ``store/short_events.py``). It stores the
+The tree is built from events without their texts (see ``store/textless_events.py``). It stores the
 positions of each call's lines in the journal, from which the call can be read in full.
 
     journal lines ──> events (of the calls that it continues, then its own) ──> CallDetail
@@ -23,8 +23,8 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import decode_line
-from ramify.store.short_events import AnyEventOutline
 from ramify.store.stored_run import StoredRun
+from ramify.store.textless_events import AnyEventOutline
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (

@@ -1,8 +1,8 @@
 """Serve a run's sources to its page, i.e. the files and web pages from which its context was read.
 The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
-The table comes from the run's record (``sources.base.RecordedSources``). The texts are read from
-the stored context, if it is small enough to be decoded for a page.
+The table comes from the run's record (``sources.loaded_sources.RecordedSources``). The texts are
+read from the stored context, if it is small enough to be decoded for a page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ramify.engine.typed import CitedAnswer
 from ramify.errors import SandboxError, SourceError, StoreError
 from ramify.sandbox.base import SharedContext
 from ramify.sandbox.guest.mapped_text import MappedText
-from ramify.sources.base import RecordedSources
+from ramify.sources.loaded_sources import RecordedSources
 from ramify.store.stored_run import StoredRun
 from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun

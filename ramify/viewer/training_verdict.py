@@ -5,10 +5,10 @@ the automatic diagnosis.
     diagnoses of the doctor         ──> alarm: wrong sign since step 2
 
 A fact compares the last steps of the stage with its first ones, since single steps are noisy.
-Alarms are the faults that the diagnosis recorded (``train/run_doctor.py``). An alarm lasts until
-its metric (``alarm_NAME``) is 0 again. An alarm of an evaluation has no such metric, so it never
-ends. This module chooses which facts are shown, and their words and tones. ``train/findings.py``
-defines which findings are faults.
+Alarms are the faults that the diagnosis recorded (``train/training_guard.py``). An alarm lasts
+until its metric (``alarm_NAME``) is 0 again. An alarm of an evaluation has no such metric, so it
+never ends. This module chooses which facts are shown, and their words and tones.
+``train/findings.py`` defines which findings are faults.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Only POST /api/again, /api/review and /api/verdict change anything. They are ref
 process of this machine may send requests (see run_again.py and store/reviews.py). While a page
 follows a run in progress, a file beside its journal asks the run for arriving replies (see
 store/live_text.py). Static files are served from memory. ramify/http_server/ controls access, and
-page_script.py bundles scripts.
+script_bundle.py bundles scripts.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ from aiohttp import web
 
 from ramify.errors import RamifyError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import HttpServer, received
+from ramify.http_server.base_server import AiohttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, inter_rater_agreements
 from ramify.viewer.comparison import MAX_RUNS, overview_and_calls, rows_of
-from ramify.viewer.feed import FileFeed, FileFeedCache
+from ramify.viewer.feed import FileChangeFeed, FileChangeFeeds
 from ramify.viewer.matrices import shown_matrix, stored_matrix_page
 from ramify.viewer.page_headers import add_headers
-from ramify.viewer.page_script import APP, STATIC, app, early, module, offline_run_page
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest, RunAgain
 from ramify.viewer.run_catalog import RunCatalog
-from ramify.viewer.run_listing import VersionedRunList
+from ramify.viewer.run_list_updates import VersionedRunList
 from ramify.viewer.run_lookup import Kind, LocatedRun, kind_of
 from ramify.viewer.run_overview import run_overview, struct_fields, texts
-from ramify.viewer.search import search
+from ramify.viewer.run_text_search import search
+from ramify.viewer.script_bundle import APP, STATIC, app, early, module, offline_run_page
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.sibling_code import sibling_code
@@ -111,7 +111,7 @@ class ViewServer:
         self.address = address = address or ListenAddress()
         self.token = token or (new_key() if address.needs_key else "")
         """Access token of the page. Empty if the address needs none."""
-        self._http = HttpServer(
+        self._http = AiohttpServer(
             address,
             BearerKeys.from_key(self.token) if self.token else None,
             token=self.token,
@@ -122,7 +122,7 @@ class ViewServer:
         self._library = library
         self._first = first
         self._reading: asyncio.Task[Any] | None = None
-        self._feeds = FileFeedCache()
+        self._feeds = FileChangeFeeds()
         self._evaluations = EvaluationLibrary(library)
         self._assets = StaticAssets()
         self._again = RunAgain(rebuild) if rebuild is not None else None
@@ -213,7 +213,7 @@ class ViewServer:
         since = request.query.get("since", "")
         return compressed(await asyncio.to_thread(self._listing.changes, since))
 
-    def _feed(self, request: web.Request) -> FileFeed[WatchedRun]:
+    def _feed(self, request: web.Request) -> FileChangeFeed[WatchedRun]:
         return self._feeds.run(self._library.find(_word(request, "key")))
 
     async def _run(self, request: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.short_events import DamagedLine, decode_short_events
+from ramify.store.textless_events import DamagedLine, decode_short_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory

@@ -9,8 +9,8 @@ from subprocess import Popen
 
 import pytest
 
-from ramify.actors.answering_process import answer_requests, ask, start_python_process
 from ramify.actors.child_process import kill_and_reap
+from ramify.actors.helper_process import answer_requests, ask, start_python_process
 
 
 def serve() -> None:

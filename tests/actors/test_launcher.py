@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from ramify.actors.child_process import ChildProcess, Process, wait_then_kill
-from ramify.actors.launcher import LocalLauncher, NodeAgent, RemoteProcess, RoleInstanceId
+from ramify.actors.child_process import ChildProcess, ProcessHandle, wait_then_kill
+from ramify.actors.launcher import LocalLauncher, NodeAgent, NodeAgentProcess, RoleInstanceId
 from ramify.errors import ConfigError
 from tests.actors.test_child_process import is_running, lines
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
 MEMBER = RoleInstanceId("rollouts", 3)
-Start = Callable[[list[str], dict[str, str], Path], Process]
+Start = Callable[[list[str], dict[str, str], Path], ProcessHandle]
 
 
 def start_by_agent(agent: Any) -> Start:
-    def start(command: list[str], environment: dict[str, str], log: Path) -> Process:
+    def start(command: list[str], environment: dict[str, str], log: Path) -> ProcessHandle:
         pid = agent.start("it", command, environment, str(log), sys.executable, "/")
         assert isinstance(pid, int), pid
 
         def ask(method: str, *arguments: Any) -> Any:
             return getattr(agent, method)(*arguments)
 
-        return RemoteProcess(ask, "it", pid, "there", is_here=False)
+        return NodeAgentProcess(ask, "it", pid, "there", is_here=False)
 
     return start
 
@@ -100,12 +100,12 @@ def test_node_agent_replaces_process_of_same_name_and_uses_its_own_python(tmp_pa
 
 
 def test_process_is_lost_when_its_node_agent_is_gone(tmp_path: Path) -> None:
-    process = RemoteProcess(lambda *_: None, "it", 4711, "node-2", is_here=True)
+    process = NodeAgentProcess(lambda *_: None, "it", 4711, "node-2", is_here=True)
     assert (process.poll(), process.exit_reason()) == (-9, "ended with its node agent")
     process.end(1.0)
 
 
 def test_child_process_implements_process_protocol(tmp_path: Path) -> None:
-    child: Process = ChildProcess(["true"])
+    child: ProcessHandle = ChildProcess(["true"])
     child.end(1.0)
     assert child.poll() is not None

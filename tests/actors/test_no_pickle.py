@@ -44,7 +44,7 @@ RAY = {
 of Ray Data, on its own authenticated connections."""
 CHECKPOINTS = "train/backends/sharded_checkpoint.py"
 """torch.distributed.checkpoint pickles its plan between ranks, over the group that proved its key
-(``group_proof.py``), and into ``.metadata`` beside the shards, which only the run's user writes."""
+(``rank_group_authentication.py``), and into ``.metadata`` beside the shards, which only the run's user writes."""
 
 
 def uses(tree: ast.AST) -> Iterator[str]:

@@ -6,8 +6,8 @@ import json
 import urllib.request
 from typing import Any
 
+from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob
 
 ROWS = [{"question": f"What comes after {number}?", "answer": "?"} for number in range(12)]
 

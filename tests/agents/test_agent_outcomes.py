@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from ramify import RLM, ScriptedClient
+from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob
 from ramify.agents.agent_task import AgentTask
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import AgentRun
-from ramify.agents.agent_rollout_inputs import AgentJob
 from ramify.agents.agent_task import AgentTask
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.ppo import PPO

@@ -22,13 +22,13 @@ from ramify.types.event import (
     RunStarted,
 )
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Cell, Parent, Stop
+from ramify.types.trajectory import CallSite, Cell, Stop
 from tests.cli.helpers import Shell, code
 
-AT_ROOT = Parent("0", 0, 0)
+AT_ROOT = CallSite("0", 0, 0)
 
 
-def call_started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> CallStarted:
+def call_started(id: str, kind: str = "rlm", parent: CallSite | None = AT_ROOT) -> CallStarted:
     return CallStarted(
         id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent
     )  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def test_a_plan_in_a_session_has_a_row_that_counts_its_leaves() -> None:
     begun = [
         call_started("0", parent=None),
         call_started("0.0", "strategy"),
-        call_started("0.0.0", "leaf", Parent("0.0", 0, 0)),
+        call_started("0.0.0", "leaf", CallSite("0.0", 0, 0)),
     ]
     root, plan = tree(*begun).nodes.values()
     assert plan.leaves.text("leaf") == "leaf × 1: 0 done"

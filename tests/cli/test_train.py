@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.train import TerminalCurves, curve, line
+from ramify.cli.train import LiveTrainingCurves, curve, line
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.metrics import StepMetrics, read_metrics
 from tests.cli.helpers import Shell
@@ -125,7 +125,7 @@ def test_terminal_curves_show_history_and_best_values() -> None:
     assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert curve([0, 0, 7, 7], 2) == "▁█"
     assert (curve([3, 3], 5), curve([], 5)) == ("▁▁", "")
-    curves = TerminalCurves("tiny")
+    curves = LiveTrainingCurves("tiny")
     for step in range(1, 5):
         curves.add(StepMetrics(step, "sft", step, {"loss": 1 / step, "lr": 1}))
     curves.add(StepMetrics(4, "first", 4, {"validation/reward": 0.25, "test/reward": 0.2}))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ramify.cli.list_train_fields import COLUMNS
 from ramify.cli.parser import ExitCode
-from ramify.cli.train_fields import COLUMNS
 from ramify.train.config import Run
 from ramify.train.config_fields import fields, in_words, public_path
 from tests.cli.helpers import Shell

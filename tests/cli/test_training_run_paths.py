@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.training_run_files import training_run_hint
+from ramify.training_run_recognition import training_run_hint
 from tests.cli.helpers import Shell
 
 ROLLOUT = '{"id":"step=0/group=0/rollout=0","question":"Hm?","schema_version":2,"calls":[]}\n'

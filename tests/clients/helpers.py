@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.mock_http_server import CallbackHttpServer, MockServerRequest
+from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.types.message import Message, Usage
 
 
@@ -59,11 +59,11 @@ class Says:
     """A server that answers every request with the result of ``tell``: (status, body, headers)."""
 
     def __init__(
-        self, tell: Callable[[MockServerRequest], tuple[int, bytes, dict[str, str]]]
+        self, tell: Callable[[PendingMockRequest], tuple[int, bytes, dict[str, str]]]
     ) -> None:
-        self.asked: list[MockServerRequest] = []
+        self.asked: list[PendingMockRequest] = []
         self._tell = tell
-        self._http = CallbackHttpServer(self._handle)
+        self._http = MockHttpServer(self._handle)
 
     @property
     def root(self) -> str:
@@ -76,7 +76,7 @@ class Says:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    def _handle(self, exchange: MockServerRequest) -> None:
+    def _handle(self, exchange: PendingMockRequest) -> None:
         self.asked.append(exchange)
         status, body, headers = self._tell(exchange)
         kind = headers.pop("content-type", "application/json")

@@ -23,7 +23,7 @@ from ramify.errors import (
     Unreachable,
     can_be_fixed,
 )
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 from ramify.testing.scripted import (
     ScriptedClient,
     cut,

@@ -16,7 +16,12 @@ import pytest
 
 from ramify.clients import chat_json, responses_json
 from ramify.clients.base import Request, Sampling
-from ramify.clients.reply_decoding import LARGE_BYTES, NoReplyInResponse, Undecodable, decode_reply
+from ramify.clients.reply_decoding import (
+    LARGE_BYTES,
+    NoReplyInResponse,
+    ReplyDecodeError,
+    decode_reply,
+)
 from ramify.errors import MalformedResponse, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall
 
@@ -74,7 +79,7 @@ def test_reply_is_the_same_in_place_and_in_a_helper(pad: bytes) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        (b"<html>", Undecodable, "malformed"),
+        (b"<html>", ReplyDecodeError, "malformed"),
         (body(finish="strange", content="x"), ValueError, "strange"),
         (body(finish="error", content="x"), ServerFailed, "broke the reply off"),
         (b'{"choices": []}', NoReplyInResponse, "no reply"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ramify.clients.mock_http_server import CallbackHttpServer
+from ramify.clients.mock_http_server import MockHttpServer
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.urls_and_proxies import proxy_for
@@ -174,7 +174,7 @@ def test_tls_goes_through_a_proxy(near, certificate, monkeypatch):
     tls = server_tls(certificate)
 
     async def main():
-        http = CallbackHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         async with Tunnel(tls=tls if near == "TLS" else None) as proxy:
             scheme = "https" if near == "TLS" else "http"
@@ -273,7 +273,7 @@ def test_certificate_of_another_host_is_refused(certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
 
     async def main():
-        http = CallbackHttpServer(
+        http = MockHttpServer(
             lambda exchange: exchange.send(200, REPLY), tls=server_tls(certificate)
         )
         await http.start()
@@ -315,7 +315,7 @@ def test_certificate_authority_is_taken_from_the_environment(variable, certifica
 
     async def main():
         tls = server_tls(certificate)
-        http = CallbackHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
+        http = MockHttpServer(lambda exchange: exchange.send(200, REPLY), tls=tls)
         await http.start()
         pool, notices = RateLimitedClientPool(), []
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from ramify.clients.base import Request, Tool
 from ramify.clients.event_stream import ServerSentEventParser
-from ramify.clients.mock_http_server import CallbackHttpServer
+from ramify.clients.mock_http_server import MockHttpServer
 from ramify.clients.model_config import Model
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import (
@@ -167,7 +167,7 @@ class Streams:
         """Set when a client has closed a stream."""
         self._size, self._drops, self._gap_s = size, drops, gap_s
         self._poll_s = poll_s
-        self._http = CallbackHttpServer(self._handle)
+        self._http = MockHttpServer(self._handle)
         self._tasks = set()
 
     async def __aenter__(self):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.journal import encode_line
 from ramify.types.event import (
     AnyEvent,
@@ -30,7 +30,7 @@ from ramify.types.event import (
     TrajectoryFold,
 )
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.trajectory import Cell, ContextRef, Fork, Parent, Stop
+from ramify.types.trajectory import CallSite, Cell, ContextRef, Fork, Stop
 
 JOURNAL = Path(__file__).with_name("golden.jsonl")
 TRAJECTORY = Path(__file__).with_name("golden_trajectory.json")
@@ -124,7 +124,7 @@ def _first_question() -> list[AnyEvent]:
 
 
 def _batch() -> list[AnyEvent]:
-    here = Parent("0", 1, 0)
+    here = CallSite("0", 1, 0)
     return [
         CallStarted(at_s=1.0, id="0.0", kind="lm", model="scripted:leaf", depth=1, question="part 1 …", parent=here),
         CallStarted(at_s=1.0, id="0.1", kind="lm", model="scripted:leaf", depth=1, question="part 2 …", parent=here),
@@ -158,7 +158,7 @@ def _child() -> list[AnyEvent]:
             model="scripted:root",
             depth=1,
             question="check",
-            parent=Parent("0", 2, 0),
+            parent=CallSite("0", 2, 0),
             context=PART,
         ),
         ask(2.5, "0.2", 0, 0, Message("system", "You have `context`."), Message("user", "check")),

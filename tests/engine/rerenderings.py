@@ -15,10 +15,10 @@ import aiohttp
 
 from ramify import RLM
 from ramify.engine.external_conversations import RunModelClient
-from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
+from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
-from ramify.types.trajectory import AgentCallReason, Fork, Trajectory
+from ramify.types.trajectory import Fork, NewCallReason, Trajectory
 from tests.engine.template_client import TemplateClient
 
 Wire = list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Rerendering(NamedTuple):
 
     name: str
     change: Callable[[Wire], Wire]
-    cause: AgentCallReason | None = None
+    cause: NewCallReason | None = None
     """Why a call begins; None if the request continues the call."""
     fork: Fork | None = None
     """The turn that the new call continues, if it does."""
@@ -142,20 +142,20 @@ def _split(talk: Wire) -> Wire:
 REDUMPED = _with_arguments(lambda value: json.dumps(value, ensure_ascii=False))
 SORTED = _with_arguments(lambda value: json.dumps(value, sort_keys=True))
 RERENDERINGS = (
-    Rerendering("thinking dropped", _each_reply(_without_thinking), AgentCallReason.THINKING),
+    Rerendering("thinking dropped", _each_reply(_without_thinking), NewCallReason.THINKING),
     Rerendering(
-        "whitespace", _each_reply(_stripped), AgentCallReason.WHITESPACE, Fork("0", 0), standing=[2]
+        "whitespace", _each_reply(_stripped), NewCallReason.WHITESPACE, Fork("0", 0), standing=[2]
     ),
-    Rerendering("key order", SORTED, AgentCallReason.ARGUMENTS, standing=[1, 2]),
+    Rerendering("key order", SORTED, NewCallReason.ARGUMENTS, standing=[1, 2]),
     Rerendering("tool ids", _other_tool_ids),
-    Rerendering("merged messages", _merged, AgentCallReason.MERGED, standing=[0, 1, 2]),
-    Rerendering("truncation", _truncated, AgentCallReason.TRUNCATED, standing=[2]),
-    Rerendering("compaction", _compacted, AgentCallReason.COMPACTED, standing=[2]),
-    Rerendering("edited past", _edited, AgentCallReason.EDITED, standing=[0, 1, 2]),
+    Rerendering("merged messages", _merged, NewCallReason.MERGED, standing=[0, 1, 2]),
+    Rerendering("truncation", _truncated, NewCallReason.TRUNCATED, standing=[2]),
+    Rerendering("compaction", _compacted, NewCallReason.COMPACTED, standing=[2]),
+    Rerendering("edited past", _edited, NewCallReason.EDITED, standing=[0, 1, 2]),
     Rerendering("text parts, developer for system", _as_parts),
     Rerendering("every field, the empty ones as null", _each_reply(_as_dumped)),
     Rerendering("arguments parsed and written again", REDUMPED),
-    Rerendering("a reply split into two messages", _split, AgentCallReason.MERGED, standing=[1, 2]),
+    Rerendering("a reply split into two messages", _split, NewCallReason.MERGED, standing=[1, 2]),
 )
 
 
@@ -174,7 +174,7 @@ def play(change: Callable[[Wire], Wire]) -> Played:
 
 async def _play(change: Callable[[Wire], Wire]) -> Played:
     client = TemplateClient(_next_text)
-    async with RLM(client) as rlm, ModelEndpoint() as endpoint:
+    async with RLM(client) as rlm, AgentModelServer() as endpoint:
 
         async def conduct(conversations: RunModelClient) -> str:
             with endpoint.open_seats() as seats:

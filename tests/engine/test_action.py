@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.engine.action import FinalAnswer, ParsedAction, prose_of, read_action
+from ramify.engine.action import FinalAnswerText, ParsedAction, prose_of, read_action
 from ramify.engine.python_lexer import call_end
 from ramify.engine.scaffold import DEFAULT, RETOOL
 from ramify.types.message import Message, ToolCall
@@ -51,21 +51,27 @@ CASES = {
     ),
     "empty fence": ("```repl\n\n```", ParsedAction()),
     "text": ("I think it is 7.", ParsedAction()),
-    "final": ("FINAL(42)", ParsedAction(final=FinalAnswer("42"))),
+    "final": ("FINAL(42)", ParsedAction(final=FinalAnswerText("42"))),
     "final with parentheses": (
         "So:\nFINAL(f(x) and (y))\n",
-        ParsedAction(final=FinalAnswer("f(x) and (y)")),
+        ParsedAction(final=FinalAnswerText("f(x) and (y)")),
     ),
-    "final string with a parenthesis": ('FINAL("a) b")', ParsedAction(final=FinalAnswer('"a) b"'))),
-    "final over lines": ("FINAL(one\ntwo)", ParsedAction(final=FinalAnswer("one\ntwo"))),
-    "final never closed": ("FINAL(one\ntwo", ParsedAction(final=FinalAnswer("one\ntwo"))),
-    "final in bold": ("**FINAL(x y)**", ParsedAction(final=FinalAnswer("x y"))),
-    "final var": ("FINAL_VAR('total')", ParsedAction(final=FinalAnswer("total", variable=True))),
+    "final string with a parenthesis": (
+        'FINAL("a) b")',
+        ParsedAction(final=FinalAnswerText('"a) b"')),
+    ),
+    "final over lines": ("FINAL(one\ntwo)", ParsedAction(final=FinalAnswerText("one\ntwo"))),
+    "final never closed": ("FINAL(one\ntwo", ParsedAction(final=FinalAnswerText("one\ntwo"))),
+    "final in bold": ("**FINAL(x y)**", ParsedAction(final=FinalAnswerText("x y"))),
+    "final var": (
+        "FINAL_VAR('total')",
+        ParsedAction(final=FinalAnswerText("total", variable=True)),
+    ),
     "final in a sentence": ("I will call FINAL(x) later.", ParsedAction()),
     "final in a fence is code": ("```repl\nFINAL(3)\n```", ParsedAction(codes=("FINAL(3)",))),
     "thinking is no action": (
         "<think>\n```repl\nx\n```\nFINAL(1)</think>\nFINAL(2)",
-        ParsedAction(final=FinalAnswer("2")),
+        ParsedAction(final=FinalAnswerText("2")),
     ),
     "thinking whose beginning the server kept": (
         "```repl\nx\n```\n</think>\n```repl\ny\n```",
@@ -73,11 +79,11 @@ CASES = {
     ),
     "the word <think> in code": (
         "```repl\nx = '<think>'\n```\nFINAL(1)",
-        ParsedAction(("x = '<think>'",), final=FinalAnswer("1")),
+        ParsedAction(("x = '<think>'",), final=FinalAnswerText("1")),
     ),
     "line ends of Windows": (
         "```repl\r\nx\r\n```\r\nSo:\r\nFINAL(1)\r\n",
-        ParsedAction(("x",), final=FinalAnswer("1")),
+        ParsedAction(("x",), final=FinalAnswerText("1")),
     ),
     "fence in a list": (
         "10. Look:\n    ```repl\n    if x:\n        y\n    ```\n11. Then",
@@ -85,14 +91,14 @@ CASES = {
     ),
     "fence behind a bullet": (
         "- ```repl\n  x\n  ```\nFINAL(1)",
-        ParsedAction(("x",), final=FinalAnswer("1")),
+        ParsedAction(("x",), final=FinalAnswerText("1")),
     ),
     "many fences that are none of ours": (
         "```\n" * 20_000,
         ParsedAction(ignored=("an unmarked fence was not run; use ```repl",)),
     ),
     "final with nothing in it": ("FINAL()", ParsedAction()),
-    "the last final counts": ("FINAL(1)\nno:\nFINAL(2)", ParsedAction(final=FinalAnswer("2"))),
+    "the last final counts": ("FINAL(1)\nno:\nFINAL(2)", ParsedAction(final=FinalAnswerText("2"))),
 }
 
 
@@ -109,10 +115,10 @@ def test_action_is_parsed_from_native_tool_calls() -> None:
     ids = ("c1",)
     assert read_action(message("repl", json.dumps({"code": "x"}))) == ParsedAction(("x",), ids)
     assert read_action(message("final", json.dumps({"answer": "yes"}))) == ParsedAction(
-        (), ids, FinalAnswer("yes")
+        (), ids, FinalAnswerText("yes")
     )
     assert read_action(message("final", json.dumps({"answer": [1]}))) == ParsedAction(
-        (), ids, FinalAnswer("[1]")
+        (), ids, FinalAnswerText("[1]")
     )
     assert read_action(message("search", "{}")).ignored == (
         "no tool 'search' with those arguments; there are repl(code) and final(answer)",
@@ -126,7 +132,7 @@ def test_action_is_parsed_from_native_tool_calls() -> None:
 
 def test_literal_final_answers_are_evaluated() -> None:
     texts = ["42", "'a'", "[1, 2]", "forty-two", "{'a': 1}", "(" * 1000]
-    assert [FinalAnswer(text).literal() for text in texts] == [
+    assert [FinalAnswerText(text).literal() for text in texts] == [
         42,
         "a",
         [1, 2],
@@ -358,7 +364,7 @@ def test_a_cell_whose_only_answer_is_json_is_that_answer() -> None:
     ],
 )
 def test_untyped_answers_lose_nothing(text: str, value: Any) -> None:
-    assert is_same(FinalAnswer(text).untyped_value(), value)
+    assert is_same(FinalAnswerText(text).untyped_value(), value)
 
 
 @pytest.mark.parametrize(
@@ -375,4 +381,4 @@ def test_untyped_answers_lose_nothing(text: str, value: Any) -> None:
     ],
 )
 def test_words_are_read_by_counting(text: str, inside: str) -> None:
-    assert read_action(Message("assistant", text)).final == FinalAnswer(inside)
+    assert read_action(Message("assistant", text)).final == FinalAnswerText(inside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ramify import Stop
-from ramify.engine.action import FinalAnswer, ParsedAction
+from ramify.engine.action import FinalAnswerText, ParsedAction
 from ramify.engine.foreign_reply_syntax import read_any
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import code, rlm
@@ -67,9 +67,9 @@ def test_interpreter_prompts_in_a_fence_are_removed() -> None:
 
 def test_final_answer_is_read_from_harmony_or_tool_call() -> None:
     harmony = "<|channel|>analysis<|message|>FINAL(9)<|end|><|channel|>final<|message|>FINAL(42)"
-    assert read_any(Message("assistant", harmony)).final == FinalAnswer("42")
+    assert read_any(Message("assistant", harmony)).final == FinalAnswerText("42")
     call = '<tool_call>{"name": "final", "arguments": {"answer": 42}}</tool_call>'
-    assert read_any(Message("assistant", call)).final == FinalAnswer("42")
+    assert read_any(Message("assistant", call)).final == FinalAnswerText("42")
 
 
 HINTS = {

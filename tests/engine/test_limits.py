@@ -16,8 +16,8 @@ from ramify.clients.base import Price
 from ramify.engine.limits import (
     BudgetAmount,
     BudgetLedger,
-    LargestOverrun,
     Limits,
+    ObservedOverrun,
     Reservation,
     max_request_amount,
 )
@@ -426,14 +426,14 @@ def test_cancelled_waiters_are_passed_over() -> None:
 def test_the_largest_report_of_each_kind_is_kept() -> None:
     """(most, reported, cost) one after the other -> the bound of the next request."""
     most = Usage(100, 50, calls=1)
-    excess = LargestOverrun().with_report(most, Usage(400, 10), 0.5)
-    assert excess == LargestOverrun(400, 10, 300, 0, 0.5)
+    excess = ObservedOverrun().with_report(most, Usage(400, 10), 0.5)
+    assert excess == ObservedOverrun(400, 10, 300, 0, 0.5)
     excess = excess.with_report(most, Usage(20, 80), 0.25)
-    assert excess == LargestOverrun(400, 80, 300, 30, 0.5)
+    assert excess == ObservedOverrun(400, 80, 300, 30, 0.5)
     assert excess.with_overrun(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
     assert excess.with_overrun(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
-    assert LargestOverrun().with_overrun(most) == most
-    assert LargestOverrun().with_overrun(Usage(0, 0)) == Usage(0, 0)
+    assert ObservedOverrun().with_overrun(most) == most
+    assert ObservedOverrun().with_overrun(Usage(0, 0)) == Usage(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import RLM, MemoryStore, ScriptedClient
 from ramify.sandbox.base import MappedText
-from ramify.sources.load_sources import LoadedContext, SourceItem, load
+from ramify.sources.load_sources import LoadedContext, LoadedSourceItem, load
 from tests.engine.helpers import SCAFFOLD, code, rlm
 
 LOG = "".join(f"2026-01-01 host-{number:05d} INFO request served\n" for number in range(4_000))
@@ -152,7 +152,7 @@ def test_a_run_is_repeated_with_the_functions_that_it_had():
     store = MemoryStore()
     with rlm(ScriptedClient([code("FINAL(len(context))")]), store=store) as asked:
         result = asked.completion(
-            LoadedContext(LOG, [SourceItem("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
+            LoadedContext(LOG, [LoadedSourceItem("a", "text", len(LOG), len(LOG))], [], {}, {}), "q"
         )
         assert asked.replay(result.run_id).answer == len(LOG)
 

@@ -14,7 +14,7 @@ import pytest
 
 from ramify import RLM, Limits, Sampling, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.engine.spans import OpenTelemetryListener
+from ramify.engine.opentelemetry_spans import OpenTelemetryListener
 from ramify.testing.scripted import refused
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel")

@@ -12,7 +12,7 @@ from ramify import Scaffold, Store
 from ramify.clients.base import KnownPrefix
 from ramify.engine.branch_search import Branches
 from ramify.testing.scripted import ScriptedByteTokenizer
-from ramify.types import Message, Reply, ReplyTokenSpan, Trajectory
+from ramify.types import Message, Reply, SampledTokenSpan, Trajectory
 from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
@@ -53,9 +53,9 @@ def test_turn_stores_only_new_ids_and_next_request_has_the_whole_prefix() -> Non
     assert path.sampled == (False, False, False, True, True, False, True, False, False, True, True)
     assert path.logprobs == (0, 0, 0, -0.1, -0.11, 0, -0.12, 0, 0, -0.13, -0.14)
     assert path.spans == (
-        ReplyTokenSpan("0", 0, 3, 5),
-        ReplyTokenSpan("0", 1, 6, 7),
-        ReplyTokenSpan("0", 2, 9, 11),
+        SampledTokenSpan("0", 0, 3, 5),
+        SampledTokenSpan("0", 1, 6, 7),
+        SampledTokenSpan("0", 2, 9, 11),
     )
     assert trajectory.metrics == {}
 
@@ -207,7 +207,7 @@ def test_branches_share_the_ids_before_the_fork() -> None:
         assert path is not None
         assert path.ids[: len(first)] == first.ids
         assert call.turns[-1].reused_ids == len(first)
-        assert path.spans[0] == ReplyTokenSpan("0", 0, first.spans[0].start, first.spans[0].end)
+        assert path.spans[0] == SampledTokenSpan("0", 0, first.spans[0].start, first.spans[0].end)
     assert len({path.ids for path in paths if path is not None}) == 3
     assert trajectory.metrics == {}
 

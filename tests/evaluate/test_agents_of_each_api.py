@@ -14,7 +14,7 @@ import pytest
 
 from ramify import RLM
 from ramify.engine.external_conversations import RunModelClient
-from ramify.evaluate.agent_model_endpoint import AgentModelAccess, ModelEndpoint
+from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.tasks.base import TaskStart
 from tests.engine.template_client import TemplateClient
 
@@ -84,7 +84,7 @@ def test_what_a_client_got_and_sends_back_is_never_tokenized_again(agent: Agent)
     client = TemplateClient(lambda messages: next(texts))
 
     async def run() -> Any:
-        async with RLM(client) as rlm, ModelEndpoint() as endpoint:
+        async with RLM(client) as rlm, AgentModelServer() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> None:
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:

@@ -14,7 +14,7 @@ import pytest
 
 from ramify import RLM, ScriptedClient
 from ramify.engine.external_conversations import RunModelClient
-from ramify.evaluate.agent_model_endpoint import KEY_HEADER, AgentModelAccess, ModelEndpoint
+from ramify.evaluate.agent_model_server import KEY_HEADER, AgentModelAccess, AgentModelServer
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
 from ramify.testing.scripted import ScriptedByteTokenizer
@@ -32,7 +32,7 @@ def played(agent: Agent, client: Any = None) -> Any:
     )
 
     async def run() -> Any:
-        async with RLM(client) as rlm, ModelEndpoint() as endpoint:
+        async with RLM(client) as rlm, AgentModelServer() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> Any:
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
@@ -112,7 +112,7 @@ def test_client_decides_length_and_number_but_not_temperature() -> None:
 
 def test_ended_and_unknown_keys_are_refused() -> None:
     async def run() -> None:
-        async with RLM(ScriptedClient(["x"])) as rlm, ModelEndpoint() as endpoint:
+        async with RLM(ScriptedClient(["x"])) as rlm, AgentModelServer() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> str:
                 with endpoint.temporary_seat_key(AgentModelAccess(conversations, "agent")) as key:
@@ -133,7 +133,7 @@ def test_ended_and_unknown_keys_are_refused() -> None:
 def test_key_that_is_no_ascii_text_is_a_wrong_key() -> None:
     async def run() -> None:
         headers = {KEY_HEADER: "é", "Authorization": "Bearer é"}
-        async with ModelEndpoint() as endpoint, aiohttp.ClientSession(headers=headers) as http:
+        async with AgentModelServer() as endpoint, aiohttp.ClientSession(headers=headers) as http:
             for path in ("/models", "/responses/resp_1"):
                 async with http.get(endpoint.url() + path) as answer:
                     assert answer.status == 401
@@ -143,7 +143,7 @@ def test_key_that_is_no_ascii_text_is_a_wrong_key() -> None:
 
 def test_responses_of_one_rollout_are_unknown_to_another() -> None:
     async def run() -> None:
-        async with RLM(ScriptedClient(lambda messages: "x")) as rlm, ModelEndpoint() as endpoint:
+        async with RLM(ScriptedClient(lambda messages: "x")) as rlm, AgentModelServer() as endpoint:
 
             async def conduct(conversations: RunModelClient) -> str:
                 with (

@@ -13,7 +13,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.money_curves import money_curves
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.systems.attempt import attempt_by, system_of
-from ramify.evaluate.systems.base import MeteredModelAccess, ModelAccessBudget, System, SystemAnswer
+from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, System, SystemAnswer
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, SimpleTask
 from ramify.types.trajectory import Stop
@@ -28,7 +28,7 @@ def seat() -> MeteredModelAccess:
         key="rk-secret-of-this-seat",
         model="model",
         window=1000,
-        budget=ModelAccessBudget(),
+        budget=PerItemBudget(),
         price=None,
     )
 

@@ -17,7 +17,12 @@ OLD_PLACES = {
     "ramify.clients.script:Script": "ramify.testing.script",
     "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted",
     "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
-    "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.conformance",
+    "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
+    "ramify.testing.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
+    "ramify.extras.cluster.engine_rate:EngineRate": "ramify.extras.cluster.measured_engine_rate",
+    "ramify.extras.studies.paper_evidence_task:EvidenceTask": (
+        "ramify.extras.studies.paper_evidence_task:PaperEvidenceTask"
+    ),
     "ramify.cluster.plan:ClusterPlan": "ramify.extras.cluster.plan:ClusterResourcePlan",
     "ramify.cluster.shape:DeviceSpec": (
         "ramify.extras.cluster.model_and_device_specs:DeviceHardwareSpec"

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of
-from ramify.http_server.base_server import CALLER, HttpServer, received
+from ramify.http_server.base_server import CALLER, AiohttpServer, received
 from ramify.http_server.http_limits import HttpLimits
 
 KEY = {"Authorization": "Bearer right"}
@@ -37,7 +37,9 @@ async def fail(http: web.Request) -> web.Response:
 
 
 @asynccontextmanager
-async def shell(address: ListenAddress | None = None, **options: Any) -> AsyncIterator[HttpServer]:
+async def shell(
+    address: ListenAddress | None = None, **options: Any
+) -> AsyncIterator[AiohttpServer]:
     app = web.Application()
     app.router.add_post("/v1/echo", echo)
     app.router.add_get("/v1/fail", fail)
@@ -50,7 +52,7 @@ async def shell(address: ListenAddress | None = None, **options: Any) -> AsyncIt
         "statuses": {StoreError: 404},
         **options,
     }
-    server = HttpServer(address, **options)
+    server = AiohttpServer(address, **options)
     await server.start(app)
     try:
         yield server
@@ -58,7 +60,7 @@ async def shell(address: ListenAddress | None = None, **options: Any) -> AsyncIt
         await server.close()
 
 
-async def raw(server: HttpServer, *parts: bytes) -> bytes:
+async def raw(server: AiohttpServer, *parts: bytes) -> bytes:
     """Send ``parts`` over one connection, and return all that the server sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
@@ -226,7 +228,7 @@ def test_connections_beyond_the_maximum_wait_and_are_answered() -> None:
 
 
 def test_bodies_are_bounded_for_each_key_and_in_all() -> None:
-    async def begin(server: HttpServer, key: str, length: int) -> Any:
+    async def begin(server: AiohttpServer, key: str, length: int) -> Any:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
             f"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
@@ -235,7 +237,7 @@ def test_bodies_are_bounded_for_each_key_and_in_all() -> None:
         await writer.drain()
         return reader, writer
 
-    async def status(key: str, length: int, server: HttpServer) -> int:
+    async def status(key: str, length: int, server: AiohttpServer) -> int:
         async with (
             aiohttp.ClientSession() as http,
             http.post(

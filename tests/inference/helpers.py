@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from ramify.inference.http.inference_spec import KEY_VARIABLE
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation, sample_tokens
+from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import GenerationState, sample_tokens
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.dense import DenseModel
@@ -52,10 +52,10 @@ def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
 def engine(made: Policy, **room: Any) -> LocalEngine:
     assert isinstance(made.model, DenseModel)
     limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
-    return LocalEngine(runner_of(made.model), EngineLimits(**limits))
+    return LocalEngine(runner_of(made.model), InferenceEngineLimits(**limits))
 
 
-def drained(running: LocalEngine) -> list[Generation]:
+def drained(running: LocalEngine) -> list[GenerationState]:
     """Step until the engine is idle and return all finished generations."""
     done = []
     while not running.is_idle:
@@ -79,7 +79,7 @@ def logits(made: Policy, ids: Sequence[int]) -> Tensor:
     return model.logits(model.hidden(torch.tensor(list(ids)), torch.arange(len(ids)), causal))
 
 
-def expected(made: Policy, like: Generation) -> Generation:
+def expected(made: Policy, like: GenerationState) -> GenerationState:
     """Sample ``like`` to its end alone and without a cache."""
     while like.end is None:
         drawn = sample_tokens(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])

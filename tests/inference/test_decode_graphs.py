@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ramify.inference.local.decode_graphs import CudaGraphShape, Replay
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache
-from ramify.inference.local.model_runner import FlatRunner
+from ramify.inference.local.model_runner import SinglePassRunner
 from ramify.inference.local.slots import EngineStep
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
@@ -39,8 +39,10 @@ def recording_engine(made: Policy, record: Callable[..., Replay], slots: int = 8
     shape = model.shape
     sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
     layout = CacheLayout(*sizes, torch.float32, torch.device("cpu"))
-    limits = EngineLimits(slots=slots, prefill_tokens=64, cache_bytes=64 << 20, window=WINDOW)
-    return LocalEngine(FlatRunner(model, layout, record), limits)
+    limits = InferenceEngineLimits(
+        slots=slots, prefill_tokens=64, cache_bytes=64 << 20, window=WINDOW
+    )
+    return LocalEngine(SinglePassRunner(model, layout, record), limits)
 
 
 @pytest.mark.parametrize("slots", [1, 5, 8])
@@ -49,7 +51,7 @@ def test_recorded_steps_give_the_same_tokens_and_logprobs(slots: int) -> None:
     running = recording_engine(policy(), record, slots)
     asked = requests(12, seed=5)
     for request in asked:
-        running.add(Generation(**request))
+        running.add(GenerationState(**request))
     assert_as_expected(drained(running), asked)
     assert 0 < record.num < running.num_steps / 2
 
@@ -59,7 +61,7 @@ def test_graphs_are_recorded_again_when_a_weight_moves() -> None:
     running = recording_engine(made, record)
 
     def reply() -> list[int]:
-        running.add(Generation(range(4, 20), max_tokens=12, seed="x"))
+        running.add(GenerationState(range(4, 20), max_tokens=12, seed="x"))
         return drained(running)[0].sampled
 
     before, num = reply(), record.num
@@ -78,7 +80,7 @@ def test_device_without_graphs_is_named_once_and_computes() -> None:
     running = recording_engine(policy(), refuse)
     asked = requests(4, seed=9)
     for request in asked:
-        running.add(Generation(**request))
+        running.add(GenerationState(**request))
     with pytest.warns(UserWarning, match=r"records no CUDA graph \(no graphs here\)") as warned:
         assert_as_expected(drained(running), asked)
     assert len(warned) == 1

@@ -12,7 +12,7 @@ import torch
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
 from ramify.inference.local.engine import LocalEngine
-from ramify.inference.local.generation_request import Generation, SamplingSettings
+from ramify.inference.local.generation_request import GenerationState, SamplingSettings
 from ramify.models.weights import fingerprint
 from tests.inference.helpers import WINDOW, drained, engine, expected, logits, policy
 
@@ -44,16 +44,16 @@ def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]
     ]
 
 
-REFERENCE: dict[str, Generation] = {}
+REFERENCE: dict[str, GenerationState] = {}
 """Reference generations by request; the same requests go through many engines."""
 
 
-def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> None:
+def assert_as_expected(done: list[GenerationState], asked: list[dict[str, Any]]) -> None:
     by_prompt = {(tuple(each.ids[: each.num_prompt]), each.draw): each for each in done}
     assert len(by_prompt) == len(asked)
     for request in asked:
         ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
-        alone = REFERENCE.get(str(request)) or expected(POLICY, Generation(**request))
+        alone = REFERENCE.get(str(request)) or expected(POLICY, GenerationState(**request))
         REFERENCE[str(request)] = alone
         assert (ours.sampled, ours.end, ours.candidate_ids) == (
             alone.sampled,
@@ -65,10 +65,10 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
         )
 
 
-def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], LocalEngine]:
+def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[GenerationState], LocalEngine]:
     running = engine(POLICY, **room)
     for request in asked:
-        running.add(Generation(**request))
+        running.add(GenerationState(**request))
     return drained(running), running
 
 
@@ -123,7 +123,7 @@ def test_next_turns_reuse_the_cache() -> None:
             for index, path in enumerate(paths)
         ]
         for request in asked:
-            running.add(Generation(**request))
+            running.add(GenerationState(**request))
         done = drained(running)
         assert_as_expected(done, [{**request, "draw": SamplingSettings()} for request in asked])
         by_affinity = {each.affinity: each.ids for each in done}
@@ -137,7 +137,7 @@ def test_engine_reports_cache_pressure() -> None:
     running = engine(POLICY, cache_bytes=256 * 128 * 4, slots=3)
     assert running.pressure == CachePressure(0.0, 0, 0)
     for request in requests(5):
-        running.add(Generation(**{**request, "max_tokens": 20, "stop_ids": ()}))
+        running.add(GenerationState(**{**request, "max_tokens": 20, "stop_ids": ()}))
     running.step()
     assert running.pressure == CachePressure(
         0.75, 2, 0
@@ -157,13 +157,13 @@ def test_preemption_loses_no_tokens() -> None:
 
 def test_number_of_slots_recovers_after_a_long_sequence() -> None:
     running = engine(POLICY, cache_bytes=256 * 256 * 2, slots=8)
-    running.add(Generation([5] * 200, max_tokens=20))
+    running.add(GenerationState([5] * 200, max_tokens=20))
     drained(running)
     asked = requests(20)
     for request in asked:
-        running.add(Generation(**request))
+        running.add(GenerationState(**request))
     most = 0
-    done: list[Generation] = []
+    done: list[GenerationState] = []
     while not running.is_idle:
         done += running.step()
         most = max(most, sum(bool(each.logprobs) for each in running))
@@ -182,13 +182,13 @@ def test_random_schedule_gives_the_reference_tokens(seed: int) -> None:
         prefill_tokens=pick.randint(1, 50),
         cache_bytes=256 * pick.randint(300, 900),
     )
-    done: list[Generation] = []
+    done: list[GenerationState] = []
     cancelled = []
     left = list(asked)
     while left or not running.is_idle:
         for _ in range(pick.randint(0, 3)):
             if left:
-                running.add(Generation(**left.pop(0)))
+                running.add(GenerationState(**left.pop(0)))
         if pick.random() < 0.1 and len(cancelled) < 4 and (inside := list(running)):
             victim = pick.choice(inside)
             running.cancel(victim)
@@ -203,7 +203,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
     """Sampled tokens stay; later ones come from the new weights, given all tokens before."""
     made, other = policy(0), policy(1)
     running = engine(made)
-    generation = Generation([5, 6, 7, 8], max_tokens=20, seed="s")
+    generation = GenerationState([5, 6, 7, 8], max_tokens=20, seed="s")
     running.add(generation)
     for _ in range(8):
         running.step()
@@ -215,7 +215,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
         (0, 8, 0),
         (8, 20, 4),
     ]
-    alone = Generation([5, 6, 7, 8], max_tokens=8, seed="s")
+    alone = GenerationState([5, 6, 7, 8], max_tokens=8, seed="s")
     assert expected(policy(0), alone).sampled == before
     alone.end, alone.max_tokens = None, 20
     assert expected(other, alone).sampled == generation.sampled
@@ -235,8 +235,8 @@ def test_the_window_is_filled_to_its_last_token() -> None:
 def test_prompt_larger_than_the_cache_is_refused() -> None:
     running = engine(POLICY, cache_bytes=256 * 40)
     with pytest.raises(Refused, match="the prompt has 40 tokens, and the cache of 0 MiB holds 40"):
-        running.add(Generation([5] * 40, max_tokens=3))
-    running.add(Generation([5] * 38, max_tokens=30))
+        running.add(GenerationState([5] * 40, max_tokens=3))
+    running.add(GenerationState([5] * 38, max_tokens=30))
     assert [(len(each.ids), each.end) for each in drained(running)] == [(40, "length")]
 
 
@@ -256,7 +256,7 @@ def test_logprobs_are_accurate_in_other_precisions_and_devices(
     made.model.to(device, dtype)
     running = engine(made, slots=4, prefill_tokens=33)
     for request in requests(12, shared=40):
-        running.add(Generation(**{**request, "draw": SamplingSettings()}))
+        running.add(GenerationState(**{**request, "draw": SamplingSettings()}))
     done = drained(running)
     exact = policy(sharpness=4.0)
     exact.model.load_state_dict(
@@ -271,7 +271,7 @@ def test_logprobs_are_accurate_in_other_precisions_and_devices(
 def test_stop_text_may_span_tokens() -> None:
     decode = "".join  # ids are letters here
     letters = {65: "a", 66: "b", 67: "c"}
-    generation = Generation(
+    generation = GenerationState(
         [1], max_tokens=9, stop=("bc", "zz"), decode=lambda ids: decode(letters[id] for id in ids)
     )
     for id in (65, 66, 67):

@@ -18,9 +18,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation, SamplingSettings, sample_tokens
-from ramify.inference.local.model_runner import FlatRunner, ModuleRunner, runner_of
+from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import (
+    GenerationState,
+    SamplingSettings,
+    sample_tokens,
+)
+from ramify.inference.local.model_runner import SinglePassRunner, TransformersRunner, runner_of
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {
@@ -43,15 +47,15 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 CONFIGS: dict[str, tuple[Any, type]] = {
-    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), FlatRunner),
-    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), FlatRunner),
-    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), FlatRunner),
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), SinglePassRunner),
+    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), SinglePassRunner),
+    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), SinglePassRunner),
     "qwen3-moe": (
-        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), FlatRunner,
+        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), SinglePassRunner,
     ),
-    "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), ModuleRunner),
+    "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), TransformersRunner),
     "mamba": (
-        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3), ModuleRunner,
+        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3), TransformersRunner,
     ),
 }  # fmt: skip
 
@@ -68,7 +72,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
     runner = runner_of(model)
     assert type(runner) is CONFIGS[name][1]
     engine = LocalEngine(
-        runner, EngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128)
+        runner, InferenceEngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128)
     )
     pick = random.Random(0)
     common = [pick.randrange(97) for _ in range(30)]
@@ -82,10 +86,13 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
             for index, each in enumerate(prompts)
         ]
         for request in asked:
-            engine.add(Generation(**request))
+            engine.add(GenerationState(**request))
         done = {tuple(each.ids[: each.num_prompt]): each for each in drained(engine)}
         for request in asked:
-            ours, alone = done[tuple(request["prompt_ids"])], expected(model, Generation(**request))
+            ours, alone = (
+                done[tuple(request["prompt_ids"])],
+                expected(model, GenerationState(**request)),
+            )
             assert ours.sampled == alone.sampled
             torch.testing.assert_close(
                 torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=2e-5
@@ -97,7 +104,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
 
 
 @torch.no_grad()
-def expected(model: Any, like: Generation) -> Generation:
+def expected(model: Any, like: GenerationState) -> GenerationState:
     while like.end is None:
         logits = model(input_ids=torch.tensor([like.ids]), use_cache=False).logits[0, -1:].float()
         drawn = sample_tokens(logits, [like.draw], [like.uniform()])
@@ -116,9 +123,9 @@ def test_module_itself_is_unchanged(name: str) -> None:
         ].tolist()
         engine = LocalEngine(
             runner_of(model),
-            EngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128),
+            InferenceEngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128),
         )
-        engine.add(Generation([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
+        engine.add(GenerationState([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
         assert drained(engine)[0].sampled == greedy
         assert torch.equal(model(input_ids=ids).logits, before)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotTable, SlotTokenSpan
 
 
-def generation(text: str, affinity: str = "") -> Generation:
-    return Generation([ord(letter) for letter in text], max_tokens=9, affinity=affinity)
+def generation(text: str, affinity: str = "") -> GenerationState:
+    return GenerationState([ord(letter) for letter in text], max_tokens=9, affinity=affinity)
 
 
 def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list[SlotMove], int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ramify.inference.local import transposed_key_cache
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
 from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 from ramify.inference.local.transposed_key_cache import TransposedKeyCache, is_faster
@@ -33,7 +33,7 @@ def test_samples_are_those_of_a_plain_forward_pass(
     asked = [*requests(30, seed=5), *requests(12, shared=70, seed=6)]
     running = engine(POLICY, **room)
     for request in asked:
-        running.add(Generation(**request))
+        running.add(GenerationState(**request))
     assert_as_expected(drained(running), asked)
 
 

@@ -18,7 +18,7 @@ from ramify.errors import ConfigError
 from ramify.maps.api import map_limits
 from ramify.maps.map_journal import MapStore, read_lines
 from ramify.maps.map_journal_state import MapJournalState
-from ramify.maps.map_run import MapRequest, MapRun
+from ramify.maps.map_run import MapRun, MapSpec
 from ramify.maps.open_row_source import open_rows
 
 PRICE = ramify.Price(input=1.0, output=2.0)
@@ -197,7 +197,7 @@ def test_a_batch_that_is_refused_as_a_whole_says_why(tmp_path: Path) -> None:
 @PROVIDERS
 def test_a_map_that_stops_leaves_its_batch_and_collects_it(provider: str, tmp_path: Path) -> None:
     async def work(map: BatchedMap) -> None:
-        request = MapRequest(
+        request = MapSpec(
             question="Which word?",
             budget=map_limits(None, None, None),
             columns=("text",),

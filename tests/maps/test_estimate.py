@@ -9,7 +9,7 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.maps.estimate import MeasuredRow, estimate, extrapolate_total
+from ramify.maps.estimate import MeasuredRowCost, estimate, extrapolate_total
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 
@@ -33,23 +33,23 @@ def test_the_interval_of_a_mean_covers_the_sum_as_often_as_it_says() -> None:
 
 
 def test_the_rate_of_a_large_sample_gives_the_time() -> None:
-    rows = [MeasuredRow(10, 0.01, 0.4, number / 50) for number in range(400)]
+    rows = [MeasuredRowCost(10, 0.01, 0.4, number / 50) for number in range(400)]
     whole = estimate(rows, 10_000, 9_000, 90_000, 20, 5.0, is_priced=True)
     assert whole.hours.value * 3600 == pytest.approx(9_000 / 50), "reading is done while it waits"
     assert whole.cost is not None
     assert whole.cost.value == pytest.approx(90.0)
     assert whole.workers_for_an_hour == 1
-    busy = [MeasuredRow(10, 0.01, 0.4, number / 50, number / 50) for number in range(400)]
+    busy = [MeasuredRowCost(10, 0.01, 0.4, number / 50, number / 50) for number in range(400)]
     whole = estimate(busy, 10_000, 9_000, 90_000, 20, 5.0, is_priced=True)
     assert whole.hours.value * 3600 == pytest.approx(9_000 / 50 + 5.0)
 
 
 def test_a_small_sample_uses_the_replies_and_the_cpu() -> None:
-    first = MeasuredRow(10, 0.0, 60.0, -1.0, 0.0, is_first=True)
-    rows = [first, *(MeasuredRow(10, 0.0, 2.0, 2.0, number / 100) for number in range(10))]
+    first = MeasuredRowCost(10, 0.0, 60.0, -1.0, 0.0, is_first=True)
+    rows = [first, *(MeasuredRowCost(10, 0.0, 2.0, 2.0, number / 100) for number in range(10))]
     slow = estimate(rows, 1000, 1000, 10_000, 4, 0.1, is_priced=False)
     assert slow.hours.value * 3600 == pytest.approx(1000 * 2.0 / 4)
-    rows = [first, *(MeasuredRow(10, 0.0, 2.0, 2.0, float(number)) for number in range(10))]
+    rows = [first, *(MeasuredRowCost(10, 0.0, 2.0, 2.0, float(number)) for number in range(10))]
     busy = estimate(rows, 1000, 1000, 10_000, 4, 3.0, is_priced=False)
     assert busy.hours.value * 3600 == pytest.approx(1000 + 3)
     assert busy.cost is None

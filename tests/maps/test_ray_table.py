@@ -14,7 +14,7 @@ from ramify.maps.map_table import row_events
 from ramify.maps.part_output import open_output_folder
 from ramify.maps.row_source import RowSource
 from ramify.maps.shared_budget import MapSpending
-from ramify.maps.stored_map_tables import open_map_table
+from ramify.maps.stored_maps import open_map_table
 from ramify.store.store import Store
 from ramify.types.message import Usage
 from ramify.viewer.run_catalog import RunCatalog

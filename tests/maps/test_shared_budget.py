@@ -13,8 +13,8 @@ from ramify.engine.limits import BudgetAmount, Limits
 from ramify.errors import LimitReached, RamifyError
 from ramify.maps.shared_budget import (
     MapSpending,
-    PartCounts,
     RemoteBudget,
+    RowOutcomeCounts,
     SharedBudget,
     read_spending,
 )
@@ -22,7 +22,7 @@ from ramify.types.message import Usage
 
 ONE = BudgetAmount(1, 100, 1.0)
 PAID = Usage(5, 5, calls=1)
-DONE = PartCounts(answered=1)
+DONE = RowOutcomeCounts(answered=1)
 
 
 def shared(max_calls: int = 10**9, in_flight: int = 100, **more: Any) -> SharedBudget:

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ramify.errors import ConfigError
-from ramify.models.dense import CausalAttentionFunction, DenseModel, DenseShape
+from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape
 from tests.models.configs import configs
 
 NAMES = list(configs())
 
 
-def packed(lengths: list[int]) -> CausalAttentionFunction:
+def packed(lengths: list[int]) -> CausalAttentionKernel:
     """Naive causal attention within each of several concatenated documents."""
 
     def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:

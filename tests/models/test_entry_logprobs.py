@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
+from ramify.models.training_forward import LmHeadRequest, compute_logprobs_and_entropies
 
 NUM, WIDTH, VOCAB = 11, 6, 17
 RNG = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ from ramify.models.forest_attention import (
     ForestAttentionPlan,
     LayerOutputRows,
 )
-from ramify.types.sequence import Segment
+from ramify.types.training_sequences import Segment
 
 KERNELS = [CpuFlashKernel(), PlainAttentionKernel(), PlainVarlenKernel()]
 KERNELS += [TILED] if onednn_products.is_available() else []

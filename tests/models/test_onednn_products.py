@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ramify.models import onednn_products, trunk
+from ramify.models import onednn_products, training_forward
 from ramify.models.onednn_products import linear, rounded_rows
-from ramify.models.trunk import with_rounded_rows
-from ramify.types.sequence import Segment
+from ramify.models.training_forward import with_rounded_rows
+from ramify.types.training_sequences import Segment
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute as on a CPU on which oneDNN is faster."""
     if not onednn_products.is_available():
         pytest.skip("this build of PyTorch has no oneDNN")
-    for module in (onednn_products, trunk):
+    for module in (onednn_products, training_forward):
         monkeypatch.setattr(module, "is_faster", lambda: True)
 
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from ramify.errors import ConfigError
-from ramify.models.trunk import trunk_of
-from ramify.types.sequence import Segment
+from ramify.models.training_forward import trunk_of
+from ramify.types.training_sequences import Segment
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

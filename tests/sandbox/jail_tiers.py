@@ -15,7 +15,7 @@ import pytest
 
 from ramify.sandbox.base import JailSpec
 from ramify.sandbox.providers.jail import JailSandbox, probe
-from ramify.testing.conformance import check_sandbox
+from ramify.testing.sandbox_conformance import check_sandbox
 
 TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)

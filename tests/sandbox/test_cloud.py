@@ -42,7 +42,7 @@ from cloud_doubles import (
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox, provider_spec
-from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]

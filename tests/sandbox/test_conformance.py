@@ -7,7 +7,7 @@ import jail_tiers as tiers
 import pytest
 
 from ramify.sandbox.base import JailSpec, Sandbox, SandboxSpec, open_sandbox
-from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one
 
 OpenProvider = tuple[asyncio.Runner, Sandbox, SandboxSpec]
 LIMITS = {"max_output_bytes": 100_000, "grace_s": tiers.GRACE_S}

@@ -22,7 +22,7 @@ import pytest
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.providers.docker import DockerSpec
-from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
 LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for name in check.needs)]

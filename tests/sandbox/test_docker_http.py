@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.providers.docker import DockerEngine, DockerEngineError
+from ramify.sandbox.providers.docker import DockerApiClient, DockerEngineError
 
 LINE = b"HTTP/1.1 200 OK\r\n"
 CHUNKS = LINE + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -47,7 +47,7 @@ MALFORMED = {
 
 
 def ask_engine(folder: Path, answer: bytes) -> object:
-    """Return what ``DockerEngine.ask`` gets from an engine that sends ``answer`` and closes."""
+    """Return what ``DockerApiClient.ask`` gets from an engine that sends ``answer`` and closes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -57,7 +57,7 @@ def ask_engine(folder: Path, answer: bytes) -> object:
     async def main() -> object:
         path = str(folder / "engine.sock")
         async with await asyncio.start_unix_server(serve, path):
-            return await DockerEngine(path).ask("list images", "GET", "/images")
+            return await DockerApiClient(path).ask("list images", "GET", "/images")
 
     return asyncio.run(asyncio.wait_for(main(), 100))
 
@@ -105,7 +105,7 @@ async def attached(folder: Path, first: bytes, later: bytes = b"") -> tuple[list
 
     path = str(folder / "engine.sock")
     async with await asyncio.start_unix_server(serve, path):
-        stdio = await DockerEngine(path).attach("c0")
+        stdio = await DockerApiClient(path).attach("c0")
         await stdio.send(b"input")
         output = []
         while data := await stdio.receive():

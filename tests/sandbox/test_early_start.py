@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ramify.cli.early_start import SMALL_BYTES, asks_over_much
+from ramify.cli.predict_session_need import SMALL_BYTES, asks_over_much
 from ramify.sandbox.base import JailSpec, open_sandbox
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, start_early, take_early
-from ramify.sandbox.launch import launch
+from ramify.sandbox.prewarm import launch
 from ramify.sandbox.providers.process import ProcessSandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the jail needs Linux")

@@ -13,7 +13,7 @@ from test_jail import answer, value, with_jail
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import JailSpec, SandboxSpec, open_sandbox
 from ramify.sandbox.providers.jail import JailSandbox
-from ramify.testing.conformance.base import HOST
+from ramify.testing.sandbox_conformance.base import HOST
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux"

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
 from ramify.types.trajectory import Cell
 
 SPEC = SandboxSpec(

@@ -15,7 +15,7 @@ import pytest
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.extras.sandboxes.monty import CAPS, MontySession
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.testing.conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
 CLAIMED = [check for check in CHECKS if all(getattr(CAPS, name) for name in check.needs)]

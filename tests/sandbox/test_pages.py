@@ -11,7 +11,7 @@ import pytest
 from attacks.base import ATTACKS
 from attacks.cases import ATTACKS as ALL_ATTACKS
 
-from ramify.testing.conformance import CHECKS
+from ramify.testing.sandbox_conformance import CHECKS
 
 assert ALL_ATTACKS is ATTACKS
 TESTS = Path(__file__).resolve().parents[1]

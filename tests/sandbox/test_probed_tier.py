@@ -13,9 +13,9 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import JailSpec
-from ramify.sandbox.launch import launch
+from ramify.sandbox.prewarm import launch
 from ramify.sandbox.providers.jail import NEWEST, JailSandbox
-from ramify.sandbox.providers.probed_tier import ProbedTier, forget_tier, keep_tier, kept_tier
+from ramify.sandbox.providers.probed_tier_cache import ProbedTier, forget_tier, keep_tier, kept_tier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the jail needs Linux")
 FOUND = ProbedTier("A", {}, 6)

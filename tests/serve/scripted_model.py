@@ -12,8 +12,8 @@ from aiohttp import web
 from ramify.clients.base import Request
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import BearerKeys, ListenAddress
-from ramify.http_server.base_server import HttpServer
-from ramify.http_server.model_api_routes import CallerModel, ModelApiRoutes, listed_models
+from ramify.http_server.base_server import AiohttpServer
+from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, listed_models
 from ramify.http_server.responses_api import StoredResponses
 from ramify.models.template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
@@ -95,8 +95,8 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     """Serve ``model`` and yield the address without ``/v1``."""
 
     @asynccontextmanager
-    async def admit(_: web.Request) -> AsyncIterator[CallerModel]:
-        yield CallerModel(model, model.stored)
+    async def admit(_: web.Request) -> AsyncIterator[ModelForCaller]:
+        yield ModelForCaller(model, model.stored)
 
     async def models(http: web.Request) -> web.Response:
         return listed_models(http, model.name, model.window)
@@ -104,7 +104,7 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get("/v1/models", models)
     ModelApiRoutes(admit).add_to(app)
-    server = HttpServer(ListenAddress(), BearerKeys.from_key(KEY))
+    server = AiohttpServer(ListenAddress(), BearerKeys.from_key(KEY))
     await server.start(app)
     try:
         yield server.url

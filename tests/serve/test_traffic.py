@@ -24,7 +24,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.serve.policy import PolicyServer
 from ramify.serve.redaction import RedactionRules
 from ramify.serve.run_server import RunServer
-from ramify.serve.traffic_recorder import PolicyFactsForRecorder, Retention, TrafficRecorder
+from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder, TrafficRetention
 from ramify.store.store import Store
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Fork, Stop, Trajectory
@@ -90,7 +90,10 @@ class Traffic:
 async def serving(folder: Path, *patterns: str, **limits: Any) -> AsyncIterator[Traffic]:
     engine = LoggingClient()
     recorder = TrafficRecorder(
-        folder, PolicyFactsForRecorder.of(POLICY), RedactionRules(patterns), Retention(**limits)
+        folder,
+        PolicyFactsForRecorder.of(POLICY),
+        RedactionRules(patterns),
+        TrafficRetention(**limits),
     )
     try:
         async with PolicyServer(engine, name="mine", recorder=recorder) as server:

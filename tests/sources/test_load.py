@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load_sources import SourceItem, SourceProblem, load
+from ramify.sources.load_sources import LoadedSourceItem, SourceProblem, load
 
 
 def write_tree(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -39,7 +39,7 @@ def test_single_file_context_is_its_text(tmp_path: Path):
     path = write_tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
     loaded = load([path])
     assert loaded.context == "größer\r\nline 2\n"
-    assert loaded.items == [SourceItem("notes.txt", "text", 15, 17)]
+    assert loaded.items == [LoadedSourceItem("notes.txt", "text", 15, 17)]
     assert (loaded.problems, loaded.left_out, loaded.tools) == ([], {}, {})
     assert loaded.manifest() == "It is the text of 'notes.txt'."
     assert loaded.describe() == ["notes.txt: text, 15 characters"]

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from ramify.sources.base import MIN_SEARCHED_CHARS
 from ramify.sources.load_sources import LoadedContext, load
+from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import detect_segmentation, units
 from ramify.sources.text_search import TextSearchTool, search_tools
 

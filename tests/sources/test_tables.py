@@ -21,7 +21,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.duckdb_process import query_tables
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.sql_table_types import TableLocation
+from ramify.sources.queryable_tables import TableLocation
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ramify.errors import SourceError
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
+from ramify.sources.http_content_type import file_name
 from ramify.sources.http_download import PrivateAddress, filter_public_addresses, is_public
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.served_file_hints import file_name
-from ramify.sources.url_recognition import RemoteHead, recorded_url, shown_url
+from ramify.sources.url_recognition import RemoteFileInfo, recorded_url, shown_url
 from tests.cli.helpers import Done, Shell, code, kill_at_second_request
 from tests.clients.helpers import self_signed, server_tls
 from tests.sources.site_server import SiteServer
@@ -152,7 +152,7 @@ def test_the_declared_charset_counts_unless_the_bytes_are_utf8(site: SiteServer)
     ],
 )
 def test_names_tell_the_kind_and_lead_nowhere(path, head, begin, expected):
-    assert file_name(f"https://host{path}", RemoteHead(**head), begin) == expected
+    assert file_name(f"https://host{path}", RemoteFileInfo(**head), begin) == expected
 
 
 # --- the cache

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.recorded_replies import RecordedRunIndex
+from ramify.store.recorded_replies import RunEventIndex
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunEnded, ScoreAdded
 from tests.store.helpers import append_all, short_run, start_writer, write_run
@@ -118,7 +118,7 @@ def test_scores_can_be_appended_after_run_ended(store: Store):
     assert [(mark.by, mark.text) for mark in store.load("r1").marks] == [("judge", "says why")]
     (row,) = store.runs()
     assert (row.rewards, row.seconds, row.alive) == ({"correct": 0.5}, seconds, False)
-    assert RecordedRunIndex(store.events("r1")).last_s < 900
+    assert RunEventIndex(store.events("r1")).last_s < 900
 
 
 def test_follow_yields_existing_and_new_events(store: Store):

@@ -12,7 +12,7 @@ import pytest
 
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
 from ramify.store.call_cache import CallCache
-from ramify.store.recorded_replies import RecordedRunIndex
+from ramify.store.recorded_replies import RunEventIndex
 from ramify.store.store import Store
 from ramify.types.event import AttemptFailed, CallEnded, NoteAdded, RequestStarted
 from ramify.types.message import Message, Reply, Usage
@@ -22,7 +22,7 @@ from tests.store.helpers import short_run
 
 
 def test_a_recorded_request_gets_its_reply():
-    recording = RecordedRunIndex(events())
+    recording = RunEventIndex(events())
     reply = recording.reply("0.1", 0, HASHES["0.1", 0])
     assert reply is not None
     assert reply.message.content == "host-7 at 03:14 — «größer» 🌲"
@@ -41,30 +41,30 @@ def test_changed_prompt_at_recorded_turn_raises_replay_diverged(strict: bool):
         ReplayDiverged,
         match=r"call 0\.1, turn 0: the prompt has hash ffffffffffff but 222222222222 was",
     ):
-        RecordedRunIndex(events(), strict).reply("0.1", 0, "f" * 64)
+        RunEventIndex(events(), strict).reply("0.1", 0, "f" * 64)
 
 
 def test_unrecorded_request_is_sent_on_resume_and_refused_on_replay():
-    assert RecordedRunIndex(events()).reply("0.7", 0, "f" * 64) is None
+    assert RunEventIndex(events()).reply("0.7", 0, "f" * 64) is None
     with pytest.raises(ReplayDiverged, match=r"did not record a request of call 0\.7, turn 0"):
-        RecordedRunIndex(events(), strict=True).reply("0.7", 0, "f" * 64)
+        RunEventIndex(events(), strict=True).reply("0.7", 0, "f" * 64)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_recorded_permanent_failure_fails_again(strict: bool):
     with pytest.raises(ModelError, match="Refused: prompt too long"):
-        RecordedRunIndex(events(), strict).reply("0.2", 0, HASHES["0.2", 0])
+        RunEventIndex(events(), strict).reply("0.2", 0, HASHES["0.2", 0])
 
 
 def test_request_ended_by_limit_reaches_it_again():
     cut = [*short_run("r", ended=False), CallEnded(id="0", stop=Stop.DEADLINE)]
     with pytest.raises(LimitReached) as caught:
-        RecordedRunIndex(cut).reply("0", 0, "h0")
+        RunEventIndex(cut).reply("0", 0, "h0")
     assert caught.value.stop == Stop.DEADLINE
 
 
 def test_tool_results_are_matched_by_position_and_arguments():
-    recording = RecordedRunIndex(events(), strict=True)
+    recording = RunEventIndex(events(), strict=True)
     answer = recording.tool("0", 1, 0, 0, "41" * 32)
     assert answer is not None
     assert answer.result == [[1, "a"], [2, None]]
@@ -77,15 +77,15 @@ def test_tool_results_are_matched_by_position_and_arguments():
         ReplayDiverged, match=r"a tool's answer at call 0, turn 1, cell 0, tool call 1"
     ):
         recording.tool("0", 1, 0, 1, "41" * 32)
-    assert RecordedRunIndex(events()).tool("0", 1, 0, 1, "41" * 32) is None
+    assert RunEventIndex(events()).tool("0", 1, 0, 1, "41" * 32) is None
 
 
 def test_requests_in_flight_when_run_was_killed_are_listed():
     whole = events()
     at = next(index for index, event in enumerate(whole) if isinstance(event, AttemptFailed))
-    assert RecordedRunIndex(whole).unanswered() == []
+    assert RunEventIndex(whole).unanswered() == []
     killed = whole[: at + 1]  # both calls of the batch were sent, and one attempt had failed
-    recording = RecordedRunIndex(killed)
+    recording = RunEventIndex(killed)
     assert [(asked.call, asked.turn) for asked in recording.unanswered()] == [
         ("0.0", 0),
         ("0.1", 0),
@@ -98,7 +98,7 @@ def test_requests_in_flight_when_run_was_killed_are_listed():
 
 
 def test_recorded_cells_and_last_words_are_found():
-    recording = RecordedRunIndex(events())
+    recording = RunEventIndex(events())
     cell = recording.cell("0", 1, 1)
     assert cell is not None
     assert cell.stdout_chars == 900
@@ -109,12 +109,12 @@ def test_recorded_cells_and_last_words_are_found():
         *short_run("r", ended=False)[:2],
         msgspec.structs.replace(asked, last_word=Stop.MAX_COST),
     ]
-    assert RecordedRunIndex(cut).final_turn_limit("0", 0) is Stop.MAX_COST
+    assert RunEventIndex(cut).final_turn_limit("0", 0) is Stop.MAX_COST
     assert recording.final_turn_limit("0", 0) is None
 
 
 def test_recorded_events_are_recognised_at_any_time():
-    recording = RecordedRunIndex(events()[:-2])
+    recording = RunEventIndex(events()[:-2])
     later = [
         msgspec.structs.replace(event, at_s=99.0)
         for event in events()[:20]
@@ -127,7 +127,7 @@ def test_recorded_events_are_recognised_at_any_time():
 
 def test_empty_journal_is_an_error():
     with pytest.raises(StoreError, match="contains no RunStarted event"):
-        RecordedRunIndex([])
+        RunEventIndex([])
 
 
 REPLY = Reply(

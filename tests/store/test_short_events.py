@@ -7,16 +7,16 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from ramify.store import short_events
+from ramify.store import textless_events
 from ramify.types.event import AnyEvent, Event, ReplyReceived
 from ramify.types.message import Reply
-from ramify.types.partial_struct import check_short_form
+from ramify.types.struct_subset_check import check_short_form
 from ramify.types.trajectory import Call, Trajectory
 
 SHORT_PARTS = {
-    "reply": short_events.ReplyBill,
-    "calls": list[short_events.CallOutline],
-    "turns": list[short_events.TurnOutline],
+    "reply": textless_events.ReplyBill,
+    "calls": list[textless_events.CallOutline],
+    "turns": list[textless_events.FieldlessTurn],
 }
 
 
@@ -25,16 +25,16 @@ def whole_forms() -> list[tuple[Any, Any]]:
     return [
         *(
             (kind, by_tag[kind.__struct_config__.tag])
-            for kind in get_args(short_events.AnyEventOutline)
+            for kind in get_args(textless_events.AnyEventOutline)
         ),
-        (short_events.ReplyBill, Reply),
-        (short_events.CallOutline, Call),
-        (short_events.TrajectoryOutline, Trajectory),
+        (textless_events.ReplyBill, Reply),
+        (textless_events.CallOutline, Call),
+        (textless_events.TrajectoryOutline, Trajectory),
     ]
 
 
 def test_every_event_has_a_short_form() -> None:
-    short = {kind.__struct_config__.tag for kind in get_args(short_events.AnyEventOutline)}
+    short = {kind.__struct_config__.tag for kind in get_args(textless_events.AnyEventOutline)}
     assert short == {kind.__struct_config__.tag for kind in get_args(AnyEvent)}
 
 

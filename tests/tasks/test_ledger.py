@@ -31,7 +31,7 @@ from ramify.tasks.ledger.scripted_demonstrator import EXPERT, LedgerDemonstrator
 from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
 from ramify.tasks.validation import validate
 from ramify.train.recipe import load_recipe
-from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
+from ramify.types.trajectory import Call, CallSite, ContextRef, Stop, Trajectory
 
 ROOT = Path(__file__).parents[2]
 ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "blue", 9)]
@@ -276,7 +276,7 @@ def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm")
         "m:m",
         1,
         question,
-        parent=Parent("0", 0, 0),
+        parent=CallSite("0", 0, 0),
         context=ref(text),
         answer=answer,
         stop=Stop.FINAL,

@@ -28,7 +28,7 @@ from ramify.train.load_run_parts import assemble as load_parts
 from ramify.train.resolve import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.run_doctor import TrainingGuard
+from ramify.train.training_guard import TrainingGuard
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {

@@ -19,7 +19,7 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import OptimizerSpec, ShardSpec
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
@@ -148,7 +148,7 @@ def test_checkpoint_of_another_architecture_is_rejected_before_engines_start(
     other = assemble(changed("policy", shape={**SHAPE, "hidden_size": 48}))
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
-        CheckpointState(step=1, config=plain(run)),
+        TrainingProgress(step=1, config=plain(run)),
         {"policy": lambda folder: save_policy(other.policy, folder)},
     )
     with pytest.raises(
@@ -297,9 +297,9 @@ def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_stored_runs_round_trip(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
-        CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
+        CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=plain(run)), {})
         assert load_stored_run(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
-    CheckpointStore(tmp_path).save(CheckpointState(step=2, config={**plain(run), "colour": 1}), {})
+    CheckpointStore(tmp_path).save(TrainingProgress(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that made it"):
         load_stored_run(tmp_path)
 
@@ -321,7 +321,7 @@ def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.M
         )
 
     path = CheckpointStore(tmp_path).save(
-        CheckpointState(step=1, config=plain(run("sk-first"))), {}
+        TrainingProgress(step=1, config=plain(run("sk-first"))), {}
     )
     state, text = read_state(path), (path / "state.json").read_text()
     assert "sk-first" not in text

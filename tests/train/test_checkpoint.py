@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, resolve_checkpoint
+from ramify.train.checkpoint import (
+    CheckpointStore,
+    TrainingProgress,
+    read_state,
+    resolve_checkpoint,
+)
 
 
 def save(checkpoints: CheckpointStore, step: int, score: float | None = None) -> Path:
     return checkpoints.save(
-        CheckpointState(step=step, score=score, config={"seed": 1}),
+        TrainingProgress(step=step, score=score, config={"seed": 1}),
         {"weights": lambda path: path.write_text(f"of {step}") and None},
     )
 
@@ -45,14 +50,14 @@ def test_full_disk_during_torch_save_is_named(tmp_path: Path) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
     with pytest.raises(StoreError, match=r"torch.save failed, and \d+ MiB are free on its disk"):
-        checkpoints.save(CheckpointState(step=2), {"backend": full})
+        checkpoints.save(TrainingProgress(step=2), {"backend": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
 
     def broken(path: Path) -> None:
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        checkpoints.save(CheckpointState(step=2), {"backend": broken})
+        checkpoints.save(TrainingProgress(step=2), {"backend": broken})
 
 
 def test_failed_save_leaves_earlier_checkpoints(tmp_path: Path) -> None:
@@ -64,7 +69,7 @@ def test_failed_save_leaves_earlier_checkpoints(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
-        checkpoints.save(CheckpointState(step=2), {"weights": full})
+        checkpoints.save(TrainingProgress(step=2), {"weights": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
     save(checkpoints, 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
@@ -87,14 +92,14 @@ def test_background_save_appears_once_it_is_settled(tmp_path: Path) -> None:
 
         return wait
 
-    state = CheckpointState(step=1, score=0.5)
+    state = TrainingProgress(step=1, score=0.5)
     final = checkpoints.save(state, {"weights": begin})
     state.score = None  # the file holds the state as it was at the call
     assert not final.exists()
     may_end.set()
     assert checkpoints.best() == final
     assert (final / "weights").read_text() == "whole"
-    checkpoints.save(CheckpointState(step=2), {"weights": begin})
+    checkpoints.save(TrainingProgress(step=2), {"weights": begin})
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
         checkpoints.settle()
     assert checkpoints.all() == [final]

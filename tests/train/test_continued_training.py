@@ -19,7 +19,7 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.tasks.base import SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
 from ramify.train.lineage import LINEAGE, check_changes
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -142,7 +142,7 @@ def test_fields_that_cannot_change_are_named(
         for part in parts:
             place = place[part]
         place[last] = plain(small(policy=value))["policy"] if last == "policy" else value
-    state = CheckpointState(step=7, stage=stage, stage_step=1, config=config)
+    state = TrainingProgress(step=7, stage=stage, stage_step=1, config=config)
     if refused is None:
         check_changes(state, now)
     else:
@@ -221,7 +221,7 @@ def test_keyboard_interrupt_in_a_notebook_saves_a_checkpoint(tmp_path: Path) -> 
         is_interrupted.set()
         raise KeyboardInterrupt
 
-    async def cell(resume: Path | None) -> CheckpointState:
+    async def cell(resume: Path | None) -> TrainingProgress:
         return train(run, out, resume=resume, listener=interrupt)
 
     loop, before = asyncio.new_event_loop(), signal.signal(signal.SIGINT, interrupted)

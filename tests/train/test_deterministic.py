@@ -22,7 +22,7 @@ from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.execute import train
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdRecordingClient
+from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdHashingClient
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once
@@ -150,7 +150,7 @@ def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
     client = LocalClient(made.policy, name="local:other")
     limits = made.precision.canary_limits(run_of(1))
     check = EngineConsistencyChecks(
-        TokenIdRecordingClient(client), made.policy.model.named_parameters, PROMPT, limits
+        TokenIdHashingClient(client), made.policy.model.named_parameters, PROMPT, limits
     )
     try:
         with pytest.raises(TrainError, match=r"at most 0 and 0 are allowed.*deterministic=false$"):

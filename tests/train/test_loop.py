@@ -29,11 +29,11 @@ from ramify.train.data.pack import pack
 from ramify.train.data.sft_data import read as read_trajectories
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import StepMetrics, read_metrics
-from ramify.train.run_doctor import TrainingGuard
-from ramify.train.run_record import KeptPolicy, RewardConfidenceInterval
+from ramify.train.run_record import FinalPolicyInfo, RewardConfidenceInterval
 from ramify.train.stages import FixedDataStage, Minibatch, StepData
+from ramify.train.training_guard import TrainingGuard
 from ramify.types.message import Message
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Trajectory
 from tests.shown import train
 from tests.train.backends.small import policy, tree
@@ -216,8 +216,8 @@ def test_best_policy_may_be_the_one_before_rl(tmp_path: Path) -> None:
     assert kept_policy.scores["validation"].reward == 0.25
 
 
-def read_policy(folder: Path) -> KeptPolicy:
-    return msgspec.json.decode((folder / "policy.json").read_bytes(), type=KeptPolicy)
+def read_policy(folder: Path) -> FinalPolicyInfo:
+    return msgspec.json.decode((folder / "policy.json").read_bytes(), type=FinalPolicyInfo)
 
 
 def _slowly_even(item: Item, trajectory: Trajectory) -> float:

@@ -38,7 +38,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.train.override import override
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.run_doctor import CollapseAlarms, TrainingGuard
+from ramify.train.training_guard import CollapseAlarms, TrainingGuard
 from ramify.types.trajectory import Fork, Trajectory
 from tests.shown import train
 from tests.train.small import UNTRAINED, small, weights_of

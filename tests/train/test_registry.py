@@ -16,7 +16,7 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.advantage_pipeline import GroupOptions
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.train.checkpoint import CheckpointState, CheckpointStore
+from ramify.train.checkpoint import CheckpointStore, TrainingProgress
 from ramify.train.config import plain
 from ramify.train.losses import POLICY_LOSSES, BaseLossFormula, PolicyLossInputs, PpoClip
 from ramify.train.losses.total_loss import LossSpec
@@ -79,7 +79,7 @@ def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Pat
         "nothing",
         0.5,
     )
-    CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
+    CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=plain(run)), {})
     assert load_stored_run(tmp_path) == run
 
 

@@ -18,14 +18,14 @@ from ramify.train.findings import CollapseAlarms
 from ramify.train.metrics import Diagnosis, read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.run_doctor import (
-    GuardState,
+from ramify.train.score_failure_counts import counted
+from ramify.train.training_guard import (
     TrainingGuard,
+    TrainingGuardState,
     after_evaluation,
     after_step,
     note_initial_score,
 )
-from ramify.train.score_failures import counted
 from ramify.types.trajectory import Trajectory
 from tests.shown import train
 from tests.train.small import _make, small
@@ -58,9 +58,9 @@ FINE = {
 
 def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
     """Return the verdict on each step, with a checkpoint after each step."""
-    memory, verdicts = GuardState(), []
+    memory, verdicts = TrainingGuardState(), []
     for change in changes:
-        memory = msgspec.json.decode(msgspec.json.encode(memory), type=GuardState)
+        memory = msgspec.json.decode(msgspec.json.encode(memory), type=TrainingGuardState)
         verdicts.append(after_step(guard, memory, {**FINE, **change}))
     return verdicts
 
@@ -70,7 +70,7 @@ def names(verdicts: list[Any]) -> list[list[str]]:
 
 
 def evaluations(guard: TrainingGuard, *rewards: float | None) -> list[Any]:
-    memory = GuardState()
+    memory = TrainingGuardState()
     values = [{} if each is None else {"validation/reward": each} for each in rewards]
     return [after_evaluation(guard, memory, each) for each in values]
 
@@ -223,7 +223,7 @@ def of_score(reward: float) -> dict[str, float]:
 def test_evaluation_is_compared_with_the_training_reward(
     rewards: list[float], scores: list[float], name: str
 ) -> None:
-    memory = GuardState()
+    memory = TrainingGuardState()
     note_initial_score(memory, of_score(scores[0]))
     for reward in rewards:
         after_step(TrainingGuard(), memory, {**FINE, "reward": reward})

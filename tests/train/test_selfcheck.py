@@ -26,7 +26,7 @@ from ramify.train.data.pack import pack
 from ramify.train.load_run_parts import RunParts
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdRecordingClient
+from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdHashingClient
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.inference.helpers import ENGINE_KEY
@@ -52,7 +52,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 def check(made: RunParts, client: Any, model: Any = None) -> EngineConsistencyChecks:
     prompt = first_prompt(made.scaffold, made.run, made.task, items_of(made.task, "validation")[0])
     return EngineConsistencyChecks(
-        TokenIdRecordingClient(client), (model or made.policy.model).named_parameters, prompt
+        TokenIdHashingClient(client), (model or made.policy.model).named_parameters, prompt
     )
 
 
@@ -182,7 +182,7 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
             await engines.start(Path("unused"), lambda _: None)
             checked, version = (
                 EngineConsistencyChecks(
-                    TokenIdRecordingClient(engines), weights, prompt, CanaryTolerance(0.3)
+                    TokenIdHashingClient(engines), weights, prompt, CanaryTolerance(0.3)
                 ),
                 0,
             )
@@ -230,7 +230,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
         )
         await engines.start(Path("unused"), lambda _: None)
         checked = EngineConsistencyChecks(
-            TokenIdRecordingClient(engines),
+            TokenIdHashingClient(engines),
             made.policy.model.named_parameters,
             [Message("user", "count rows")],
         )
@@ -245,7 +245,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
     asyncio.run(run())
 
 
-def roll_out(made: RunParts, seen: TokenIdRecordingClient) -> list[Group]:
+def roll_out(made: RunParts, seen: TokenIdHashingClient) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
         async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
@@ -297,6 +297,6 @@ def test_replies_without_ids_are_not_audited(made: RunParts) -> None:
 
         async def close(self) -> None: ...
 
-    seen = TokenIdRecordingClient(Plain())  # type: ignore[arg-type]
+    seen = TokenIdHashingClient(Plain())  # type: ignore[arg-type]
     asyncio.run(seen.complete(Request((Message("user", "?"),))))
     assert not seen.has_seen(())

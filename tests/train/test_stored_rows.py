@@ -15,10 +15,10 @@ from ramify.engine.scaffold import scaffold_of
 from ramify.tasks.base import task_of
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data.sft_data import DEMOS
-from ramify.train.data.stored_sft_rows import ROWS_FILE, read_rows, write_rows
+from ramify.train.data.sft_row_cache import ROWS_FILE, read_rows, write_rows
 from ramify.train.sft_training_data import demonstrate
 from ramify.types.message import Message
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from tests.docs.world import scripted
 from tests.shown import train
 from tests.train.small import small

@@ -16,10 +16,10 @@ from ramify.time_account import (
     ROLLOUTS,
     WAITING,
     TimeAccount,
+    WallAndCpuTimer,
+    WallTimer,
     begin_part,
     end_part,
-    under_way,
-    working,
 )
 from ramify.train.config import EvaluateSpec, Schedule
 from ramify.train.metrics import StepMetrics, read_metrics
@@ -95,9 +95,9 @@ def spin(cpu_s: float) -> None:
 
 def test_inner_block_is_not_counted_twice():
     with TimeAccount() as account:
-        with working("credit"):
+        with WallAndCpuTimer("credit"):
             spin(0.02)
-            with working("packing"):
+            with WallAndCpuTimer("packing"):
                 spin(0.01)
         times = account.take()
     assert times.cpu_s["packing"] == pytest.approx(0.01, rel=0.5)
@@ -110,7 +110,7 @@ def test_wall_time_counts_for_the_first_part_in_progress():
     inside, over = threading.Event(), threading.Event()
 
     def engine() -> None:
-        with working("sampling"):
+        with WallAndCpuTimer("sampling"):
             inside.set()
             over.wait(30)
 
@@ -118,10 +118,10 @@ def test_wall_time_counts_for_the_first_part_in_progress():
         thread = threading.Thread(target=engine)
         thread.start()
         inside.wait(30)
-        with under_way("sessions"), working("rendering"):
+        with WallTimer("sessions"), WallAndCpuTimer("rendering"):
             spin(0.02)
         first = account.take()
-        with working("packing"):
+        with WallAndCpuTimer("packing"):
             spin(0.02)
         second = account.take()
         over.set()
@@ -146,7 +146,7 @@ def test_event_loop_without_a_part_is_rollouts_or_waiting():
 
 def test_part_that_ends_in_an_error_is_over():
     with TimeAccount() as account:
-        with pytest.raises(ZeroDivisionError), working("packing"):
+        with pytest.raises(ZeroDivisionError), WallAndCpuTimer("packing"):
             _ = 1 / 0
         account.take()
         time.sleep(0.01)
@@ -157,7 +157,7 @@ def test_without_an_account_nothing_is_counted():
     begin_part("sessions")  # a session that was open before
     with TimeAccount() as account:
         end_part("sessions")
-        with working("packing"):
+        with WallAndCpuTimer("packing"):
             spin(0.001)
         assert account.take().wall_s["packing"] > 0
         assert account.take().wall_s["sessions"] == 0

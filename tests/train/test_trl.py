@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.models.trunk import LmHeadRequest, compute_logprobs_and_entropies
+from ramify.models.training_forward import LmHeadRequest, compute_logprobs_and_entropies
 from ramify.train.advantages.token_loss_weights import Reduction, weights
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import Cispo, DualClip, Gspo, PpoClip, Sapo
 from ramify.train.losses.corrections import Opsm, TokenTis
 from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, compute
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.training_sequences import Batch, TokenSequence
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/trl_grpo.json").read_text())
 GIVEN = {name: np.array(each) for name, each in GOLDEN["batch"].items()}

@@ -15,14 +15,14 @@ from ramify.errors import ConfigError, TrainError
 from ramify.progress import heartbeat
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.stages import FixedDataStage, StepData
-from ramify.train.watchdog import FILE, RunWatchdog, SerialThread, StallError
+from ramify.train.stall_watchdog import FILE, SerialThread, StallError, StallWatchdog
 from tests.train.small import Unpublished, not_evaluated, small
 from tests.train.trainers import trainer_over
 
 
 def test_watchdog_waits_for_work_that_makes_progress(tmp_path: Path) -> None:
     async def test() -> None:
-        watch, thread = RunWatchdog(tmp_path, 2.0), SerialThread("work")
+        watch, thread = StallWatchdog(tmp_path, 2.0), SerialThread("work")
         assert await watch.bounded("adding", thread.run(lambda a, b: a + b, 1, 2)) == 3
         with pytest.raises(ZeroDivisionError):
             await watch.bounded("dividing", thread.run(lambda: 1 / 0))
@@ -50,7 +50,7 @@ def test_stalled_thread_raises_and_writes_all_stacks(tmp_path: Path) -> None:
         release.wait(60)
 
     async def test() -> None:
-        watch = RunWatchdog(
+        watch = StallWatchdog(
             tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=stalls.append
         )
         thread = SerialThread("ramify-train")
@@ -78,7 +78,7 @@ def test_blocked_event_loop_raises(tmp_path: Path) -> None:
             time.sleep(0.01)  # noqa: ASYNC251 (blocking is the point of this test)
 
     async def test() -> None:
-        watch = RunWatchdog(tmp_path, 0.3)
+        watch = StallWatchdog(tmp_path, 0.3)
         try:
             await watch.bounded("stamping", busy())
         finally:
@@ -90,7 +90,7 @@ def test_blocked_event_loop_raises(tmp_path: Path) -> None:
 
 def test_watchdog_keeps_working_after_a_stall(tmp_path: Path) -> None:
     async def test() -> None:
-        watch = RunWatchdog(tmp_path, 0.3)
+        watch = StallWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
             with pytest.raises(StallError, match=f"{what} is stuck"):
                 await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
@@ -111,7 +111,7 @@ def test_progress_during_stall_report_cancels_the_stall(tmp_path: Path) -> None:
             return ""
 
         watch, thread = (
-            RunWatchdog(tmp_path, 0.3, others=others, on_stall=stalls.append),
+            StallWatchdog(tmp_path, 0.3, others=others, on_stall=stalls.append),
             SerialThread("work"),
         )
         assert await watch.bounded("learning", thread.run(may_end.wait))
@@ -137,7 +137,7 @@ class Batches(FixedDataStage):
 def test_each_batch_counts_as_progress(tmp_path: Path) -> None:
     """A long step is not a stall as long as its batches progress."""
 
-    class Counting(RunWatchdog):
+    class Counting(StallWatchdog):
         num = 0
 
         def moved(self) -> None:
@@ -165,7 +165,7 @@ def test_each_batch_counts_as_progress(tmp_path: Path) -> None:
 
 def test_failure_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     async def test() -> None:
-        watch = RunWatchdog(tmp_path, 60.0)
+        watch = StallWatchdog(tmp_path, 60.0)
         waits = asyncio.ensure_future(watch.bounded("one", asyncio.Event().wait()))
         await asyncio.sleep(0)
         watch.fail(TrainError("the canary differs"))
@@ -194,7 +194,7 @@ def test_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> N
         lambda _: cast(Any, None),
         Unpublished(),
         not_evaluated,
-        watch=RunWatchdog(tmp_path, 2.0),
+        watch=StallWatchdog(tmp_path, 2.0),
     )
     with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in work"):
         asyncio.run(loop.run())

@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
-from ramify.train.learner import EnginePolicyWeights, Learner, Publisher
+from ramify.train.learner import Learner, PolicyWeightTransfer, Publisher
 from ramify.train.metrics import StepMetrics
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import TrainingStage
-from ramify.train.trainer import SplitEvaluationPlan, Trainer
-from ramify.train.watchdog import RunWatchdog, WatchedTrainingThread
+from ramify.train.stall_watchdog import StallWatchdog, WatchedTrainingThread
+from ramify.train.trainer import PolicyEvaluationPlan, Trainer
 
 
 def trainer_over(
     out: Path,
     stages: Sequence[TrainingStage],
     backend_of: Callable[[TrainingStage], Any],
-    policy: EnginePolicyWeights,
+    policy: PolicyWeightTransfer,
     evaluate: Any,
     *,
     schedule: Schedule | None = None,
     config: dict[str, Any] | None = None,
     listener: Callable[[StepMetrics], None] | None = None,
-    watch: RunWatchdog | None = None,
+    watch: StallWatchdog | None = None,
 ) -> Trainer:
     """Return a trainer for ``stages`` in the folder ``out``, without engine checks."""
     record = TrainingRunRecorder(out, schedule, config=config, listener=listener)
-    thread = WatchedTrainingThread(watch or RunWatchdog(out, STALL_S))
+    thread = WatchedTrainingThread(watch or StallWatchdog(out, STALL_S))
     publisher = Publisher(policy, record, thread)
-    return Trainer(record, [Learner(publisher, backend_of)], stages, SplitEvaluationPlan(evaluate))
+    return Trainer(record, [Learner(publisher, backend_of)], stages, PolicyEvaluationPlan(evaluate))

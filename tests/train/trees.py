@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Group, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, CallSite, Group, Stop, Trajectory, Turn
 
 
 def call(
@@ -33,7 +33,7 @@ def call(
             )
         )
         before += 2 + num
-    parent = Parent(id.rpartition(".")[0], 0, 0) if "." in id else None
+    parent = CallSite(id.rpartition(".")[0], 0, 0) if "." in id else None
     question = options.pop("question", f"what of {id}?")
     stop = options.pop("stop", Stop.FINAL)
     return Call(

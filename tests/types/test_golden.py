@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 from ramify.store.journal import FileStoredRun, decode_line, encode_line, read_events
 from ramify.types.event import (
     CallStarted,

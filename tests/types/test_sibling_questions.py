@@ -8,7 +8,7 @@ import pytest
 
 from ramify.types.call_tree import CallTree
 from ramify.types.sibling_question_diff import SiblingQuestions
-from ramify.types.trajectory import Call, Parent, Stop, Trajectory
+from ramify.types.trajectory import Call, CallSite, Stop, Trajectory
 
 
 def told(questions: list[str]) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def marked(answers: list[Any], question: str = "Sum the revenue column of sheet 
     run = Trajectory(id="run", question="all?")
     root = Call("0", "rlm", "m", 0, "all?", stop=Stop.FINAL)
     children = [
-        Call(f"0.{n}", "lm", "m", 1, question.format(n + 1), Parent("0", 0, 0), answer=answer,
+        Call(f"0.{n}", "lm", "m", 1, question.format(n + 1), CallSite("0", 0, 0), answer=answer,
              stop=Stop.ERROR if isinstance(answer, Exception) else Stop.FINAL)
         for n, answer in enumerate(answers)
     ]  # fmt: skip

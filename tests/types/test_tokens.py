@@ -11,7 +11,7 @@ from ramify.types import (
     Fork,
     Message,
     Reply,
-    ReplyTokenSpan,
+    SampledTokenSpan,
     TokenPath,
     Trajectory,
     Turn,
@@ -56,7 +56,7 @@ def test_path_contains_prompt_and_sampled_tokens() -> None:
         sampled=(False, False, True, True, False, True),
         logprobs=(0.0, 0.0, -1.0, -1.1, 0.0, -1.2),
         versions=(-1, -1, 4, 5, -1, 5),
-        spans=(ReplyTokenSpan("0", 0, 2, 4), ReplyTokenSpan("0", 1, 5, 6)),
+        spans=(SampledTokenSpan("0", 0, 2, 4), SampledTokenSpan("0", 1, 5, 6)),
     )
     assert len(path) == 6
     assert trajectory.path(trajectory.root, 0).ids == (1, 2, 10, 11)  # type: ignore[union-attr]
@@ -97,9 +97,9 @@ def test_turn_that_does_not_extend_path_starts_new_row() -> None:
     assert rows[1].sampled == (False, False, True, False, True, False, True, True)
     assert rows[1].logprobs == (0.0, 0.0, -1.0, 0.0, -2.0, 0.0, -2.1, -2.2)
     assert rows[1].spans == (
-        ReplyTokenSpan("0", 0, 2, 3),
-        ReplyTokenSpan("0", 2, 4, 5),
-        ReplyTokenSpan("0", 3, 6, 8),
+        SampledTokenSpan("0", 0, 2, 3),
+        SampledTokenSpan("0", 2, 4, 5),
+        SampledTokenSpan("0", 3, 6, 8),
     )
     assert trajectory.path(trajectory.root) == rows[1]
     assert trajectory.path(trajectory.root, 1) == rows[0]
@@ -119,7 +119,7 @@ def test_turns_without_ids_have_no_path() -> None:
         (1, 2, 10, 11),
         (1, 2, 10, 11, 3, 12, 4, 13),
     ]
-    assert trajectory.paths(mixed)[1].spans == (ReplyTokenSpan("2", 2, 7, 8),)
+    assert trajectory.paths(mixed)[1].spans == (SampledTokenSpan("2", 2, 7, 8),)
 
 
 def test_fields_that_server_omits_are_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.sequence import Batch, SamplingMask, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, SamplingMask, Segment, TokenSequence
 from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
 
 

@@ -447,7 +447,7 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
 def journal_of(num_calls: int, path: Path) -> Path:
     """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes
     it."""
-    from ramify.secrets import SecretRedactor
+    from ramify.secret_redaction import SecretRedactor
     from ramify.store.journal import encode_line
     from ramify.types.event import (
         AnyEvent,
@@ -460,7 +460,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
         RunStarted,
     )
     from ramify.types.message import Reply, Usage
-    from ramify.types.trajectory import Cell, Parent, Stop
+    from ramify.types.trajectory import CallSite, Cell, Stop
 
     code = "replies = llm_query_batched(parts)\nprint(len(replies))"
     ask = (Message("system", "You have `context`."), Message("user", "Summarise each part."))
@@ -498,7 +498,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
                     model="scripted:leaf",
                     depth=1,
                     question=words,
-                    parent=Parent("0", 0, 0),
+                    parent=CallSite("0", 0, 0),
                 ),
             ),
             (

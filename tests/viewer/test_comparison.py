@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ramify.types.call_node import CallNode
-from ramify.types.trajectory import Parent, Stop
+from ramify.types.trajectory import CallSite, Stop
 from ramify.viewer.comparison import rows_of
 
 
@@ -13,7 +13,7 @@ def run(*calls: tuple[str, str, str]) -> list[CallNode]:
     """Calls from (id, question, answer)."""
     nodes = []
     for index, (id, question, answer) in enumerate(calls):
-        parent = Parent(id.rpartition(".")[0], 0, 0) if "." in id else None
+        parent = CallSite(id.rpartition(".")[0], 0, 0) if "." in id else None
         node = CallNode(index, id, "rlm", "m", id.count("."), question, parent=parent)
         node.subject, node.stop = hash(question), Stop.FINAL
         node.take_answer(answer)

@@ -14,8 +14,8 @@ import pytest
 
 from ramify import Store
 from ramify.types.event import ScoreAdded
-from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.script_bundle import offline_run_page as exported
 from tests.viewer import golden
 from tests.viewer.browser import AXE, Loop, photograph, served, tab, violations
 from tests.viewer.conftest import World

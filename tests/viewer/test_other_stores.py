@@ -16,8 +16,8 @@ from ramify import RLM, MemoryStore, RunStore, ScriptedClient, Store
 from ramify.store.reviews import HumanRunReview
 from ramify.types.event import RunEnded, RunStarted
 from ramify.types.trajectory import Stop
-from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.script_bundle import offline_run_page as exported
 from ramify.viewer.view_server import ViewServer
 from tests.cli.helpers import Shell
 from tests.engine.helpers import SCAFFOLD, client, code, rlm

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from ramify import RLM, Limits, Model, ScriptedClient, Store
-from ramify.cli.resume import rebuild_rlm
+from ramify.cli.rebuild_recorded_run import rebuild_rlm
 from ramify.clients.base import Price
 from ramify.clients.providers import CLIENTS, ModelProviderSpec
 from ramify.http_server.access import ListenAddress

@@ -19,9 +19,9 @@ from ramify.types.event import (
     RunStarted,
 )
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Cell, Parent, Stop
-from ramify.viewer.page_script import offline_run_page as exported
+from ramify.types.trajectory import CallSite, Cell, Stop
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.script_bundle import offline_run_page as exported
 from ramify.viewer.sibling_code import sibling_code
 from ramify.viewer.watched_run import WatchedRun
 from tests.plans.helpers import lines as plan_lines
@@ -197,7 +197,7 @@ def test_rows_of_a_live_run_keep_their_place(browser: Any, tmp_path: Path) -> No
         id, question = f"0.{n}", f"Sum the revenue column of sheet {n}"
         reply = Reply(Message("assistant", "x"), Usage(9, 9, calls=1), cost=cost)
         for event in (
-            CallStarted(at_s=n, id=id, kind="lm", model="m", depth=1, question=question, parent=Parent("0", 0, 0)),
+            CallStarted(at_s=n, id=id, kind="lm", model="m", depth=1, question=question, parent=CallSite("0", 0, 0)),
             RequestStarted(at_s=n, call=id, turn=0, reused=0, prompt=(), prompt_hash="0" * 64),
             ReplyReceived(at_s=n, call=id, turn=0, reply=reply),
             CallEnded(at_s=n + 0.5, id=id, stop=Stop.FINAL, answer=str(n)),

@@ -23,8 +23,8 @@ from ramify.types.event import (
     RunStarted,
 )
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Parent, Stop
-from ramify.viewer.page_script import STATIC
+from ramify.types.trajectory import CallSite, Stop
+from ramify.viewer.script_bundle import STATIC
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import AXE, photograph, served, tab, violations
 from tests.viewer.conftest import World
@@ -258,7 +258,7 @@ def test_most_expensive_call_takes_two_clicks_and_a_key(browser: Any, tmp_path: 
         journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question=run))
         for n, cost in enumerate(costs):
             ask = CallStarted(id=f"0.{n}", kind="lm", model="m", depth=1, question=f"part {n}")
-            journal.append(msgspec.structs.replace(ask, parent=Parent("0", 0, 0)))
+            journal.append(msgspec.structs.replace(ask, parent=CallSite("0", 0, 0)))
             prompt = (Message("user", f"part {n}"),)
             journal.append(
                 RequestStarted(call=f"0.{n}", turn=0, reused=0, prompt=prompt, prompt_hash="0" * 64)

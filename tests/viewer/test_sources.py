@@ -11,8 +11,8 @@ import pytest
 
 import ramify
 from ramify import Store
-from ramify.viewer.page_script import offline_run_page as exported
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.script_bundle import offline_run_page as exported
 from ramify.viewer.view_server import ViewServer
 from tests.viewer.browser import served, tab
 from tests.viewer.golden import rlm

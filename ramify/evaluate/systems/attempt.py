@@ -31,7 +31,7 @@ from ramify.evaluate.run import (
     RlmAttemptMaker,
     outcome_of,
 )
-from ramify.evaluate.systems.base import MeteredModelAccess, ModelAccessBudget, System, SystemAnswer
+from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, System, SystemAnswer
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, Task, TaskStart
@@ -42,9 +42,7 @@ BUDGET = "budget"
 """Outcome reason of an attempt that was refused a request beyond its budget."""
 OWN = "own_"
 """Prefix of the metrics that a system counts itself."""
-ModelAccessOpener = Callable[
-    [str, ModelAccessBudget], AbstractAsyncContextManager[MeteredModelAccess]
-]
+ModelAccessOpener = Callable[[str, PerItemBudget], AbstractAsyncContextManager[MeteredModelAccess]]
 """Opens metered access to the model for a name and a budget, until the block ends."""
 
 
@@ -69,9 +67,7 @@ class SystemAttemptMaker:
 
     makes_items = False
 
-    def __init__(
-        self, system: System, open_seat: ModelAccessOpener, budget: ModelAccessBudget
-    ) -> None:
+    def __init__(self, system: System, open_seat: ModelAccessOpener, budget: PerItemBudget) -> None:
         self._system = system
         self._open_seat = open_seat
         self._budget = budget
@@ -97,7 +93,7 @@ class MeteredRlmAttemptMaker:
     makes_items = False
 
     def __init__(
-        self, runs: RlmAttemptMaker, open_seat: ModelAccessOpener, budget: ModelAccessBudget
+        self, runs: RlmAttemptMaker, open_seat: ModelAccessOpener, budget: PerItemBudget
     ) -> None:
         self._runs = runs
         self._open_seat = open_seat
@@ -169,7 +165,7 @@ def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> st
     return f"{item.id}/{number} of {system}{where}"
 
 
-def _lowered(budget: ModelAccessBudget, max_cost: float | None) -> ModelAccessBudget:
+def _lowered(budget: PerItemBudget, max_cost: float | None) -> PerItemBudget:
     if max_cost is None:
         return budget
     return msgspec.structs.replace(budget, max_cost=min(max_cost, budget.max_cost or max_cost))

@@ -29,9 +29,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 
-class ModelAccessBudget(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The maximum that a system may spend on one item (a question of a task). None means no
     limit."""
 
@@ -59,7 +57,7 @@ class ModelAccessBudget(
 
 
 _MANY = 1 << 62
-NO_LIMIT = ModelAccessBudget()
+NO_LIMIT = PerItemBudget()
 
 
 class MeteredModelAccess:
@@ -74,7 +72,7 @@ class MeteredModelAccess:
         key: str,
         model: str,
         window: int,
-        budget: ModelAccessBudget,
+        budget: PerItemBudget,
         price: Price | None,
     ) -> None:
         """Create the access for one item. The key is valid until ``cancel_requests`` is called.

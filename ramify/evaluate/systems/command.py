@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ramify.actors.command_words import (
+from ramify.actors.command_template import (
     absolute_word,
     check_program_installed,
     filled_words,

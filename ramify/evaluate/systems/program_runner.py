@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.actors.child_process import ChildProcess
-from ramify.actors.command_words import passed_on
+from ramify.actors.command_template import passed_on
 from ramify.actors.output_pipe import OutputPipe
 from ramify.engine.event_loop_thread import in_thread
 from ramify.evaluate.systems.base import MeteredModelAccess

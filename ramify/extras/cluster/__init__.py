@@ -12,8 +12,8 @@ Before a run starts:
 
 From a measured run, a prediction for other devices and settings:
 
-    rollout_shapes.py       a rollout as a workload: tokens, seconds of code, dependencies
-    engine_rate.py          speed of an engine by the number of concurrent sequences, fitted to a
+    rollout_shapes.py        a rollout as a workload: tokens, seconds of code, dependencies
+    measured_engine_rate.py  speed of an engine by the number of concurrent sequences, fitted to a
                             run or measured on a live engine; CPU seconds of a run's steps
     simulation_inputs.py    measurements read from a run's folder
     simulated_engine.py     an engine in simulated time, and what its slots hold of requests

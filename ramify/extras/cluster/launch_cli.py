@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.actors.run_channel import KEY
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError
 from ramify.extras.cluster.plan_and_simulate_commands import recipe_argument
-from ramify.secrets import SecretRedactor
+from ramify.secret_redaction import SecretRedactor
 
 if TYPE_CHECKING:
     from ramify.extras.cluster.job_files import JobFiles, SubmitCommand
@@ -188,7 +188,7 @@ def _call(
         raise ConfigError(f"{shlex.join(words)} did not end within {_RUN_S:g} s") from None
 
 
-COMMAND = CliCommandSpec(
+COMMAND = SubcommandSpec(
     name="launch",
     about="""\
 Write the files with which a scheduler trains RECIPE: nodes, GPUs, ports, keys, restarts and resume,

@@ -395,7 +395,7 @@ def _device(spec: PlacementSpec, options: ClusterPlanOptions, role: str) -> Devi
     )
 
 
-def _from_run(folder: Path | None) -> step_time_estimate.MeasuredSpeeds | None:
+def _from_run(folder: Path | None) -> step_time_estimate.MeasuredThroughput | None:
     if folder is None:
         return None
     from ramify.train.recipe import load_stored_run

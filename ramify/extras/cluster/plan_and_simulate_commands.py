@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.cli.parser import CliCommandSpec, CliOptionSpec, ExitCode, UsageError
+from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import json_line
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
 
 if TYPE_CHECKING:
-    from ramify.extras.cluster.engine_rate import EngineRate
+    from ramify.extras.cluster.measured_engine_rate import EngineRate
     from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting
     from ramify.extras.cluster.simulation_inputs import SimulationInputs
 
@@ -71,7 +71,7 @@ def recipe_argument(words: list[str]) -> str:
     return recipes[0]
 
 
-PLAN = CliCommandSpec(
+PLAN = SubcommandSpec(
     name="cluster plan",
     about="""\
 Estimate where a recipe's processes would run, how much memory each needs and how long a step takes.
@@ -239,7 +239,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
     import asyncio
 
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
-    from ramify.extras.cluster.engine_rate import measure_engine_rate
+    from ramify.extras.cluster.measured_engine_rate import measure_engine_rate
 
     async def run() -> EngineRate:
         pool = RateLimitedClientPool()
@@ -398,7 +398,7 @@ def _as_json(inputs: SimulationInputs, predicted: Sequence[SimulationResult]) ->
     return json_line({"measured": about, "predicted": rows})
 
 
-SIMULATE = CliCommandSpec(
+SIMULATE = SubcommandSpec(
     name="cluster simulate",
     about="""\
 Predict how a finished run would perform on other hardware: seconds per step, utilization and token

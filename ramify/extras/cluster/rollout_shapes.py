@@ -10,8 +10,8 @@ code runs, and which call waits for which.
 
 If several calls of one cell overlapped in time, they form a wave and begin together in the
 simulation. A call that began after all of them had ended is assumed to have waited for them, so it
-belongs to the next wave. The speed of an engine is fitted in ``engine_rate.py``, and the simulation
-is in ``simulated_rollout.py``.
+belongs to the next wave. The speed of an engine is fitted in ``measured_engine_rate.py``, and the
+simulation is in ``simulated_rollout.py``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngi
 from ramify.extras.cluster.simulated_rollout import (
     RolloutSimulator,
     SimulatedGroup,
-    SimulatedGroupSchedule,
+    SimulatedGroupQueue,
 )
 from ramify.extras.cluster.simulation_inputs import SimulationInputs
 from ramify.progress import report_progress
@@ -210,7 +210,7 @@ class _Simulation:
         # there.
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
-        queue = SimulatedGroupSchedule(
+        queue = SimulatedGroupQueue(
             self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps
         )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
@@ -225,7 +225,7 @@ class _Simulation:
         rollouts = self._measured.group(draw, self._setting.group, of)
         return rollouts, draw.random() < self._measured.zero_variance
 
-    def _train(self, queue: SimulatedGroupSchedule, num_steps: int) -> Generator[Event, Any, None]:
+    def _train(self, queue: SimulatedGroupQueue, num_steps: int) -> Generator[Event, Any, None]:
         for step in range(num_steps):
             groups = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")

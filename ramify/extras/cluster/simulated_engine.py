@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, cast
 
 from simpy import Environment, Event
 
-from ramify.extras.cluster.engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import Ids
 from ramify.inference.local.slots import SlotTable
 
@@ -85,7 +85,7 @@ Spans = list[tuple[int, float]]
 """(weight version, number of tokens sampled with it) pairs, in order."""
 
 
-class RecordedRequestIds(NamedTuple):
+class RecordedTokenIds(NamedTuple):
     """The recorded token ids of a request in the measured run, which the cache simulation
     replays."""
 
@@ -105,7 +105,7 @@ class _RunningSequence:
         sampled: int,
         done: Event,
         owner: object,
-        known: RecordedRequestIds | None,
+        known: RecordedTokenIds | None,
     ) -> None:
         self.new = new
         self.context = context
@@ -186,7 +186,7 @@ class SimulatedEngine:
         context: int,
         sampled: int,
         owner: object = None,
-        known: RecordedRequestIds | None = None,
+        known: RecordedTokenIds | None = None,
     ) -> Event:
         """Request a reply of ``sampled`` tokens, and return an event that occurs when the reply is
         complete.

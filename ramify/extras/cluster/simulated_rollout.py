@@ -33,10 +33,10 @@ import msgspec
 import numpy as np
 from simpy import Environment, Event, Resource
 
-from ramify.extras.cluster.engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallWorkload, Ids, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulated_engine import (
-    RecordedRequestIds,
+    RecordedTokenIds,
     SimulatedEngine,
     Spans,
     pick,
@@ -246,7 +246,7 @@ class RolloutSimulator:
                 new,
                 engine,
                 attempt,
-                None if path is None else RecordedRequestIds(path, name),
+                None if path is None else RecordedTokenIds(path, name),
             )
             if not index and call.host_s:
                 yield self.session(call.host_s)
@@ -270,7 +270,7 @@ class RolloutSimulator:
         new: int,
         engine: SimulatedEngine,
         attempt: SimulatedRollout,
-        known: RecordedRequestIds | None,
+        known: RecordedTokenIds | None,
     ) -> Process:
         with self._wire.request() as place:
             yield place
@@ -314,7 +314,7 @@ class SimulatedGroup:
         return self.is_whole and self.will_have_no_signal
 
 
-class SimulatedGroupSchedule:
+class SimulatedGroupQueue:
     """The simulated queue of rollout groups from which training steps take their data."""
 
     def __init__(

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.engine_rate import (
+from ramify.extras.cluster.measured_engine_rate import (
     EngineRate,
     MeasuredRequest,
     RecordedCpu,

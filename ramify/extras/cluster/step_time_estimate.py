@@ -44,7 +44,7 @@ LINK_GB_PER_S = 10.0
 """Bandwidth between trainer and engines in 10^9 bytes per second."""
 
 
-class MeasuredSpeeds(msgspec.Struct, frozen=True):
+class MeasuredThroughput(msgspec.Struct, frozen=True):
     """The measured speeds of a run: tokens per second per trainer rank and per engine."""
 
     tokens: StepTokens
@@ -67,7 +67,7 @@ class StepSeconds(msgspec.Struct, frozen=True):
     """Part of the step -> where its number comes from."""
 
 
-def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
+def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThroughput:
     """Read tokens and speeds from the metrics of a finished run, without its first step. Speeds are
     per trainer rank and per engine. Raises ConfigError if no step was measured."""
     rows = [
@@ -98,7 +98,7 @@ def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredSpee
         mean("sampled_tokens") / max(mean("length_mean"), 1),
         why,
     )
-    return MeasuredSpeeds(
+    return MeasuredThroughput(
         tokens,
         learnt / max(mean("learn_s"), 1e-9) / ranks,
         sampled / max(mean("work_s"), 1e-9) / engines,
@@ -116,7 +116,7 @@ def seconds(
     *,
     shares: DeviceEfficiency,
     link_gb_per_s: float = LINK_GB_PER_S,
-    from_run: MeasuredSpeeds | None = None,
+    from_run: MeasuredThroughput | None = None,
 ) -> StepSeconds:
     """Estimate the seconds of one reinforcement-learning step. ``devices`` holds the trainer's
     device, then the engines' device."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import Carries, RemoteSandbox, SdkCallbackQueue
+from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
 SDK = sdk.Sdk(
@@ -26,13 +26,13 @@ SDK = sdk.Sdk(
     "daytona",
     ">=0.226,<1",
     (
-        sdk.ExpectedSdkCall("AsyncDaytona"),
-        sdk.ExpectedSdkCall("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
-        sdk.ExpectedSdkCall("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
-        sdk.ExpectedSdkCall("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncDaytona.get", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncDaytona.delete", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncDaytona.close", 1, is_awaited=True),
+        sdk.SdkCallSignature("AsyncDaytona"),
+        sdk.SdkCallSignature("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
+        sdk.SdkCallSignature("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
+        sdk.SdkCallSignature("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
+        sdk.SdkCallSignature("AsyncDaytona.get", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncDaytona.delete", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncDaytona.close", 1, is_awaited=True),
     ),
 )
 
@@ -69,7 +69,7 @@ class DaytonaService:
         client = self._client
         box = await self._create()
         try:
-            inbox = SdkCallbackQueue()
+            inbox = CallbackDataQueue()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
@@ -121,7 +121,7 @@ class DaytonaStream:
     """The two-way byte stream over a Daytona sandbox's terminal. Implements
     ``remote.ByteStream``."""
 
-    def __init__(self, client: Any, box: Any, terminal: Any, inbox: SdkCallbackQueue) -> None:
+    def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackDataQueue) -> None:
         self._client = client
         self._box = box
         self._terminal = terminal

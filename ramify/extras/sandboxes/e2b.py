@@ -14,7 +14,7 @@ from typing import Any
 
 from ramify.extras.sandboxes import sdk
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.providers.remote import Carries, RemoteSandbox, SdkCallbackQueue
+from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
 
 SDK = sdk.Sdk(
     "e2b",
@@ -22,14 +22,14 @@ SDK = sdk.Sdk(
     "e2b",
     ">=2.63,<3",
     (
-        sdk.ExpectedSdkCall(
+        sdk.SdkCallSignature(
             "AsyncSandbox.create",
             0,
             ("template", "timeout", "allow_internet_access"),
             is_awaited=True,
         ),
-        sdk.ExpectedSdkCall("AsyncSandbox.kill", 1),
-        sdk.ExpectedSdkCall("AsyncCommandHandle.wait", 1, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandbox.kill", 1),
+        sdk.SdkCallSignature("AsyncCommandHandle.wait", 1, is_awaited=True),
     ),
 )
 
@@ -64,7 +64,7 @@ class E2BService:
         )
         box = await sdk.create_sandbox(self.name, request, lambda created: created.kill())
         try:
-            inbox = SdkCallbackQueue()
+            inbox = CallbackDataQueue()
             handle = await box.commands.run(
                 shlex.join(command),
                 background=True,
@@ -87,7 +87,7 @@ class E2BStream:
     """The two-way byte stream over the standard input and output of a background command.
     Implements ``remote.ByteStream``."""
 
-    def __init__(self, box: Any, handle: Any, inbox: SdkCallbackQueue) -> None:
+    def __init__(self, box: Any, handle: Any, inbox: CallbackDataQueue) -> None:
         self._box = box
         self._handle = handle
         self.receive = inbox.get

@@ -22,12 +22,12 @@ SDK = sdk.Sdk(
     "modal",
     ">=1.6,<2",
     (
-        sdk.ExpectedSdkCall("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
-        sdk.ExpectedSdkCall("Image.from_registry", 1),
-        sdk.ExpectedSdkCall("Image.debian_slim", 0, ("python_version",)),
-        sdk.ExpectedSdkCall("Sandbox.create.aio", 0, _BOX, is_awaited=True),
-        sdk.ExpectedSdkCall("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
-        sdk.ExpectedSdkCall("Sandbox.terminate.aio", 1, is_awaited=True),
+        sdk.SdkCallSignature("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
+        sdk.SdkCallSignature("Image.from_registry", 1),
+        sdk.SdkCallSignature("Image.debian_slim", 0, ("python_version",)),
+        sdk.SdkCallSignature("Sandbox.create.aio", 0, _BOX, is_awaited=True),
+        sdk.SdkCallSignature("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
+        sdk.SdkCallSignature("Sandbox.terminate.aio", 1, is_awaited=True),
     ),
 )
 

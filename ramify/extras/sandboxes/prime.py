@@ -36,23 +36,23 @@ SDK = sdk.Sdk(
     "prime-sandboxes",
     ">=0.2.38,<0.6",
     (
-        sdk.ExpectedSdkCall("AsyncSandboxClient"),
-        sdk.ExpectedSdkCall("CreateSandboxRequest", 0, _REQUEST),
-        sdk.ExpectedSdkCall("AsyncSandboxClient.create", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxClient.open_process", 3, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxClient.delete", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxClient.aclose", 1, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxProcess.kill", 1, is_awaited=True),
-        sdk.ExpectedSdkCall("AsyncSandboxProcess.aclose", 1, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxClient"),
+        sdk.SdkCallSignature("CreateSandboxRequest", 0, _REQUEST),
+        sdk.SdkCallSignature("AsyncSandboxClient.create", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxClient.open_process", 3, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxClient.delete", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxClient.aclose", 1, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxProcess.kill", 1, is_awaited=True),
+        sdk.SdkCallSignature("AsyncSandboxProcess.aclose", 1, is_awaited=True),
     ),
 )
 CONTAINER_CALLS = (
-    sdk.ExpectedSdkCall("AsyncSandboxClient.is_vm", 2, is_awaited=True),
-    sdk.ExpectedSdkCall("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
-    sdk.ExpectedSdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
-    sdk.ExpectedSdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
+    sdk.SdkCallSignature("AsyncSandboxClient.is_vm", 2, is_awaited=True),
+    sdk.SdkCallSignature("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
+    sdk.SdkCallSignature("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
+    sdk.SdkCallSignature("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
 )
 """SDK calls that are needed only if the SDK supports containers."""
 

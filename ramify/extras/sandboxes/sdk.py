@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ExpectedSdkCall:
+class SdkCallSignature:
     """A call that a provider will make to an SDK, so that its signature can be checked in advance.
-    For example, ``ExpectedSdkCall("Client.read", 2, ("limit",))`` describes ``client.read(path,
+    For example, ``SdkCallSignature("Client.read", 2, ("limit",))`` describes ``client.read(path,
     limit=…)``."""
 
     name: str
@@ -64,7 +64,7 @@ class Sdk:
     """Package name for ``pip``."""
     versions: str
     """Versions whose interface was checked, as in the package's extra."""
-    calls: tuple[ExpectedSdkCall, ...]
+    calls: tuple[SdkCallSignature, ...]
 
     def load(self) -> Any:
         """Import the SDK's module and check its interface. Raises SandboxError if the import fails
@@ -93,7 +93,7 @@ class Sdk:
             return "of unknown version"
 
 
-def _fault(module: Any, call: ExpectedSdkCall) -> str:
+def _fault(module: Any, call: SdkCallSignature) -> str:
     """Return why a call to the SDK would fail, or an empty string if it is possible."""
     target = module
     for part in call.name.split("."):

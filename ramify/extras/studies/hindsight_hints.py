@@ -38,7 +38,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.hint_sources import HintsForTrajectory
 from ramify.train.signals.judge import checked_judge_spec, judge_of, verdict_or_invalid
-from ramify.types.traffic import NEXT_MESSAGE
+from ramify.types.recorded_traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4

@@ -125,7 +125,7 @@ _FILLER = (
 _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "archives", "panels")
 
 
-class EvidenceTask(msgspec.Struct, frozen=True):
+class PaperEvidenceTask(msgspec.Struct, frozen=True):
     """A task that asks for the passages in several papers that answer a question. Implements
     ``tasks.Task``."""
 
@@ -165,7 +165,7 @@ def evidence(
     judge: Callable[[], Client] | None = None,
     judge_weight: float = 0.5,
     seed: int = 0,
-) -> EvidenceTask:
+) -> PaperEvidenceTask:
     """Return a task whose questions are answered by locating passages in several papers.
 
     Args:
@@ -202,9 +202,9 @@ def evidence(
         if source is not None:
             splits[split] = _loaded(split, source, papers[1])
     if judge is None:
-        return EvidenceTask(splits)
+        return PaperEvidenceTask(splits)
     weights = {"f1": 1 - judge_weight, "judged": judge_weight}
-    return EvidenceTask(splits, RubricScorer(RUBRIC, judge), weights)
+    return PaperEvidenceTask(splits, RubricScorer(RUBRIC, judge), weights)
 
 
 async def _install(session: Session) -> None:

@@ -1,7 +1,7 @@
 """Benchmark suites: tasks with questions over long contexts, generated from a seed or read from
 public files.
 
-    suite.py              options, splits and public files, as all suites have them
+    suite_common.py       options, splits and public files, as all suites have them
     planting.py           facts among filler
     filler_text.py        invented names and sentences
     code_qa.py            values, callers and order in a package, with four choices

@@ -36,7 +36,7 @@ import msgspec
 from ramify.errors import ConfigError, did_you_mean
 from ramify.extras.suites.filler_text import NUM_WORDS, names, numbered_word
 from ramify.extras.suites.planting import Fact, filler_rng, plant
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
     Row,

@@ -32,7 +32,7 @@ import msgspec
 
 from ramify.extras.suites.filler_text import ADJECTIVES, NOUNS, sentence, sentence_pool
 from ramify.extras.suites.planting import filler_rng, plant
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
     Row,

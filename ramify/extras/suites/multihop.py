@@ -38,7 +38,7 @@ from ramify.extras.suites.filler_text import (
     sentence_pool,
 )
 from ramify.extras.suites.planting import filler_rng, plant
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
     Row,

@@ -45,7 +45,7 @@ from ramify.extras.suites.filler_text import (
     sentence_pool,
 )
 from ramify.extras.suites.planting import BLOCK, filler_rng, plant
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
     Row,

@@ -31,7 +31,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.extras.suites.filler_text import SYLLABLES
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,
     Row,

@@ -34,7 +34,7 @@ from ramify.errors import ConfigError
 from ramify.extras.suites.filler_text import name, pool_size
 from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_date
 from ramify.extras.suites.planting import filler_rng
-from ramify.extras.suites.suite import (
+from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     chosen_families,
     suite_task,

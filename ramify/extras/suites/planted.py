@@ -28,7 +28,7 @@ import msgspec
 
 from ramify.extras.suites.filler_text import NOUNS, names, sentence_pool
 from ramify.extras.suites.planting import Fact, filler_rng, plant
-from ramify.extras.suites.suite import CHARS_PER_TOKEN, chosen_families, suite_task
+from ramify.extras.suites.suite_common import CHARS_PER_TOKEN, chosen_families, suite_task
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ramify.actors.launcher import Launcher, RoleInstanceId
-from ramify.actors.socket_owner import listener_user
+from ramify.actors.tcp_peer_user import listener_user
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import EXPERTS_OPTION, VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS

@@ -51,7 +51,7 @@ from ramify.inference.http.reported_experts import read_experts
 from ramify.logging import ComponentLogger
 from ramify.models.load import Policy
 from ramify.models.routing import mixture_shape
-from ramify.secrets import remember
+from ramify.secret_redaction import remember
 
 _log = ComponentLogger("inference")
 _MAX_TREES = 65_536

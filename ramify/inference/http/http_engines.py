@@ -34,7 +34,7 @@ from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
 from ramify.models.load import Policy
 from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
-from ramify.time_account import under_way, working
+from ramify.time_account import WallAndCpuTimer, WallTimer
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -165,23 +165,23 @@ class HttpEngines:
         None."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
-        with working("rendering"):
+        with WallAndCpuTimer("rendering"):
             ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
-        so_far = ReplyAccumulator(ids, min(sampling.max_tokens, self.window - len(ids)))
+        so_far = InterruptedReplyAccumulator(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
-            with under_way("sampling"):
+            with WallTimer("sampling"):
                 version, part, routes = await self._sampled(so_far, sampling, request, only)
             so_far.add(part, version, routes)
             if part.end != "abort" or so_far.left < 1:
                 break
-        with working("rendering"):
+        with WallAndCpuTimer("rendering"):
             return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
         self,
-        so_far: ReplyAccumulator,
+        so_far: InterruptedReplyAccumulator,
         sampling: Sampling,
         request: Request,
         only: EngineClient | None,
@@ -227,7 +227,9 @@ class HttpEngines:
             return msgspec.structs.replace(sampling, **drawn)
         return sampling
 
-    def _reply(self, so_far: ReplyAccumulator, request: Request, seconds: float) -> Reply:
+    def _reply(
+        self, so_far: InterruptedReplyAccumulator, request: Request, seconds: float
+    ) -> Reply:
         message = parse_reply(
             self._policy.renderer,
             so_far.sampled,
@@ -359,7 +361,7 @@ class SingleEngineClient:
             raise
 
 
-class ReplyAccumulator:
+class InterruptedReplyAccumulator:
     """Accumulates the sampled parts of one reply. A reply has several parts if weight updates
     interrupt it."""
 

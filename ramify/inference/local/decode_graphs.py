@@ -159,7 +159,7 @@ class CudaGraphRecorder:
 
 class _PaddedStep:
     """The attention of a step that was padded with extra rows to a fixed shape. Implements
-    ``dense.CausalAttentionFunction``."""
+    ``dense.CausalAttentionKernel``."""
 
     def __init__(
         self,

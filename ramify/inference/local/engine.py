@@ -35,17 +35,17 @@ import torch
 
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
-from ramify.inference.local.generation_request import Generation, sample_tokens
+from ramify.inference.local.generation_request import GenerationState, sample_tokens
 from ramify.inference.local.model_runner import ModelRunner
 from ramify.inference.local.slots import EngineStep, SlotTable, SlotTokenSpan
 from ramify.inference.local.step_timings import EngineStepTimingRecorder
-from ramify.time_account import working
+from ramify.time_account import WallAndCpuTimer
 
 _LEAST_CAPACITY = 128
 """Initial capacity of each slot in tokens."""
 
 
-class EngineLimits(msgspec.Struct, frozen=True):
+class InferenceEngineLimits(msgspec.Struct, frozen=True):
     """The limits of an engine: concurrent sequences, tokens per step and per sequence, and cache
     memory."""
 
@@ -65,7 +65,7 @@ class LocalEngine:
     """An engine with continuous batching. It generates many sequences at once with one model, and
     admits a new sequence whenever a slot is free."""
 
-    def __init__(self, runner: ModelRunner, room: EngineLimits, version: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, room: InferenceEngineLimits, version: int = 0) -> None:
         self.version = version
         self.room = room
         self.num_steps = 0
@@ -74,7 +74,7 @@ class LocalEngine:
         self.num_preempted = 0
         self.paces = EngineStepTimingRecorder()
         self.runner = runner
-        self._waiting: deque[Generation] = deque()
+        self._waiting: deque[GenerationState] = deque()
         self._has_cancelled = False
         self._slots = SlotTable(1, 1, reuse=room.reuse)
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
@@ -92,7 +92,7 @@ class LocalEngine:
             min(used_bytes / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted
         )
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: GenerationState) -> None:
         """Queue a sequence. Its maximum length is reduced to what the cache can hold. Raises
         Refused if the cache cannot hold the prompt and at least one more token."""
         most = self._most_tokens()
@@ -107,7 +107,7 @@ class LocalEngine:
         generation.max_tokens = min(generation.max_tokens, most - generation.num_prompt)
         self._waiting.append(generation)
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: GenerationState) -> None:
         """Cancel a sequence before the next step. Other sequences can still use its cached
         prefix."""
         generation.cancelled = self._has_cancelled = True
@@ -119,7 +119,7 @@ class LocalEngine:
         self.runner.invalidate_cache()
 
     @torch.inference_mode()
-    def step(self) -> list[Generation]:
+    def step(self) -> list[GenerationState]:
         """Run one pass through the model, and return the sequences that it completed."""
         started = time.thread_time()
         self._drop_cancelled()
@@ -158,7 +158,7 @@ class LocalEngine:
         """Allocate as much KV cache memory as a new engine does."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
-    def remove_all(self) -> list[Generation]:
+    def remove_all(self) -> list[GenerationState]:
         """Remove and return all sequences, and clear all caches. Used after a failure, for
         example."""
         generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
@@ -169,7 +169,7 @@ class LocalEngine:
         self.runner.invalidate_cache()
         return generations
 
-    def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
+    def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[GenerationState]:
         owners = [self._owner(slot) for slot in slots]
         drawn = sample_tokens(
             logits_nV,
@@ -215,7 +215,7 @@ class LocalEngine:
     def _admit(self) -> None:
         """Admit waiting sequences in order of arrival. A sequence may be overtaken only while it
         waits for another one to compute the same prompt."""
-        passed: list[Generation] = []
+        passed: list[GenerationState] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
             admitted = self._slots.admit(generation)
@@ -292,19 +292,19 @@ class LocalEngine:
         self._waiting = deque(each for each in self._waiting if not each.cancelled)
         self._has_cancelled = False
 
-    def _owner(self, slot: int) -> Generation:
+    def _owner(self, slot: int) -> GenerationState:
         owner = self._slots.owner[slot]
         assert owner is not None
         return owner
 
-    def __iter__(self) -> Iterator[Generation]:
+    def __iter__(self) -> Iterator[GenerationState]:
         """Yield all sequences: first the running ones, then the waiting ones."""
         yield from (owner for owner in self._slots.owner if owner is not None)
         yield from self._waiting
 
 
 Result = TypeVar("Result")
-Done = Callable[[Generation, BaseException | None], None]
+Done = Callable[[GenerationState, BaseException | None], None]
 
 
 class EngineThread:
@@ -314,7 +314,7 @@ class EngineThread:
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
-        self._done: dict[Generation, Done] = {}
+        self._done: dict[GenerationState, Done] = {}
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -328,7 +328,7 @@ class EngineThread:
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    with working("weight_sync"):  # calls are about weights
+                    with WallAndCpuTimer("weight_sync"):  # calls are about weights
                         future.set_result(function())
                 except BaseException as error:  # noqa: BLE001 (raised by the caller)
                     future.set_exception(error)
@@ -336,7 +336,7 @@ class EngineThread:
         self._put(run)
         return future
 
-    def add(self, generation: Generation, done: Done) -> None:
+    def add(self, generation: GenerationState, done: Done) -> None:
         """Queue a sequence. Once it has ended, ``done`` is called in the engine's thread, with the
         sequence and either None or the error that ended it."""
 
@@ -350,7 +350,7 @@ class EngineThread:
 
         self._put(run)
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: GenerationState) -> None:
         """Cancel a sequence before the next step. Its ``done`` callback is not called."""
 
         def run() -> None:
@@ -414,7 +414,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            with working("sampling"):
+            with WallAndCpuTimer("sampling"):
                 finished = self.engine.step()
         except Exception as error:  # noqa: BLE001 (passed to all callers)
             self._fail(error)

@@ -175,7 +175,7 @@ _LONGEST_CHARACTER = 4
 cover a character."""
 
 
-class Generation:
+class GenerationState:
     """The state of one request in the engine: its prompt, the reply so far, and why the reply
     ended."""
 

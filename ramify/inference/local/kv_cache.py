@@ -131,7 +131,7 @@ class KeyValueCache:
 
 class PrefillDecodeAttention:
     """The causal attention of one engine step. Tokens of decoding sequences come first, then longer
-    spans of prompts. Implements ``dense.CausalAttentionFunction``."""
+    spans of prompts. Implements ``dense.CausalAttentionKernel``."""
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache

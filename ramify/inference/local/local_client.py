@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import TAGS, CachePressure, too_long
-from ramify.inference.local.engine import EngineLimits, EngineThread, LocalEngine
-from ramify.inference.local.generation_request import Generation, SamplingSettings, log_softmax
+from ramify.inference.local.engine import EngineThread, InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import GenerationState, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import runner_of
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
@@ -41,7 +41,7 @@ from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.models.routing import MixtureRouters, mixture_shape
 from ramify.models.template import streamable_reply
 from ramify.models.weights import fingerprint, load_weights
-from ramify.time_account import working
+from ramify.time_account import WallAndCpuTimer
 from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class LocalClient:
         self.card = policy.card
         """Scaffold and limits with which this policy was trained."""
         is_cpu = policy.device.type == "cpu"
-        room = EngineLimits(
+        room = InferenceEngineLimits(
             slots=slots or (128 if is_cpu else 256),
             prefill_tokens=prefill_tokens or (1024 if is_cpu else 8192),
             cache_bytes=cache_bytes
@@ -123,15 +123,15 @@ class LocalClient:
         """Return one reply to a request. Raises Refused if the prompt does not fit in the context
         window. If the task is cancelled, the engine drops the sequence before its next step."""
         started = time.perf_counter()
-        with working("rendering"):
+        with WallAndCpuTimer("rendering"):
             generation = self._generation(request)
         await self._finished(generation)
-        with working("rendering"):
+        with WallAndCpuTimer("rendering"):
             return self._reply(generation, request, time.perf_counter() - started)
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
-    ) -> Generation:
+    ) -> GenerationState:
         """Sample a continuation of token ids, and return it once it has ended. Its ``end`` is
         ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context window."""
         if len(ids) >= self.window:
@@ -237,7 +237,7 @@ class LocalClient:
         """End the engine's thread. The policy can still be used."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
-    def _generation(self, request: Request) -> Generation:
+    def _generation(self, request: Request) -> GenerationState:
         sampling = request.sampling
         if sampling.extra:
             raise ConfigError(
@@ -251,13 +251,13 @@ class LocalClient:
 
     def _generation_of(
         self, ids: Sequence[int], sampling: Sampling, affinity: str, *, tool_calls: bool = False
-    ) -> Generation:
+    ) -> GenerationState:
         seed = (
             os.urandom(16).hex()
             if sampling.seed is None
             else f"{sampling.seed}|{affinity}|{len(ids)}"
         )
-        return Generation(
+        return GenerationState(
             ids,
             max_tokens=min(sampling.max_tokens, self.window - len(ids)),
             draw=self._draw(sampling),
@@ -288,11 +288,11 @@ class LocalClient:
             )
         return draw
 
-    async def _finished(self, generation: Generation) -> None:
+    async def _finished(self, generation: GenerationState) -> None:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
-        def done(_: Generation, error: BaseException | None) -> None:
+        def done(_: GenerationState, error: BaseException | None) -> None:
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nothing waits
                 loop.call_soon_threadsafe(_settle, ended, error)
 
@@ -309,7 +309,7 @@ class LocalClient:
                 f"{self.name}: the engine failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _reply(self, generation: Generation, request: Request, seconds: float) -> Reply:
+    def _reply(self, generation: GenerationState, request: Request, seconds: float) -> Reply:
         message = self._message(generation, request)
         return Reply(
             message=message,
@@ -331,7 +331,7 @@ class LocalClient:
             top_logprobs=tuple(generation.top) or None,
         )
 
-    def _message(self, generation: Generation, request: Request) -> Message:
+    def _message(self, generation: GenerationState, request: Request) -> Message:
         return parse_reply(
             self.policy.renderer,
             generation.sampled,

@@ -3,20 +3,21 @@ returns their logits, and holds the KV cache.
 
 A model gets the fastest runner that gives the same results as the model itself:
 
-    DenseModel             ``FlatRunner``: all spans of a step in one pass over one token axis; on
-                           a CPU, small models run as a ``PreparedDecoder``, and keys may be stored
-                           transposed (``transposed_key_cache.py``); on a GPU, steps that only
-                           decode are CUDA graphs (``decode_graphs.py``)
-    transformers module    ``FlatRunner`` through its attention interface, if a probe gives the
-                           logits of the module alone (``models.trunk``); otherwise
-                           ``ModuleRunner``: one sequence at a time, with transformers' own cache
+    DenseModel             ``SinglePassRunner``: all spans of a step in one pass over one token
+                           axis; on a CPU, small models run as a ``PreparedDecoder``, and keys may
+                           be stored transposed (``transposed_key_cache.py``); on a GPU, steps that
+                           only decode are CUDA graphs (``decode_graphs.py``)
+    transformers module    ``SinglePassRunner`` through its attention interface, if a probe gives
+                           the logits of the module alone (``models.training_forward``); otherwise
+                           ``TransformersRunner``: one sequence at a time, with transformers' own
+                           cache
     in fixed shapes        ``FixedShapeRunner``: a token's logits have the same bits whatever else
                            is in the step, in the cache, or in the slot's past
                            (``models/batch_invariant_forward.py``)
 
-``ModuleRunner`` is correct for all kinds of models, and slow. What a model's cache supports is
-tested once when the model is loaded, since some caches silently give wrong results for unsupported
-operations:
+``TransformersRunner`` is correct for all kinds of models, and slow. What a model's cache supports
+is tested once when the model is loaded, since some caches silently give wrong results for
+unsupported operations:
 
     cut       crop the cache to its first tokens, for a sequence that shares only those
     extend    extend it by several tokens at once; state-space models continue one by one
@@ -53,9 +54,9 @@ from ramify.models.batch_invariant_forward import (
     round_up_to_block,
     runs_of,
 )
-from ramify.models.dense import CausalAttentionFunction, DenseModel
+from ramify.models.dense import CausalAttentionKernel, DenseModel
 from ramify.models.routing import MixtureRouters
-from ramify.models.trunk import TransformersTrunk
+from ramify.models.training_forward import TransformersTrunk
 
 
 class FixedShapeRunner:
@@ -139,7 +140,7 @@ class FixedShapeRunner:
 
 class _CachedBlock:
     """The attention of one block of tokens over the KV cache. Implements
-    ``dense.CausalAttentionFunction``."""
+    ``dense.CausalAttentionKernel``."""
 
     def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
         self._cache = cache
@@ -163,7 +164,7 @@ class _CachedBlock:
         return o_THd
 
 
-class ModuleRunner:
+class TransformersRunner:
     """A model runner for any transformers module. It computes one sequence at a time with
     transformers' own cache."""
 
@@ -349,7 +350,7 @@ class DecoderModel(Protocol):
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttentionFunction,
+        attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the
@@ -361,7 +362,7 @@ class DecoderModel(Protocol):
         ...
 
 
-class FlatRunner:
+class SinglePassRunner:
     """A model runner that computes all tokens of a step in one pass over the model."""
 
     is_fixed = False
@@ -432,7 +433,7 @@ class FlatRunner:
         return self._decoder.hidden(ids_T, positions_T, PrefillDecodeAttention(cache, step), rows_N)
 
 
-class _PreparedRunner(FlatRunner):
+class _PreparedRunner(SinglePassRunner):
     def __init__(self, decoder: PreparedDecoder, layout: CacheLayout) -> None:
         super().__init__(decoder, layout)
         self._prepared = decoder
@@ -456,8 +457,8 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
         if PreparedDecoder.is_worthwhile_for(model):
             return _PreparedRunner(PreparedDecoder(model), layout)
         is_cuda = parameter.device.type == "cuda"
-        return FlatRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
-    return _flat(model) or ModuleRunner(model)
+        return SinglePassRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
+    return _flat(model) or TransformersRunner(model)
 
 
 class _ModuleDecoder:
@@ -470,7 +471,7 @@ class _ModuleDecoder:
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttentionFunction,
+        attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         with self._trunk.forward_context():
@@ -482,7 +483,7 @@ class _ModuleDecoder:
 
 
 @torch.inference_mode()
-def _flat(module: Any) -> FlatRunner | None:
+def _flat(module: Any) -> SinglePassRunner | None:
     """Return a runner that computes a module's steps in one pass, or None if the module does not
     support that."""
     try:
@@ -492,14 +493,14 @@ def _flat(module: Any) -> FlatRunner | None:
     if not trunk.shares:
         return None
     try:
-        runner = FlatRunner(_ModuleDecoder(trunk), _layout(module))
+        runner = SinglePassRunner(_ModuleDecoder(trunk), _layout(module))
         agrees = _agrees(runner, module)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None
     return runner if agrees else None
 
 
-def _agrees(runner: FlatRunner, module: Any) -> bool:
+def _agrees(runner: SinglePassRunner, module: Any) -> bool:
     """Return True if two sequences get the same logits when they are computed in chunks and in one
     batch as when each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ramify.models import onednn_products
-from ramify.models.dense import CausalAttentionFunction, DenseModel, DenseShape, frequencies
+from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape, frequencies
 
 _MOST_BYTES = 32 << 20
 """Maximum size of weights in bytes for which the copies are worth their memory. In larger models,
@@ -74,7 +74,7 @@ class PreparedDecoder:
         self,
         ids_T: Tensor,
         positions_T: Tensor,
-        attend: CausalAttentionFunction,
+        attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the

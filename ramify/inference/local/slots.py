@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from ramify.inference.local.generation_request import Generation
+    from ramify.inference.local.generation_request import GenerationState
 
 
 class SlotTokenSpan(NamedTuple):
@@ -89,7 +89,7 @@ class SlotTable:
         for others."""
         self.num_slots = num_slots
         self.capacity = capacity
-        self.owner: list[Generation | None] = [None] * num_slots
+        self.owner: list[GenerationState | None] = [None] * num_slots
         self.length_S: NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         """Number of tokens per slot whose keys and values are cached."""
         self._tokens_SC: NDArray[np.int32] = np.full((num_slots, capacity), -1, dtype=np.int32)
@@ -102,7 +102,7 @@ class SlotTable:
         """Return the slots of running sequences in ascending order."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
-    def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
+    def admit(self, generation: GenerationState) -> tuple[int, list[SlotMove]] | None:
         """Assign a slot to a sequence. Returns the slot and what to copy from other slots, or None
         if the sequence has to wait. Afterwards, ``length_S[slot]`` is the number of tokens that
         need not be computed."""
@@ -171,7 +171,7 @@ class SlotTable:
             running = sorted([*running, hole])
         return changes
 
-    def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[Generation]]:
+    def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[GenerationState]]:
         """Change the number of slots and their capacity in tokens. Returns the old slots that are
         kept, in their new order, and the sequences that lost their slot.
 

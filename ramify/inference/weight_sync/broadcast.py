@@ -23,9 +23,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
-from ramify.actors.group_proof import prove_members
 from ramify.actors.message_encoding import decode
-from ramify.actors.rank_store import ChannelStore, KeyValueStoreServer
+from ramify.actors.rank_group_authentication import prove_members
+from ramify.actors.rank_store import KeyValueStoreServer, RankStoreClient
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
@@ -169,7 +169,7 @@ class BroadcastReceiver:
         self._channel: Channel | None = None
         try:
             self._channel = connect(ticket.address, ticket.key, ticket.name)
-            self._store = ChannelStore(self._channel)
+            self._store = RankStoreClient(self._channel)
             self._group: Any = _group(group, self._store, ticket.key)
         except (OSError, RuntimeError, TrainError) as error:
             self._end()

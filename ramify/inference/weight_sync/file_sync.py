@@ -328,11 +328,11 @@ class FileSync:
         return True
 
     @staticmethod
-    def receiver(info: Info) -> FileReceiver:
-        return FileReceiver(info)
+    def receiver(info: Info) -> FileWeightReceiver:
+        return FileWeightReceiver(info)
 
 
-class FileReceiver:
+class FileWeightReceiver:
     """The engine's half of the weight sync by files. Implements ``WeightReceiver``."""
 
     def __init__(self, info: Info) -> None:

@@ -5,7 +5,7 @@ and shared memory buffers, and the random state of the session that it was forke
 and the host decide whether a process may be created.
 
 In the jail, all inherited descriptors are closed after the fork, and each of the two processes
-receives a new socket, output file and buffers from the host (``JailForkFunctions.take_wire``). No
+receives a new socket, output file and buffers from the host (``JailForkHooks.take_wire``). No
 hook runs around the fork. Without a jail, those of the branch arrive with the host's request.
 """
 
@@ -31,7 +31,7 @@ _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
 _EPERM = 1
 
 
-class JailForkFunctions(NamedTuple):
+class JailForkHooks(NamedTuple):
     """The functions that a session in the jail calls when it forks. The jail is the sandbox that
     the kernel confines. After the fork, each of the two processes gets its own connection to the
     host."""
@@ -55,7 +55,7 @@ class GuestBranches:
         channel: GuestChannel,
         spool: FileOutputSpool | InProcessOutputSpool,
         notebook: GuestNotebook,
-        apart: JailForkFunctions | None = None,
+        apart: JailForkHooks | None = None,
     ) -> None:
         self._channel = channel
         self._spool = spool
@@ -103,7 +103,7 @@ class GuestBranches:
         self._move(*fds)
         return 0
 
-    def _fork_apart(self, apart: JailForkFunctions) -> int:
+    def _fork_apart(self, apart: JailForkHooks) -> int:
         try:
             pid = apart.fork()
         except OSError as error:
@@ -115,7 +115,7 @@ class GuestBranches:
             apart.settle()
         return pid
 
-    def _take_wire(self, apart: JailForkFunctions) -> None:
+    def _take_wire(self, apart: JailForkHooks) -> None:
         """Receive a new socket, output file and shared memory buffers that only this process uses.
         They replace the inherited ones under the same descriptor numbers."""
         assert isinstance(self._spool, FileOutputSpool)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .branches import GuestBranches, JailForkFunctions
+from .branches import GuestBranches, JailForkHooks
 from .channel import DROPPED, DeferrableInterrupts, FrameDispatcher, FrameWaiter, GuestChannel
 from .frames import copy_as_sent_to_host, done_json, unpack_value
-from .interpreter_state import InterpreterBaseline, MemoryLimit, complete_builtins
+from .interpreter_state import InterpreterSnapshot, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, error_text, format_error
 from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
 from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, ValueLimitError
@@ -34,7 +34,7 @@ class HostError(Exception):
 HostError.__module__ = "builtins"  # so that a traceback shows the name without a module
 
 
-class HostCalls:
+class HostCaller:
     """A sender for the calls that the cells of one session make to the host. It numbers the calls
     and waits for the answers."""
 
@@ -130,7 +130,7 @@ class Guest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shared_buffers: Any = None,
-        apart: JailForkFunctions | None = None,
+        apart: JailForkHooks | None = None,
     ) -> None:
         """Create a guest that serves a connected pair of descriptors.
 
@@ -154,12 +154,12 @@ class Guest:
         self._inbox = FrameDispatcher(
             self._channel, self.interrupts, self._branches.fork, ends_process=owns_process
         )
-        self._calls = HostCalls(self._channel, self._inbox, self.interrupts, self.output)
+        self._calls = HostCaller(self._channel, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process
         self._cells = 0
         if owns_process:
             complete_builtins()
-        self._interpreter = InterpreterBaseline()
+        self._interpreter = InterpreterSnapshot()
 
     # -- serving
 

@@ -61,7 +61,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
     return _taken
 
 
-class InterpreterBaseline:
+class InterpreterSnapshot:
     """The interpreter state at the start of the guest, which is restored after each cell. It
     consists of the builtins and the recursion limit."""
 

@@ -67,7 +67,7 @@ def int_of(digits: Any) -> int:
     return check_int(int(digits, 16))
 
 
-class HashCollisionCheck:
+class HashFloodingGuard:
     """A check that protects the host from hash collision attacks. A session could choose keys with
     equal hashes, which make sets and dicts slow to build. One object checks all sets and dicts of
     one value.
@@ -211,7 +211,7 @@ class ValueEncoder:
         """
         self.defers = defers
         self._files = files
-        self._keys = HashCollisionCheck() if bounded else None
+        self._keys = HashFloodingGuard() if bounded else None
         self.blobs: list[Any] = []
         self.chars = 0
         """Number of characters in all strings so far."""
@@ -371,7 +371,7 @@ def _show_key(key: Any) -> str:
     )
 
 
-class FileDigest(NamedTuple):
+class FileTextReference(NamedTuple):
     """A reference to a text in a file, which a session sends back to the host as the file's digest
     only."""
 
@@ -398,12 +398,12 @@ class ValueDecoder:
         decide which type a table is decoded to.
 
         ``files``: the data of texts that stay in their files, by the digest of the file.
-        ``refers``: decode such a text as a ``FileDigest`` when a session gives it back.
+        ``refers``: decode such a text as a ``FileTextReference`` when a session gives it back.
         """
         self._files = files or {}
         self._refers = refers
         self.blobs: list[Buffer | None] = list(blobs)
-        self._keys = HashCollisionCheck() if bounded else None
+        self._keys = HashFloodingGuard() if bounded else None
         self._packages = packages
 
     def decode(self, data: Any) -> Any:
@@ -474,7 +474,7 @@ class ValueDecoder:
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
         if tag == "mapped" and self._refers and type(data) is str:
-            return FileDigest(data)
+            return FileTextReference(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
             counts = read_count_table(self._take(chars_at)), read_count_table(self._take(lines_at))

@@ -23,7 +23,7 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
 from ramify.sandbox.guest.frames import HostGuestSharedMemory, ScratchBuffer, make_file
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
-from ramify.sandbox.host.transport import SandboxSharedBuffers, SocketStream, how_it_ended
+from ramify.sandbox.host.transport import SharedConnectionState, SocketStream, how_it_ended
 
 _MAX_LEFTOVER_BYTES = 16 << 20
 _SCM_CREDENTIALS = 2
@@ -91,7 +91,7 @@ class SessionSharedMemory:
             self.shared_buffers.close()
 
 
-class ForkedSession(NamedTuple):
+class ForkedSessionHandles(NamedTuple):
     """The host's handles of one forked session: its connection, shared files and process."""
 
     sock: socket.socket
@@ -127,7 +127,10 @@ class ProcessTransport:
     )
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SandboxSharedBuffers, process: ForkedSession
+        self,
+        caps: SandboxCapabilities,
+        buffers: SharedConnectionState,
+        process: ForkedSessionHandles,
     ) -> None:
         self.caps = caps
         self._sock, self._files, self.channel, self._pid, self.pidfd = process
@@ -164,7 +167,7 @@ class ProcessTransport:
         each other."""
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
-        branch = ForkedSession(*self.request_fork(frame), self.channel)
+        branch = ForkedSessionHandles(*self.request_fork(frame), self.channel)
         return BranchTransport(self.caps, self.buffers, branch)
 
     def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:

@@ -99,7 +99,7 @@ class PendingHostCall(NamedTuple):
     """Estimated memory that the call uses, in bytes."""
 
 
-class CellCalls:
+class PendingHostCalls:
     """The pending calls of one running cell to the host. A separate task answers each of them."""
 
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
@@ -152,7 +152,7 @@ class CellCalls:
         """Start the task that answers a pending call."""
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
-    def inherit(self, other: CellCalls, pending: dict[int, PendingHostCall]) -> None:
+    def inherit(self, other: PendingHostCalls, pending: dict[int, PendingHostCall]) -> None:
         """Take over the unanswered calls of another cell, because this cell's session was forked
         from that cell's session while the calls were pending."""
         self.pending, self._last_id = pending, other._last_id
@@ -286,7 +286,7 @@ class RunningCell:
         self.limit_s = limit_s
         """Limit of working time in seconds, measured by the cell's ``CellClock``."""
         self.clock = CellClock(getattr(wire.transport, "cpu_s", None))
-        self.calls = CellCalls(wire, self.clock, answer, on_bug)
+        self.calls = PendingHostCalls(wire, self.clock, answer, on_bug)
         self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end of the cell. The end itself is stored in ``end``,
         because cancelling that task also cancels this future."""

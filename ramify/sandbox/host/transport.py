@@ -132,7 +132,7 @@ def do_nothing(*_: Any) -> None:
     """
 
 
-class SandboxSharedBuffers:
+class SharedConnectionState:
     """The buffers and tasks that all connections of one sandbox share. Data in the read buffers is
     valid only until the next read. The tasks wait for killed processes to end."""
 
@@ -226,7 +226,7 @@ class SocketStream:
         "_view",
     )
 
-    def __init__(self, sock: socket.socket, shared: SandboxSharedBuffers) -> None:
+    def __init__(self, sock: socket.socket, shared: SharedConnectionState) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._loop = asyncio.get_running_loop()

@@ -176,9 +176,7 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = branches.JailForkFunctions(
-            primitives.fork_sibling, primitives.take_wire, settle
-        )
+        self.apart = branches.JailForkHooks(primitives.fork_sibling, primitives.take_wire, settle)
 
     def prepare(self) -> confine.JailSessionDescriptors:
         prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare_session()
@@ -246,7 +244,7 @@ def main(control_fd: int) -> None:
     """Run the zygote until the host is gone."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = forkserver.ForkServerControl(socket.socket(fileno=control_fd))
+    control = forkserver.ForkServerHostChannel(socket.socket(fileno=control_fd))
     _use_wait(control.sock)
     config, _ = control.receive()
     try:

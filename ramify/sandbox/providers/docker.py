@@ -68,7 +68,7 @@ class DockerService:
     name = "docker"
     carries: Carries = "bytes"
 
-    def __init__(self, engine: DockerEngine, spec: DockerSpec) -> None:
+    def __init__(self, engine: DockerApiClient, spec: DockerSpec) -> None:
         self._engine = engine
         self._spec = spec
 
@@ -125,7 +125,7 @@ class DockerService:
 class DockerContainer:
     """A running container with its standard input and output. Implements ``remote.ByteStream``."""
 
-    def __init__(self, engine: DockerEngine, id: str, attached: ContainerStdio) -> None:
+    def __init__(self, engine: DockerApiClient, id: str, attached: ContainerStdio) -> None:
         self._engine = engine
         self._id = id
         self._attached = attached
@@ -137,7 +137,7 @@ class DockerContainer:
         await _remove(self._engine, self._id)
 
 
-async def _remove(engine: DockerEngine, id: str) -> None:
+async def _remove(engine: DockerApiClient, id: str) -> None:
     try:
         await engine.ask("remove a container", "DELETE", f"/containers/{id}?force=true&v=true")
     except DockerEngineError as error:
@@ -238,7 +238,7 @@ def _usual_places() -> Iterator[str]:
         yield os.path.join(runtime, "podman", "podman.sock")
 
 
-class DockerEngine:
+class DockerApiClient:
     """A client for the HTTP API of a container engine over its Unix socket. Every request opens a
     new connection. Podman's compatible service works too."""
 
@@ -352,4 +352,4 @@ def _message(data: bytes) -> str:
 
 def open_provider(spec: DockerSpec) -> RemoteSandbox:
     """Open a sandbox whose sessions run in containers. ``base.open_sandbox`` calls this."""
-    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec))
+    return RemoteSandbox(spec, DockerService(DockerApiClient(find_socket()), spec))

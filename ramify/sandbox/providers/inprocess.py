@@ -31,7 +31,7 @@ from ramify.sandbox.guest.output import InProcessOutputSpool
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SandboxSharedBuffers, SocketStream
+from ramify.sandbox.host.transport import SharedConnectionState, SocketStream
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this process, with access to everything in it, and "
@@ -49,7 +49,7 @@ class InprocessSandbox:
         self.caps = SandboxCapabilities(interrupt=True)
         self._spec = spec
         self._sessions: set[GuestSessionProxy] = set()
-        self._buffers = SandboxSharedBuffers()
+        self._buffers = SharedConnectionState()
         self._is_closed = False
         locate(spec.packages)
 
@@ -83,7 +83,7 @@ class ThreadTransport:
     has_same_python = True
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SandboxSharedBuffers, max_output_bytes: int
+        self, caps: SandboxCapabilities, buffers: SharedConnectionState, max_output_bytes: int
     ) -> None:
         self.caps = caps
         self._sock, guest_end = socket.socketpair()

@@ -6,11 +6,11 @@ one, and decides what each session gets and how many sessions are kept ready. Th
 once per process, by building the isolation and letting a trial session attack it: it is reported
 only if it was tested, never because of a version number. Forking sessions from a server is done by
 ``process.py``, the isolation is built in ``sandbox/jail/``, and the memory budget is enforced by
-``jail_watch.py``.
+``jail_limits.py``.
 
     JailSandbox ──> zygote in its walls ─┬─fork─> confined session <──> GuestSessionProxy
               └───> template ────────────┴─fork─> confined session
-                                                      └─ fork request ──> ForkRequestListener
+                                                      └─ fork request ──> ForkGate
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from ramify.sandbox.guest.frames import FrameReader, parse_frame_header
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
 from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable
-from ramify.sandbox.host.process_transport import ForkedSession, pid_of
+from ramify.sandbox.host.process_transport import ForkedSessionHandles, pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
+from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_bytes
 from ramify.sandbox.providers.jail_transport import JailTransport
-from ramify.sandbox.providers.jail_watch import JailMemoryBudgetWatcher, machine_bytes
-from ramify.sandbox.providers.probed_tier import (
+from ramify.sandbox.providers.probed_tier_cache import (
     ProbedTier,
     forget_tier,
     keep_tier,
@@ -367,7 +367,7 @@ class JailSandbox(ProcessSandbox):
                     if (session := places.get((channel, pid))) is not None:
                         self._budget.note_folder(session, num_bytes)
 
-    def make_transport(self, process: ForkedSession) -> JailTransport:
+    def make_transport(self, process: ForkedSessionHandles) -> JailTransport:
         return JailTransport(self.caps, self.buffers, process, self._counts)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """One fork of a session in the jail, as the host sees it. Each of the two processes gets its own
 connection to the host.
 
-Whether a process may ask for a connection is decided in ``jail_watch.py``. A fork is begun and
+Whether a process may ask for a connection is decided in ``jail_limits.py``. A fork is begun and
 ended by ``jail_transport.py``.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import (
-    ForkedSession,
+    ForkedSessionHandles,
     ProcessTransport,
     SessionSharedMemory,
 )
@@ -45,10 +45,10 @@ class JailForkInProgress:
             raise
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
-    def branch_process(self) -> ForkedSession:
+    def branch_process(self) -> ForkedSessionHandles:
         """Return the branch's process, with the connection over which the host reaches it."""
         host_end, _, files = self._branch
-        return ForkedSession(host_end, files, self._origin.channel)
+        return ForkedSessionHandles(host_end, files, self._origin.channel)
 
     def close_old_connection(self) -> None:
         """Close the host's old connection to the session, because two processes could write to it

@@ -2,7 +2,7 @@
 processes.
 
 A session may send the host a descriptor only once, before it has run any code. Its requests to
-create processes are answered by ``jail_watch.py``.
+create processes are answered by ``jail_limits.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.host.process_transport import (
     BranchTransport,
-    ForkedSession,
+    ForkedSessionHandles,
     ProcessTransport,
     pid_of,
 )
-from ramify.sandbox.host.transport import SandboxSharedBuffers
+from ramify.sandbox.host.transport import SharedConnectionState
 from ramify.sandbox.providers.jail_fork_connections import JailForkInProgress
-from ramify.sandbox.providers.jail_watch import ForkRequestListener, kill_strays
+from ramify.sandbox.providers.jail_limits import ForkGate, kill_strays
 
 _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5
@@ -40,10 +40,13 @@ class ForkableJailTransport(ProcessTransport):
     __slots__ = ("forking", "listener")
 
     def __init__(
-        self, caps: SandboxCapabilities, buffers: SandboxSharedBuffers, process: ForkedSession
+        self,
+        caps: SandboxCapabilities,
+        buffers: SharedConnectionState,
+        process: ForkedSessionHandles,
     ) -> None:
         super().__init__(caps, buffers, process)
-        self.listener: ForkRequestListener | None = None
+        self.listener: ForkGate | None = None
         self.forking: JailForkInProgress | None = None
         self.add_exit_callback(self._ended)
 
@@ -122,8 +125,8 @@ class JailTransport(ForkableJailTransport):
     def __init__(
         self,
         caps: SandboxCapabilities,
-        buffers: SandboxSharedBuffers,
-        process: ForkedSession,
+        buffers: SharedConnectionState,
+        process: ForkedSessionHandles,
         counts: bool,
     ) -> None:
         """Create a connection. With ``counts``, use the kernel's count of a process's open
@@ -155,7 +158,7 @@ class JailTransport(ForkableJailTransport):
         ]
         asyncio.get_running_loop().remove_reader(self._sock.fileno())
         if data and len(fds) == 1:
-            self.listener = ForkRequestListener(fds[0], counts=self._counts)
+            self.listener = ForkGate(fds[0], counts=self._counts)
             self.stream.start_reading(received, lost)
             return
         for fd in fds:
@@ -182,7 +185,7 @@ class JailBranchTransport(ForkableJailTransport, BranchTransport):
 
     __slots__ = ("origin",)
 
-    def set_origin(self, listener: ForkRequestListener, pid: int) -> None:
+    def set_origin(self, listener: ForkGate, pid: int) -> None:
         """Set the process from which this branch is forked, and the listener that receives its
         requests to create processes."""
         self.listener, self.origin = listener, pid

@@ -35,13 +35,13 @@ from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_serv
 from ramify.sandbox.host.forkserver_process import StartedForkServer
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.process_transport import (
-    ForkedSession,
+    ForkedSessionHandles,
     ProcessTransport,
     SessionSharedMemory,
 )
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.transport import SandboxSharedBuffers
+from ramify.sandbox.host.transport import SharedConnectionState
 
 WARNING = (
     "sandbox 'process': code runs in a separate process, without the host's environment and with "
@@ -93,7 +93,7 @@ class ProcessSandbox:
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
         """Start-up tasks of templates that are to be ended."""
-        self.buffers = SandboxSharedBuffers()
+        self.buffers = SharedConnectionState()
         self._is_closed = False
 
     async def open(
@@ -252,7 +252,7 @@ class ProcessSandbox:
             files.close()
             raise
         transport = self.make_transport(
-            ForkedSession(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
+            ForkedSessionHandles(host_end, files, channel, reply["pid"], fds[0] if fds else -1)
         )
         session = GuestSessionProxy(
             transport,
@@ -280,7 +280,7 @@ class ProcessSandbox:
     def closed(self, session: GuestSessionProxy) -> None:
         self.sessions.discard(session)
 
-    def make_transport(self, process: ForkedSession) -> ProcessTransport:
+    def make_transport(self, process: ForkedSessionHandles) -> ProcessTransport:
         return ProcessTransport(self.caps, self.buffers, process)
 
     async def close(self) -> None:

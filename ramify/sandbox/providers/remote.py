@@ -443,7 +443,7 @@ class _ClosedStream:
         pass
 
 
-class SdkCallbackQueue:
+class CallbackDataQueue:
     """A queue for data that an SDK passes to a callback. ``ByteStream.receive`` of the service
     reads from it."""
 

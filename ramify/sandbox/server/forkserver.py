@@ -116,7 +116,7 @@ BRANCH = False
 """Marks a branch, which a session forked itself; the server prepared nothing for it."""
 
 
-class ForkServerControl:
+class ForkServerHostChannel:
     """The fork server's end of its connection to the host, over which messages and file descriptors
     are sent. It trusts the host and may block."""
 
@@ -155,13 +155,13 @@ class ForkServer:
     """A server that forks sessions and templates on request, and cleans up after them. A template
     is a process that has decoded a large context. It is a fork server, too."""
 
-    def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
+    def __init__(self, control: ForkServerHostChannel, config: dict[str, Any]) -> None:
         self.control = control
         self.config = config
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """A ``branches.JailForkFunctions``, unless the host sends a branch's descriptors with its
+        """A ``branches.JailForkHooks``, unless the host sends a branch's descriptors with its
         request."""
         self._guest: guest.Guest | None = None
         """The prepared guest of the next session whose descriptors have the usual numbers."""
@@ -341,7 +341,7 @@ class ForkServer:
         quiet_signals()
         tie_to_parent(self.pid)
         self.control.sock.close()
-        self.control = ForkServerControl(socket.socket(fileno=control))
+        self.control = ForkServerHostChannel(socket.socket(fileno=control))
         self.children = {}
         try:
             files = self._map_files(num_files)
@@ -538,7 +538,7 @@ def main(control_fd: int) -> None:
     """Run the fork server until the host closes the connection."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = ForkServerControl(socket.socket(fileno=control_fd))
+    control = ForkServerHostChannel(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
         preload(config["paths"], (*PRELOAD, *config["packages"]))

@@ -46,7 +46,7 @@ MAX_LEFTOVER_BYTES = 1 << 20
 _CHUNK = 1 << 16
 
 
-class SupervisorChannel:
+class SupervisorHostChannel:
     """The channel to the host over standard input and output, which carries messages in both
     directions."""
 
@@ -79,7 +79,9 @@ class SessionSupervisor:
     """The supervisor of one guest, the code that runs cells. It forwards bytes between the host and
     the guest, and controls the guest's process."""
 
-    def __init__(self, wire: SupervisorChannel, pid: int, sock: socket.socket, spool: int) -> None:
+    def __init__(
+        self, wire: SupervisorHostChannel, pid: int, sock: socket.socket, spool: int
+    ) -> None:
         self._wire = wire
         self._pid = pid
         self._sock = sock
@@ -173,7 +175,7 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     """Run the supervisor until the guest has ended. ``config`` has the keys seed, packages,
     memory_bytes and max_output_bytes. With ``has_lines``, the streams carry only text, as lines of
     base64."""
-    wire = SupervisorChannel(has_lines)
+    wire = SupervisorHostChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     config["folder"] = tempfile.mkdtemp(prefix="ramify-")

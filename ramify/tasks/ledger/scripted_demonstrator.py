@@ -107,7 +107,7 @@ NOISY = LedgerDemonstratorHabits(
 )
 
 
-class CallScene(msgspec.Struct, frozen=True):
+class LedgerCallInput(msgspec.Struct, frozen=True):
     """The situation of one call: its question, the formats of the documents in its context, and
     their separator.
     """
@@ -120,20 +120,20 @@ class CallScene(msgspec.Struct, frozen=True):
     """
 
 
-def root_scene(item: Item) -> CallScene:
+def root_scene(item: Item) -> LedgerCallInput:
     """Return the situation of the root call of ``item``: its question, the formats of the documents
     in its context, and their separator.
     """
     asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
-    return CallScene(asked, tuple(document.format for document in documents_of(item)), mark)
+    return LedgerCallInput(asked, tuple(document.format for document in documents_of(item)), mark)
 
 
-class CallReplyGenerator:
+class DemonstratorReplies:
     """Produces the demonstrator's replies in one call, one at a time."""
 
-    def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
+    def __init__(self, scene: LedgerCallInput, habits: LedgerDemonstratorHabits, seed: str) -> None:
         """Create the replies for a call in the given situation. All random choices depend only on
         ``seed``, so equal arguments give equal replies.
         """
@@ -149,12 +149,16 @@ class CallReplyGenerator:
         self._replies = self._go()
 
     @property
-    def children(self) -> list[CallScene]:
+    def children(self) -> list[LedgerCallInput]:
         """Return the situations of the child calls, in the order in which they are made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
-            return [CallScene(self._child_asked, (form,)) for form in scene.formats]
-        return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
+            return [LedgerCallInput(self._child_asked, (form,)) for form in scene.formats]
+        return (
+            [LedgerCallInput(self._child_asked, scene.formats)]
+            if self._strategy != "direct"
+            else []
+        )
 
     def reply(self, observation: str | None) -> str:
         """Return the demonstrator's next reply. Raises StopIteration after the answer.
@@ -274,7 +278,7 @@ class LedgerDemonstrator:
         self._item = item
         self._habits = habits
         self._seed = seed
-        self._calls = {"0": CallReplyGenerator(root_scene(item), habits, seed_of(item, seed, "0"))}
+        self._calls = {"0": DemonstratorReplies(root_scene(item), habits, seed_of(item, seed, "0"))}
 
     async def complete(self, request: Request) -> Reply:
         call = self._call(request.affinity)
@@ -290,11 +294,11 @@ class LedgerDemonstrator:
     async def close(self) -> None:
         """Do nothing: the client holds no resources."""
 
-    def _call(self, id: str) -> CallReplyGenerator:
+    def _call(self, id: str) -> DemonstratorReplies:
         if id not in self._calls:
             parent, _, number = id.rpartition(".")
             scene = self._call(parent).children[int(number)]
-            self._calls[id] = CallReplyGenerator(
+            self._calls[id] = DemonstratorReplies(
                 scene, self._habits, seed_of(self._item, self._seed, id)
             )
         return self._calls[id]
@@ -393,8 +397,8 @@ class _Play:
         self._call("0", root_scene(self._item), self._item.question, self._item.context)
         return sorted(self._conversations, key=lambda each: each.call)
 
-    def _call(self, id: str, scene: CallScene, question: str, context: str) -> Any:
-        call = CallReplyGenerator(scene, self._habits, seed_of(self._item, self._seed, id))
+    def _call(self, id: str, scene: LedgerCallInput, question: str, context: str) -> Any:
+        call = DemonstratorReplies(scene, self._habits, seed_of(self._item, self._seed, id))
         session = _Namespace(context, self._children(id, call, context))
         messages = [Message("user", self._texts.first_message(question, context))]
         observation = None
@@ -412,7 +416,7 @@ class _Play:
         )
         return session.answer
 
-    def _children(self, id: str, call: CallReplyGenerator, context: str) -> Any:
+    def _children(self, id: str, call: DemonstratorReplies, context: str) -> Any:
         """Return the function ``rlm_query_batched`` for the code of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:

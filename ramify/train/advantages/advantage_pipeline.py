@@ -54,14 +54,14 @@ from ramify.train.advantages.credit import (
 )
 from ramify.train.advantages.token_loss_weights import (
     Reduction,
-    RunningMeanRolloutTokens,
+    RolloutTokenDivisor,
     Share,
     Weights,
     weight_ratios,
 )
 from ramify.train.advantages.token_loss_weights import weights as token_weights
 from ramify.train.config_redaction import check_none_or_positive
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Call, Group, Trajectory
 
 EPSILON = 1e-6
@@ -284,7 +284,7 @@ class StepAdvantageBuilder:
         with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
         kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
         counts = [[_counts(rollout, options) for rollout in group] for group in kept]
-        mean_tokens = RunningMeanRolloutTokens.of_memory(options.memory)
+        mean_tokens = RolloutTokenDivisor.of_memory(options.memory)
         divisor = options.rollout_tokens or mean_tokens.divisor(counts)
         weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
         shares: dict[str, Sequence[Sequence[Weights]]] = {}
@@ -386,7 +386,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
     """Return messages about the rollouts that were left out, with reasons. The first few are named,
     and the others only counted.
 
-    Rollouts that the task could not score are reported by the stage (``score_failures.py``).
+    Rollouts that the task could not score are reported by the stage (``score_failure_counts.py``).
     """
     notes = [
         f"{trajectory.id} is left out of its group: it {why}"

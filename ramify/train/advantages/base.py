@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ from ramify.train.advantages.base import (
     with_memory,
 )
 from ramify.train.advantages.group_estimators import DrGRPO
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
 _SUMS = ("groups_with_signal", "failed_rollouts")

@@ -19,7 +19,7 @@ from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder
 from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.credit import CREDITS, Numbers, tree_of
 from ramify.train.advantages.group_estimators import GRPO
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
 

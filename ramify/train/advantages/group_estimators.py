@@ -27,7 +27,7 @@ from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import EPSILON, GroupOptions
 from ramify.train.advantages.credit import Overlong
 from ramify.train.advantages.token_loss_weights import Reduction
-from ramify.types.sequence import TokenSequence, rollout_of
+from ramify.types.training_sequences import TokenSequence, rollout_of
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:

@@ -30,7 +30,7 @@ from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages, TokenCredit
 from ramify.train.advantages.credit import returns_of
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
 

@@ -32,10 +32,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TrainError
-from ramify.types.sequence import call_of
+from ramify.types.training_sequences import call_of
 
 if TYPE_CHECKING:
-    from ramify.types.sequence import Ints, TokenSequence
+    from ramify.types.training_sequences import Ints, TokenSequence
 
 Doubles = npt.NDArray[np.float64]
 
@@ -43,7 +43,7 @@ _TINY = 1e-8
 """Added to a variance before taking the square root."""
 
 
-class CallTokens(NamedTuple):
+class SampledCallTokens(NamedTuple):
     """The sampled tokens of one call that have a policy-gradient weight, in order."""
 
     parts: list[tuple[TokenSequence, Ints]]
@@ -70,7 +70,7 @@ class CallTokens(NamedTuple):
             start += len(tokens)
 
 
-def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
+def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[SampledCallTokens]:
     """Group the sampled tokens of ``rows``, which are token sequences, by call. The calls are in
     order of first appearance.
     """
@@ -79,7 +79,7 @@ def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[CallTokens]:
         tokens = np.flatnonzero(row.rl)
         if len(tokens):
             by_call.setdefault(call_of(row.name), []).append((row, tokens))
-    return map(CallTokens, by_call.values())
+    return map(SampledCallTokens, by_call.values())
 
 
 def to_go(rewards: Doubles, gamma: float) -> Doubles:
@@ -164,7 +164,7 @@ def add_kl(
     return {"reward_kl": sum(float(charge.sum()) for charge in charges) / num if num else 0.0}
 
 
-def normalise_lines(calls: Sequence[CallTokens], epsilon: float | None = None) -> None:
+def normalise_lines(calls: Sequence[SampledCallTokens], epsilon: float | None = None) -> None:
     """Normalise the advantages of all tokens in ``calls`` together, to mean 0 and standard
     deviation 1.
     """

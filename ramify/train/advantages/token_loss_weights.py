@@ -127,7 +127,7 @@ after ten steps.
 """
 
 
-class RunningMeanRolloutTokens(NamedTuple):
+class RolloutTokenDivisor(NamedTuple):
     """A running mean of the tokens per rollout, by which ``reduction="constant"`` divides the
     loss. The mean of the earlier steps is used, so that one step with unusually long rollouts does
     not change the divisor. Only the first step is divided by its own mean. The mean is a plain
@@ -142,7 +142,7 @@ class RunningMeanRolloutTokens(NamedTuple):
     """Number of steps in the mean. If it is 0, ``value`` has no meaning."""
 
     @classmethod
-    def of_memory(cls, memory: Mapping[str, float]) -> RunningMeanRolloutTokens:
+    def of_memory(cls, memory: Mapping[str, float]) -> RolloutTokenDivisor:
         steps = int(memory.get("rollout_tokens_steps", 0))
         return cls(memory["rollout_tokens"], steps) if steps else cls()
 
@@ -155,7 +155,7 @@ class RunningMeanRolloutTokens(NamedTuple):
         """
         return self.value if self.steps else self.after(groups).value
 
-    def after(self, groups: Sequence[Sequence[Counts]]) -> RunningMeanRolloutTokens:
+    def after(self, groups: Sequence[Sequence[Counts]]) -> RolloutTokenDivisor:
         """Return the running mean updated with the rollouts of one more step, ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)
@@ -164,7 +164,7 @@ class RunningMeanRolloutTokens(NamedTuple):
         steps = self.steps + 1
         latest = sum(size.tokens for size in sizes) / num
         rate = max(1 / steps, _SLOWEST)
-        return RunningMeanRolloutTokens(self.value + rate * (latest - self.value), steps)
+        return RolloutTokenDivisor(self.value + rate * (latest - self.value), steps)
 
 
 class _Size(NamedTuple):

@@ -27,7 +27,7 @@ from ramify.train.backends.mesh import MeshSizes
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, Floats
+from ramify.types.training_sequences import Batch, Floats
 
 if TYPE_CHECKING:
     import torch

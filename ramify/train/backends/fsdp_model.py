@@ -42,7 +42,7 @@ from ramify.train.backends.single import check_window
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.total_loss import LossSpec, LossTally
-from ramify.types.sequence import Batch, Floats
+from ramify.types.training_sequences import Batch, Floats
 
 _STATE = "trainer.pt"
 _AT_ONCE = 16 << 20

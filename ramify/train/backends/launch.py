@@ -16,7 +16,7 @@ Every rank opens three channels to rank 0, which prove that it belongs to the ru
     talk     RankSettings, then the verbs of ``rank_group.py``
     watch    heartbeats (``rank_watch.py``)
     store    addresses of the connections that gloo or NCCL open (``rank_store.py``); each group
-             proves these, too, before it is used (``group_proof.py``)
+             proves these, too, before it is used (``rank_group_authentication.py``)
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from ramify.actors.child_process import ChildProcess, Process, import_path
+from ramify.actors.child_process import ChildProcess, ProcessHandle, import_path
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
-from ramify.actors.group_proof import AuthenticatedGroupFactory
 from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
+from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import ComponentLogger, join_parent_run_log
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
 
 _POLL_S = 0.05
 _START_S = 120.0
@@ -88,7 +88,7 @@ def is_restarted() -> bool:
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
-    return TorchrunMeeting(world).has_earlier_attempt()
+    return TorchrunRendezvous(world).has_earlier_attempt()
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
@@ -146,7 +146,7 @@ def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     if world is None:
         _check_port(shard.port)
     else:
-        TorchrunMeeting(world)
+        TorchrunRendezvous(world)
     return size
 
 
@@ -164,7 +164,7 @@ class JoinedRanks(NamedTuple):
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
+def _unfinished(processes: Sequence[ProcessHandle]) -> Iterator[None]:
     """Kill all started ranks if the ``with`` block raises an exception, so that a failed start
     leaves no processes behind."""
     import torch.distributed as dist
@@ -193,15 +193,15 @@ def start_ranks(
     size = check(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
     pulse = RankProgress()
-    processes: list[Process] = []
-    meeting: TorchrunMeeting | None = None
+    processes: list[ProcessHandle] = []
+    meeting: TorchrunRendezvous | None = None
     with _unfinished(processes):
         if world is None:
             address = LOOPBACK if hosts is None else hosts.address
             is_local = address == LOOPBACK
             listener = ConnectBackListener(address, shard.port or 0)
         else:
-            meeting = TorchrunMeeting(world)
+            meeting = TorchrunRendezvous(world)
             is_local, listener = world.is_local, meeting.listen()
         with listener:
             for other in range(1, size) if world is None else ():
@@ -265,7 +265,7 @@ def _forget_meshes() -> None:
 def follow(world: RankInfo) -> NoReturn:
     """Run this process as a torchrun rank other than 0. It executes the commands of rank 0 until
     rank 0 ends, and then exits. Raises TrainError if rank 0 cannot be reached in time."""
-    meeting = TorchrunMeeting(world)
+    meeting = TorchrunRendezvous(world)
     until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
     while True:
         ticket = meeting.find()
@@ -285,7 +285,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     import torch.distributed as dist
 
     from ramify.actors.rank_group import follow
-    from ramify.actors.rank_store import ChannelStore
+    from ramify.actors.rank_store import RankStoreClient
     from ramify.actors.rank_watch import RankProgress
     from ramify.train.backends.rank import RankModels
 
@@ -293,7 +293,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     local_rank = settings.local_rank if local_rank is None else local_rank
     join_parent_run_log(f"rank {rank}")
     members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
-    store = ChannelStore(channels["store"])  # torch does not keep it alive
+    store = RankStoreClient(channels["store"])  # torch does not keep it alive
     _enter(store, rank, settings, members, local_rank)
     pulse = RankProgress()
     device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
@@ -313,7 +313,7 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 def _started(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
-) -> Process:
+) -> ProcessHandle:
     """Start the process of one rank and return it. It runs on this machine, or where the launcher
     ``hosts`` places it. That machine then exposes only the GPUs assigned to the rank."""
     import torch
@@ -329,13 +329,13 @@ def _started(
     )
 
 
-def _check_alive(processes: Sequence[Process], rank: int) -> None:
+def _check_alive(processes: Sequence[ProcessHandle], rank: int) -> None:
     """Raise TrainError if the process of this rank was started here and has exited."""
     if processes and processes[rank - 1].poll() is not None:
         raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 
 
-def _check_all_alive(processes: Sequence[Process]) -> None:
+def _check_all_alive(processes: Sequence[ProcessHandle]) -> None:
     for rank in range(1, 1 + len(processes)):
         _check_alive(processes, rank)
 

@@ -1,5 +1,5 @@
 """Update the weights of a model with AdamW or Muon. The optimizers access the weights through a
-``WeightSharding``, which hides whether one device or several ranks hold them. The version for
+``ShardedWeights``, which hides whether one device or several ranks hold them. The version for
 several ranks is in ``sharding.py``.
 
 Which parameters each optimizer updates:
@@ -168,7 +168,7 @@ def orthogonal(matrices_nRC: Tensor) -> Tensor:
 T = TypeVar("T")
 
 
-class WeightSharding(Protocol):
+class ShardedWeights(Protocol):
     """The interface through which one rank accesses the weights of a model. The rank may hold only
     a shard of them."""
 

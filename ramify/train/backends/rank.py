@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ramify.actors.group_proof import AuthenticatedGroupFactory
+from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.actors.rank_watch import RankProgress
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
@@ -43,7 +43,7 @@ from ramify.train.backends.sharding import FsdpWeightSharding
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
 from ramify.train.losses.total_loss import LossSpec, LossTally, SerializableLossTally
-from ramify.types.sequence import Batch, Floats
+from ramify.types.training_sequences import Batch, Floats
 
 
 class ModelConfigText(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ _MAX_BYTES = 5_000_000_000
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-class ExportManifest(NamedTuple):
+class TensorManifest(NamedTuple):
     """The names, shapes and precision of the weights of an export. They must be known before the
     first value is written."""
 
@@ -39,7 +39,7 @@ class ExportManifest(NamedTuple):
 def export(
     folder: Path,
     config: Any,
-    weights: ExportManifest,
+    weights: TensorManifest,
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
@@ -93,14 +93,14 @@ def export_model(
 
     empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
     written = {name: tuple(each.shape) for name, each in on_disk(empty)}
-    export(folder, config, ExportManifest(written, dtype), on_disk(tensors))
+    export(folder, config, TensorManifest(written, dtype), on_disk(tensors))
 
 
 def convert_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Copy a checkpoint from ``source`` to ``folder`` and convert its weights to the precision
     ``dtype``. One tensor is in memory at a time."""
     stored = lazy_disk_tensors(source)
-    weights = ExportManifest({name: each.shape for name, each in stored.items()}, dtype)
+    weights = TensorManifest({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))
 
 

@@ -138,7 +138,7 @@ class FsdpWeightSharding:
         """Map the name of each buffer that checkpoints store to its full tensor, which every rank
         holds."""
 
-    # --- WeightSharding
+    # --- ShardedWeights
 
     def run_with_weights(self, work: Callable[[], T]) -> T:
         found = cast(T, self._root(work))

@@ -7,7 +7,7 @@ backends must reproduce.
 The backend computes bf16 products from fp32 weights (``base.decided`` chooses the precision), can
 recompute activations in the backward pass, and stops the step if a loss is not finite. Gradients
 accumulate over batches, so the batch size changes memory but not the step. Losses are in
-``losses/``, and attention is in ``models/trunk.py``.
+``losses/``, and attention is in ``models/training_forward.py``.
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
 """
@@ -32,7 +32,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import ARCHITECTURES, DenseModel, compile_layers
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters, RouterLoadBalancingLoss, configured_weight
-from ramify.models.trunk import (
+from ramify.models.training_forward import (
     LmHeadRequest,
     compute_logprobs_and_entropies,
     fixed_shape_trunk,
@@ -50,14 +50,14 @@ from ramify.train.backends.activation_memory import (
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, resolve_precision
 from ramify.train.backends.optimizers import (
     CombinedOptimizer,
+    ShardedWeights,
     SingleProcessWeightSharding,
-    WeightSharding,
 )
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.total_loss import BatchLossInputs, LossSpec, LossTally
-from ramify.types.sequence import Batch, Floats, SequenceUnit
+from ramify.types.training_sequences import Batch, Floats, SequenceUnit
 
 _STATE = "backend.pt"
 VALUE_HEAD = "value_head"
@@ -79,7 +79,7 @@ class SingleBackend:
         *,
         dumps: Path | None = None,
         critic: bool = False,
-        spread: WeightSharding | None = None,
+        spread: ShardedWeights | None = None,
     ) -> None:
         """Prepare ``policy`` for training. Its weights are converted to fp32 and trained in place.
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ramify.actors.group_proof import AuthenticatedGroupFactory
+from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.errors import ConfigError
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.mesh import MeshSizes, check_model

@@ -62,7 +62,7 @@ class RankInfo(NamedTuple):
         return cls(int(rank), int(size), local_rank, address, int(port), is_local)
 
 
-class TorchrunMeeting:
+class TorchrunRendezvous:
     """Publishes the address of rank 0, and finds it for the other ranks that the same torchrun
     started."""
 

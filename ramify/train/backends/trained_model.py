@@ -23,7 +23,7 @@ from ramify.train.backends.torchrun_rendezvous import RankInfo
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, Floats
+from ramify.types.training_sequences import Batch, Floats
 
 
 class LocalTrainedModel:

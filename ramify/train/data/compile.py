@@ -21,8 +21,8 @@ from itertools import accumulate, chain
 import numpy as np
 
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
-from ramify.types.sequence import Floats, Ints, SamplingMask, TokenSequence
-from ramify.types.token_path import ReplyTokenSpan, TokenPath
+from ramify.types.token_path import SampledTokenSpan, TokenPath
+from ramify.types.training_sequences import Floats, Ints, SamplingMask, TokenSequence
 from ramify.types.trajectory import Call
 
 _WEIGHTS = ("rl", "ce", "kd")
@@ -92,7 +92,7 @@ def _check_lengths(rollout: RolloutAdvantages) -> None:
             )
 
 
-def _is_whole(span: ReplyTokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
+def _is_whole(span: SampledTokenSpan, remaining: dict[tuple[str, int], TokenCredit]) -> bool:
     credit = remaining.get((span.call, span.turn))
     return credit is not None and len(credit) == span.end - span.start
 
@@ -101,7 +101,7 @@ def _sequence(
     name: str,
     item: str,
     path: TokenPath,
-    credits: list[tuple[ReplyTokenSpan, TokenCredit]],
+    credits: list[tuple[SampledTokenSpan, TokenCredit]],
     temperature: float,
 ) -> TokenSequence:
     length = len(path)
@@ -145,7 +145,7 @@ def _sequence(
 
 
 def _column(
-    length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]], name: str
+    length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]], name: str
 ) -> Floats | None:
     """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens. It has the
     turns' numbers at their tokens and 0 elsewhere. Returns None if no turn has such numbers.
@@ -162,7 +162,7 @@ def _column(
 def _observed(
     column: Floats | None,
     length: int,
-    credits: list[tuple[ReplyTokenSpan, TokenCredit]],
+    credits: list[tuple[SampledTokenSpan, TokenCredit]],
     path: TokenPath,
 ) -> Floats | None:
     """Add the cross-entropy weights of observed tokens, such as prompts and tool output, to the
@@ -181,7 +181,7 @@ def _observed(
     return column
 
 
-def _named(length: int, credits: list[tuple[ReplyTokenSpan, TokenCredit]]) -> dict[str, Floats]:
+def _named(length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]]) -> dict[str, Floats]:
     """Return the additional named per-token arrays of a path, each of shape [T] or [T, k]. Tokens
     outside the given turns have 0."""
     columns: dict[str, Floats] = {}

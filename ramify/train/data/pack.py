@@ -32,12 +32,18 @@ from ramify.train.data.prefix_forest import (
     BatchBuilder,
     Forest,
     ForestNode,
-    NodeComputeCounts,
+    NodeComputationCounts,
     PackableTree,
     forest,
     loss_token_indices,
 )
-from ramify.types.sequence import Batch, Floats, SequenceUnit, TokenSequence, sequence_group_key
+from ramify.types.training_sequences import (
+    Batch,
+    Floats,
+    SequenceUnit,
+    TokenSequence,
+    sequence_group_key,
+)
 
 Unit = str | int
 """Key that sequences share if they must stay together in one batch."""
@@ -117,7 +123,9 @@ def pack(
     ]
     pieces = _pieces(trees, units, packing)
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    copies = NodeComputeCounts(found, [stretch for piece in pieces for stretch in piece.stretches])
+    copies = NodeComputationCounts(
+        found, [stretch for piece in pieces for stretch in piece.stretches]
+    )
     return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 

@@ -33,7 +33,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.types.sequence import Batch, Floats, Ints, SamplingMask, Segment, TokenSequence
+from ramify.types.training_sequences import (
+    Batch,
+    Floats,
+    Ints,
+    SamplingMask,
+    Segment,
+    TokenSequence,
+)
 
 
 class ForestNode(NamedTuple):
@@ -82,7 +89,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
     return Forest(*growing.grown(ends), order)
 
 
-class NodeComputeCounts:
+class NodeComputationCounts:
     """Counts how often each node of a step's prefix trees is computed. A shared prefix is computed
     again in each batch that needs it."""
 
@@ -239,7 +246,7 @@ class BatchBuilder:
         routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
         self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[PackableTree], copies: NodeComputeCounts) -> Batch:
+    def batch(self, pieces: Iterable[PackableTree], copies: NodeComputationCounts) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}

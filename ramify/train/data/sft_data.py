@@ -37,8 +37,8 @@ from ramify.store.store import Store
 from ramify.tasks.base import DemonstrationPromptFormat, Task
 from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
-from ramify.types.sequence import TokenSequence
-from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
+from ramify.types.training_sequences import TokenSequence
+from ramify.types.trajectory import Call, CallSite, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
@@ -103,7 +103,7 @@ def _call(conversation: DemonstrationConversation) -> Call:
         "demonstrator",
         conversation.call.count("."),
         messages[0].content,
-        parent=Parent(above, 0, 0) if above else None,
+        parent=CallSite(above, 0, 0) if above else None,
         turns=turns,
         stop=Stop.FINAL,
     )

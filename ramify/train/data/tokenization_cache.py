@@ -11,7 +11,7 @@ costs the time to tokenize again. Deleting runs from the store also deletes the 
 (``store/prune.py``).
 
 Calls are tokenized in ``sft_data.py``; the token sequences of a run that is resumed are stored by
-``stored_sft_rows.py``.
+``sft_row_cache.py``.
 """
 
 from __future__ import annotations

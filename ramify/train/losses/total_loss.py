@@ -21,7 +21,7 @@ batches, and added to the batch:
                   whichever path it carries weight
     check_whole   for such a loss: each sequence is whole, in one batch
 
-Log-probabilities are computed in ``models/trunk.py``, and weights and advantages in
+Log-probabilities are computed in ``models/training_forward.py``, and weights and advantages in
 ``advantages/``.
 
 Legend: E entries of a batch, N tokens of the step, k teacher tokens per entry. l, o and m are the
@@ -60,7 +60,7 @@ from ramify.train.losses.base import (
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.critic import CriticLossInputs, ValueLoss
 from ramify.train.losses.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
-from ramify.types.sequence import Batch, Floats, Ints, SequenceUnit, sequence_group_key
+from ramify.types.training_sequences import Batch, Floats, Ints, SequenceUnit, sequence_group_key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ramify.actors.child_process import Process
+from ramify.actors.child_process import ProcessHandle
 from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
 from ramify.errors import ConfigError
@@ -117,7 +117,7 @@ class _RunningService:
         self.spec = spec
         self._member = RoleInstanceId(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
-        self._process: Process | None = None
+        self._process: ProcessHandle | None = None
         self._host = ""
         self._port = 0
         self._forwarder: asyncio.Server | None = None

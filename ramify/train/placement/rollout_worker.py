@@ -127,7 +127,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
     """Where the rollout forks. None: it does not fork."""
 
 
-class AvailableEngines(msgspec.Struct, frozen=True, tag=True):
+class AvailableEnginesMessage(msgspec.Struct, frozen=True, tag="AvailableEngines"):
     """A message that tells a worker which engines it may call from now on."""
 
     urls: tuple[str, ...]
@@ -143,7 +143,9 @@ class EndWorker(msgspec.Struct, frozen=True, tag=True):
     """The last message to a worker, which then exits."""
 
 
-RunMessage = RolloutWorkerSpec | RolloutRequest | AvailableEngines | CancelRollout | EndWorker
+RunMessage = (
+    RolloutWorkerSpec | RolloutRequest | AvailableEnginesMessage | CancelRollout | EndWorker
+)
 
 
 class WorkerMessage(msgspec.Struct, frozen=True):
@@ -198,7 +200,7 @@ class _RolloutWorker:
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.http_engines import HttpEngines
         from ramify.models.load import load_policy
-        from ramify.train.selfcheck import TokenIdRecordingClient
+        from ramify.train.selfcheck import TokenIdHashingClient
 
         torch.set_num_threads(1)
         policy = load_policy(
@@ -210,7 +212,7 @@ class _RolloutWorker:
             lambda folder: None,
             gone=lambda url: self._send(WorkerMessage("gone", data=url.encode())),
         )
-        self._client = TokenIdRecordingClient(self._engines)
+        self._client = TokenIdHashingClient(self._engines)
         self._rlm = RLM(
             DepthModels(spec.depths, FrozenModelBudget(), self._client).clients,
             limits=spec.limits,
@@ -247,7 +249,7 @@ class _RolloutWorker:
             match request:
                 case RolloutRequest():
                     self._rollouts[request.id] = asyncio.create_task(self._roll(request))
-                case AvailableEngines():
+                case AvailableEnginesMessage():
                     self._engines.set_listed(request.urls)
                 case CancelRollout():
                     if task := self._rollouts.get(request.id):

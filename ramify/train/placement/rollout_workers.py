@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.actors.child_process import Process, import_path, wait_then_kill
+from ramify.actors.child_process import ProcessHandle, import_path, wait_then_kill
 from ramify.actors.connect_back import ConnectBackListener, MissedHeartbeatDetector
 from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
@@ -42,7 +42,7 @@ from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.placement.rollout_worker import (
-    AvailableEngines,
+    AvailableEnginesMessage,
     CancelRollout,
     EndWorker,
     RolloutRequest,
@@ -70,7 +70,9 @@ class _Worker:
     """One worker process as seen by the run: its connection, and the rollouts that it is
     sampling."""
 
-    def __init__(self, number: int, process: Process, channel: Channel, heartbeat_s: float) -> None:
+    def __init__(
+        self, number: int, process: ProcessHandle, channel: Channel, heartbeat_s: float
+    ) -> None:
         self.heartbeats = MissedHeartbeatDetector(heartbeat_s, _LOOK_S)
         self.number = number
         self.process = process
@@ -130,7 +132,7 @@ class RolloutWorkers:
         self._heartbeat_s = heartbeat_s
         self._restarts = ProcessRestartLimiter(restarts, _log, "worker")
         self._alive: list[_Worker] = []
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ProcessHandle] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._waiting: list[RolloutRequest] = []
         """Requests that arrived while no worker was available."""
@@ -300,7 +302,7 @@ class RolloutWorkers:
             for worker in list(self._alive):
                 if urls and worker.urls != urls:
                     worker.urls = urls
-                    worker.send(AvailableEngines(urls))
+                    worker.send(AvailableEnginesMessage(urls))
                 if await asyncio.to_thread(worker.process.poll) is not None:
                     self._lost(worker, await asyncio.to_thread(_why_lost, worker))
                 elif worker.heartbeats.is_overdue():

@@ -44,7 +44,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.progress import ProgressTask, report_progress
+from ramify.progress import ProgressReporter, report_progress
 from ramify.tasks.base import Item
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.metrics import GroupRecord, group_record
@@ -235,7 +235,7 @@ class GroupQueue:
         self._given_up: list[RolloutAttempt] = []
         """Rollouts that were given up and may still be ending."""
         self._notes: list[str] = []
-        self._work: ProgressTask | None = None
+        self._work: ProgressReporter | None = None
         """Progress display of the step that is waiting for its groups."""
 
     # --- for the stage

@@ -193,7 +193,7 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 class TokenScorer(Protocol):
     """The interface of a model that returns log-probabilities of given tokens, such as a teacher.
-    ``scorer.py`` implements it."""
+    ``teacher_logprobs.py`` implements it."""
 
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0

@@ -104,11 +104,11 @@ class Hybrid(
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
-    def with_readings(self, readings: Readings, step: int) -> HybridStepAlgorithm:
+    def with_readings(self, readings: Readings, step: int) -> HybridWithStepScores:
         """Return this algorithm for one step. It combines the outcome with the scores
         (``readings``) that the signals gave in that step.
         """
-        return HybridStepAlgorithm(self, readings, step)
+        return HybridWithStepScores(self, readings, step)
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
@@ -117,7 +117,7 @@ class Hybrid(
         return self.with_readings({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
-class HybridStepAlgorithm:
+class HybridWithStepScores:
     """A hybrid algorithm for one step, which holds the signals' scores of that step. Implements
     ``Algorithm``."""
 

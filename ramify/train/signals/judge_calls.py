@@ -25,7 +25,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.store.call_cache import CallCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Annotation, Call, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import Annotation, Call, CallSite, Stop, Trajectory, Turn
 
 POLICY = "policy"
 """Model name by which a judge selects the policy being trained."""
@@ -77,7 +77,7 @@ class JudgeModelAccess:
                 cached, usage=Usage(), cost=None if cached.cost is None else 0.0
             )
         reply = await self.pool.ask(
-            client, request, RequestBudgetReservation(client, request, self.ledger)
+            client, request, JudgeRequestReservation(client, request, self.ledger)
         )
         if self._cache is not None:
             self._cache.put(digest, reply)
@@ -108,7 +108,7 @@ class _TrajectoryCaller:
             model,
             self._trajectory.call(about[0]).depth + 1,
             f"{self._signal} of turn {about[1]}",
-            parent=Parent(about[0], about[1], 0),
+            parent=CallSite(about[0], about[1], 0),
         )
         self._reading.calls.append(call)
         try:
@@ -125,7 +125,7 @@ class _TrajectoryCaller:
         return reply
 
 
-class RequestBudgetReservation:
+class JudgeRequestReservation:
     """Reserve the budget of one request in one or more ledgers. The worst case is reserved before
     the request is sent. The actual use is charged when the reply has arrived."""
 

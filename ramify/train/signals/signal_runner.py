@@ -41,7 +41,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.compose import Hybrid, abstentions
 from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeModelAccess, put_on_tree
-from ramify.train.signals.scorer import RunTeachers
+from ramify.train.signals.teacher_logprobs import RunTeachers
 from ramify.types.trajectory import Group
 
 _log = ComponentLogger("train")

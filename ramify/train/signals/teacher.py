@@ -13,7 +13,7 @@ estimate of the reverse KL from policy to teacher. Everything is done on ids: th
 inserted into the prompt's, and the response ids are checked to be unchanged. Without hints
 (``hints=None``) this is on-policy distillation from the source. A turn that cannot be scored gets
 no number, never zeros. This module builds the rows (token sequences to score), chooses among the
-hints, and makes the signal from the scores. Log-probabilities are computed by scorer.py.
+hints, and makes the signal from the scores. Log-probabilities are computed by teacher_logprobs.py.
 
 Legend: N tokens sampled in a turn, k candidates per position.
 """
@@ -41,7 +41,7 @@ from ramify.train.signals.base import (
 )
 from ramify.train.signals.hint_sources import HintsForTrajectory, build_hint_source
 from ramify.types.message import Message
-from ramify.types.token_path import ReplyTokenSpan, TokenPath
+from ramify.types.token_path import SampledTokenSpan, TokenPath
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _log = ComponentLogger("train")
@@ -203,7 +203,7 @@ class TeacherSignal(
 
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
-    ) -> list[ReplyTokenSpan]:
+    ) -> list[SampledTokenSpan]:
         """Return the token spans to score for a hint at turn ``place``. If several turns have
         hints, each hint applies only to its own turn."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
@@ -217,10 +217,10 @@ class TeacherSignal(
         trajectory: Trajectory,
         call: Call,
         path: TokenPath,
-        spans: list[ReplyTokenSpan],
+        spans: list[SampledTokenSpan],
         hint: str,
         writing: ConversationTokenizer | None,
-    ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[ReplyTokenSpan]]:
+    ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[SampledTokenSpan]]:
         """Build the scoring requests for one hint. Returns the token sequence with the hint for the
         teacher, the same sequence without the hint, and the token spans to score."""
         begin, end = spans[0].start, spans[-1].end
@@ -453,7 +453,7 @@ class _HintedRow(NamedTuple):
     row: TokenScoringRequest
     plain: TokenScoringRequest
     """The same sequence without the hint."""
-    spans: list[ReplyTokenSpan]
+    spans: list[SampledTokenSpan]
 
 
 class _SampledRoot(NamedTuple):
@@ -461,7 +461,7 @@ class _SampledRoot(NamedTuple):
 
     number: int
     row: TokenScoringRequest
-    spans: list[ReplyTokenSpan]
+    spans: list[SampledTokenSpan]
 
 
 T = TypeVar("T")
@@ -478,7 +478,7 @@ def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
 
 
 def _by_place(
-    spans: Sequence[ReplyTokenSpan], values: Sequence[float]
+    spans: Sequence[SampledTokenSpan], values: Sequence[float]
 ) -> dict[TurnId, list[float]]:
     """Group ``values`` by turn. There is one value for each scored token."""
     remaining = iter(values)

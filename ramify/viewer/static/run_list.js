@@ -1,5 +1,5 @@
 // What the viewer's places contain: runs, evaluations and training folders. It stays in memory
-// between pages, and only what changed is requested again (viewer/run_listing.py).
+// between pages, and only what changed is requested again (viewer/run_list_updates.py).
 
 import { get } from "./api.js";
 

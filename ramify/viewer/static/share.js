@@ -4,7 +4,7 @@
 //   page ── shared() ──> { name, title, parts } ──> link · file · Markdown · PNG · CSV
 //
 // All of it comes from the parts and from the address after #, so the access token is in none. The
-// file of a run is larger, and made by the server (viewer/page_script.py).
+// file of a run is larger, and made by the server (viewer/script_bundle.py).
 
 import { offline, optional } from "./api.js";
 import { copy, fill, h, toast } from "./dom.js";

@@ -12,7 +12,7 @@ import pytest
 from simpy import Environment
 
 from ramify.extras.cluster import simulated_rollout
-from ramify.extras.cluster.engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulate import SimulationSetting
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
@@ -27,7 +27,7 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _RecordingQueue(simulated_rollout.SimulatedGroupSchedule):
+class _RecordingQueue(simulated_rollout.SimulatedGroupQueue):
     """Records when a group is complete."""
 
     events: list[Event]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.extras.cluster.engine_rate import EngineRate, RecordedCpu, recorded_cpu_times
+from ramify.extras.cluster.measured_engine_rate import EngineRate, RecordedCpu, recorded_cpu_times
 from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.step_timings import EngineStepTimingRecorder, EngineStepTotals

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.extras.cluster.engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import EngineRate
 from ramify.extras.cluster.simulated_engine import SimulatedEngine, Spans, pick
 
 STEADY = EngineRate(((1.0, 1.0),))

@@ -12,7 +12,7 @@ import torch
 from ramify.extras.cluster import memory
 from ramify.extras.cluster.model_and_device_specs import ModelShape, config_of, device_of, shape_of
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.generation_request import GenerationState
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
@@ -75,7 +75,7 @@ def test_trainer_memory_matches_real_backend(kind: Any) -> None:
 def test_engine_cache_memory_matches_real_engine() -> None:
     model, slots = helpers.policy(), 4
     running = helpers.engine(model, slots=slots)
-    running.add(Generation([5, 6, 7], max_tokens=helpers.WINDOW - 3))
+    running.add(GenerationState([5, 6, 7], max_tokens=helpers.WINDOW - 3))
     running.step()
     real = running.runner.cache_bytes  # type: ignore[attr-defined]
     shape = shape_of(model.config)

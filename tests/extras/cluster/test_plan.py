@@ -28,7 +28,7 @@ from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
-from ramify.train.checkpoint import CheckpointState, CheckpointStore
+from ramify.train.checkpoint import CheckpointStore, TrainingProgress
 from ramify.train.config import Run, plain
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
@@ -169,7 +169,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
     """One rank trained on 300 tokens per second and one engine sampled 50; two of each halve the
     time."""
     checkpoints = CheckpointStore(tmp_path, 1, 0)
-    checkpoints.save(CheckpointState(step=3, config=plain(small())), {})
+    checkpoints.save(TrainingProgress(step=3, config=plain(small())), {})
     written = MetricsFile(tmp_path)
     for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is an outlier
         values = {

@@ -13,7 +13,7 @@ from simpy import Environment
 
 from ramify import ScriptedClient
 from ramify.errors import ConfigError
-from ramify.extras.cluster.engine_rate import (
+from ramify.extras.cluster.measured_engine_rate import (
     EngineRate,
     MeasuredRequest,
     admit_requests,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import EngineRate
 from ramify.extras.cluster.rollout_shapes import (
     CallWorkload,
     CellWorkload,

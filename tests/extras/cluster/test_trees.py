@@ -10,7 +10,7 @@ from ramify.extras.cluster.rollout_shapes import (
     shape_of,
 )
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Call, Cell, Parent, Trajectory, Turn
+from ramify.types.trajectory import Call, CallSite, Cell, Trajectory, Turn
 
 
 def turn(prompt: int, sampled: int, *, before: int = 0, cached: int = 0, cells: int = 0) -> Turn:
@@ -28,7 +28,12 @@ def turn(prompt: int, sampled: int, *, before: int = 0, cached: int = 0, cells: 
 
 
 def call(
-    id: str, begin: float, end: float, *turns: Turn, parent: Parent | None = None, kind: str = "rlm"
+    id: str,
+    begin: float,
+    end: float,
+    *turns: Turn,
+    parent: CallSite | None = None,
+    kind: str = "rlm",
 ) -> Call:
     return Call(
         id, kind, "m", id.count("."), "?", parent, turns=list(turns), started_s=begin, ended_s=end
@@ -38,7 +43,7 @@ def call(
 def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
     """Two calls overlap and a third starts after both: the parent's 9 s are 1 + 0.5 + 2.5 + 1 + 0.6
     and 3.4 s of host time."""
-    here = Parent("0", 0, 0)
+    here = CallSite("0", 0, 0)
     tree = Trajectory(
         "t", "?", seconds=9.5,
         calls=[
@@ -46,7 +51,7 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
             call("0.0", 2.0, 3.0, turn(7, 10, cached=3), parent=here, kind="lm"),
             call("0.1", 2.1, 4.5, turn(7, 4), parent=here, kind="lm"),
             call("0.2", 4.5, 5.5, turn(7, 10), parent=here, kind="lm"),
-            call("0.3", 9.2, 9.4, turn(99, 1), parent=Parent("0", 1, 0), kind="judge"),
+            call("0.3", 9.2, 9.4, turn(99, 1), parent=CallSite("0", 1, 0), kind="judge"),
         ],
     )  # fmt: skip
     shape = shape_of(tree)

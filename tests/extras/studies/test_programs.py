@@ -14,8 +14,8 @@ from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.programs.scripted_demonstrator import (
-    HintedRule,
     ProgramDemonstratorHabits,
+    RuleInHint,
     broken_rules,
     demonstrate,
     from_errors,
@@ -30,7 +30,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     PROGRAM_WORDS,
-    FirstBrokenRule,
+    BrokenRule,
     ToyProgram,
     ToyProgramExercise,
     library,
@@ -78,7 +78,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     wrong = ToyProgram.read(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == FirstBrokenRule(word, right)
+    assert broken == BrokenRule(word, right)
     assert KNOWN.error_message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
@@ -121,7 +121,7 @@ def test_evaluator_gives_the_same_output_as_python() -> None:
     async def nobody(name: str, args: object, kwargs: object) -> None:
         raise AssertionError(name)
 
-    from ramify.engine.call_notebook import _prelude
+    from ramify.engine.persistent_session import _prelude
 
     prelude = _prelude(1000)
     fast, real = (asyncio.run(shown(open_sandbox(spec))) for spec in (EVALUATOR, SandboxSpec()))
@@ -283,7 +283,7 @@ def test_hints_from_errors_and_from_the_library() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert from_errors(seen) == [HintedRule(9, 4), HintedRule(None, 10)]
+    assert from_errors(seen) == [RuleInHint(9, 4), RuleInHint(None, 10)]
     assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
@@ -291,6 +291,6 @@ def test_hints_from_errors_and_from_the_library() -> None:
     wrong = problem.build_program({silent: (RIGHT[silent] + 1) % 10})
     assert from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert broken_rules(problem, ["no program", wrong.text], KNOWN) == [
-        HintedRule(silent, RIGHT[silent])
+        RuleInHint(silent, RIGHT[silent])
     ]
     assert broken_rules(problem, [problem.build_program(RIGHT).text], KNOWN) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.actors.child_process import Process
+from ramify.actors.child_process import ProcessHandle
 from ramify.actors.launcher import RoleInstanceId, free_port
 from ramify.errors import ServerFailed, TrainError
 from ramify.http_server.access import ListenAddress
@@ -161,7 +161,7 @@ class EnginesInThisLoop:
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-    ) -> Process:
+    ) -> ProcessHandle:
         port = int(command[command.index("--port") + 1])
         asyncio.run_coroutine_threadsafe(self._serve(self._host, port), self._loop)
         return self

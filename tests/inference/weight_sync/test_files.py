@@ -11,12 +11,12 @@ import torch
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync.base import MEMORY, source, sources
-from ramify.inference.weight_sync.file_sync import FileReceiver, FileSync, read_pointer
+from ramify.inference.weight_sync.file_sync import FileSync, FileWeightReceiver, read_pointer
 
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
 
 
-def written(folder: Path, version: int = 1) -> tuple[FileReceiver, dict[str, object]]:
+def written(folder: Path, version: int = 1) -> tuple[FileWeightReceiver, dict[str, object]]:
     weight_sync = FileSync(folder=str(folder), file_bytes=1000)
     info = weight_sync.open(1)[0]
     (chunk,) = weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False)

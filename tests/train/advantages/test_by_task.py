@@ -31,7 +31,7 @@ from ramify.train.other_trainer_presets import with_preset
 from ramify.train.override import override
 from ramify.train.recipe import CHOICES
 from ramify.train.signals.compose import Hybrid
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 from tests.shown import train
 from tests.train.small import small

@@ -24,7 +24,7 @@ from ramify.train.advantages.credit import (
     root,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
-from ramify.types.trajectory import AgentCallReason, Fork, Trajectory
+from ramify.types.trajectory import Fork, NewCallReason, Trajectory
 from tests.train import trees as made
 
 mean = DrGRPO().compare
@@ -289,8 +289,8 @@ def test_each_of_several_replies_to_an_agent_can_have_its_own_reward() -> None:
     def replies(first: float, second: float) -> Trajectory:
         fork = Fork("0", -1)
         return made.tree(
-            made.call("0", 2, reward=first, cause=AgentCallReason.NEW),
-            made.call("0:1", 2, reward=second, cause=AgentCallReason.SAMPLE, fork=fork),
+            made.call("0", 2, reward=first, cause=NewCallReason.NEW),
+            made.call("0:1", 2, reward=second, cause=NewCallReason.SAMPLE, fork=fork),
             reward=0.0,
         )
 

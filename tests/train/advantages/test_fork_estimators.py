@@ -24,7 +24,7 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.fork_segment import path_trajectory, root_segment
-from ramify.types.trajectory import Call, Fork, Group, Parent, Trajectory
+from ramify.types.trajectory import Call, CallSite, Fork, Group, Trajectory
 from tests.train.trees import call, cut, tree
 
 Places = dict[tuple[str, int], float]
@@ -105,7 +105,7 @@ def test_tokens_before_a_fork_count_once_in_the_mean_length() -> None:
 def test_calls_have_the_advantage_of_the_turn_that_made_them() -> None:
     first, second = pair()
     made, _ = call("0:1.0", 1)
-    first.calls.append(msgspec.structs.replace(made, parent=Parent("0:1", 1, 0)))
+    first.calls.append(msgspec.structs.replace(made, parent=CallSite("0:1", 1, 0)))
     first.call_rewards["0:1.0"] = {"own": 3.0}
     (advantages, weights), _ = numbers(
         BranchEstimator(rollout_tokens=1, gamma_tree=0.5), [first, second]
@@ -194,7 +194,7 @@ def outcomes(num_lines: int) -> Iterator[Outcome]:
             num = 1 if right else 4
             calls.append(continuation(id, "0", 0, num) if index else call("0", 2, num)[0])
             child, _ = call(f"{id}.0", 3)
-            calls.append(msgspec.structs.replace(child, parent=Parent(id, turn, 0), depth=1))
+            calls.append(msgspec.structs.replace(child, parent=CallSite(id, turn, 0), depth=1))
             rewards[id] = REWARD[right, helps]
             choices.append(("right", f"{id}/{turn}", float(right) - RIGHT))
             choices.append(("helps", f"{id}.0/0", float(helps) - HELPS))
@@ -249,13 +249,13 @@ def test_options_without_a_meaning_for_lines_are_refused() -> None:
 
 def test_a_line_is_a_run_of_its_own() -> None:
     first, _ = pair()
-    for id, parent in (("0.0", Parent("0", 0, 0)), ("0:1.0", Parent("0:1", 1, 0))):
+    for id, parent in (("0.0", CallSite("0", 0, 0)), ("0:1.0", CallSite("0:1", 1, 0))):
         made, _ = call(id, 1)
         first.calls.append(msgspec.structs.replace(made, parent=parent))
     line = path_trajectory(first, first.call("0:1"))
     assert [(each.id, len(each.turns), each.parent) for each in line.calls] == [
         ("0", 3, None),
-        ("0.0", 1, Parent("0", 0, 0)),
-        ("0:1.0", 1, Parent("0", 2, 0)),
+        ("0.0", 1, CallSite("0", 0, 0)),
+        ("0:1.0", 1, CallSite("0", 2, 0)),
     ]
     assert (line.rewards, line.root.fork) == ({}, None)

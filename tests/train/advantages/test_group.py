@@ -14,7 +14,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.advantages.base import StepAdvantages
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
-from ramify.train.advantages.token_loss_weights import RunningMeanRolloutTokens
+from ramify.train.advantages.token_loss_weights import RolloutTokenDivisor
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, cut, group, tree
 
@@ -269,16 +269,12 @@ def test_fixed_rollout_tokens_divide_every_step() -> None:
 
 def test_mean_tokens_is_a_slow_moving_average() -> None:
     """Starts as the plain mean (of 100 and 300); later steps weigh a tenth."""
-    mean = RunningMeanRolloutTokens()
+    mean = RolloutTokenDivisor()
     for tokens in (100, 300):
         mean = mean.after([[{"0": tokens}, {"0": 0}]])
-    assert mean == RunningMeanRolloutTokens(200, 2)
-    assert RunningMeanRolloutTokens(200, 50).after([[{"0": 300}]]) == RunningMeanRolloutTokens(
-        210, 51
-    )
-    assert RunningMeanRolloutTokens(200, 50).after([[{"0": 0}]]) == RunningMeanRolloutTokens(
-        200, 50
-    )
+    assert mean == RolloutTokenDivisor(200, 2)
+    assert RolloutTokenDivisor(200, 50).after([[{"0": 300}]]) == RolloutTokenDivisor(210, 51)
+    assert RolloutTokenDivisor(200, 50).after([[{"0": 0}]]) == RolloutTokenDivisor(200, 50)
 
 
 @pytest.mark.parametrize(

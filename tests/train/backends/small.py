@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify.models.dense import DenseModel, unsupported
 from ramify.models.load import Policy
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 
 VOCAB = 61
 MIXTURE_SIZES: dict[str, Any] = {

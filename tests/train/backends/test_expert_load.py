@@ -19,8 +19,8 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from ramify.errors import ConfigError
-from ramify.inference.local.engine import EngineLimits, LocalEngine
-from ramify.inference.local.generation_request import Generation
+from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
+from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.model_runner import runner_of
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters
@@ -29,7 +29,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import ImportanceSampling
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.training_sequences import Batch, TokenSequence
 from tests.train.backends.small import MIXTURE_SIZES, policy, row, tree
 
 SIZES: dict[str, Any] = {
@@ -168,8 +168,10 @@ def test_router_aux_loss_coef_is_rejected_for_dense_models():
 
 def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSequence:
     """Sample a reply with the engine and return it with its routes."""
-    generation = Generation(prompt, max_tokens=num, seed="0")
-    room = EngineLimits(slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True)
+    generation = GenerationState(prompt, max_tokens=num, seed="0")
+    room = InferenceEngineLimits(
+        slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True
+    )
     engine = LocalEngine(runner_of(served.model), room)
     routers = engine.runner.routers = MixtureRouters.of(served.model)
     assert routers is not None

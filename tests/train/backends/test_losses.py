@@ -36,7 +36,7 @@ from ramify.train.losses.corrections import (
     WorstTokenMask,
 )
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, TokenSequence
+from ramify.types.training_sequences import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)

@@ -29,7 +29,7 @@ from ramify.train.data.pack import pack
 from ramify.train.execute import train
 from ramify.train.load_run_parts import RunParts
 from ramify.train.precision import RunPrecision, precision_of
-from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdRecordingClient
+from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdHashingClient
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -249,7 +249,7 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     client = LocalClient(served, name="local:sharp")
     hint = "set compute.precision=fp32"
     check = EngineConsistencyChecks(
-        TokenIdRecordingClient(client),
+        TokenIdHashingClient(client),
         served.model.named_parameters,
         PROMPT,
         CanaryTolerance(0.3, rounding, hint),

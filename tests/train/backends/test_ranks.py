@@ -23,7 +23,7 @@ from ramify.train import run_record
 from ramify.train.advantages.ppo import PPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import is_restarted
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, Schedule, TaskSpec
 from ramify.train.execute import train
@@ -253,7 +253,7 @@ def test_is_restarted_needs_an_earlier_attempt_in_the_agent_store(
     assert not is_restarted()
     world = RankInfo.of_environment()
     assert world is not None
-    TorchrunMeeting(world).listen().close()  # as an earlier attempt does after its checks
+    TorchrunRendezvous(world).listen().close()  # as an earlier attempt does after its checks
     assert is_restarted()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another machine counted the restart
     assert is_restarted()

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
-from ramify.actors.rank_store import ChannelStore, KeyValueStoreServer
+from ramify.actors.rank_store import KeyValueStoreServer, RankStoreClient
 from ramify.actors.run_channel import Channel, connect
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunMeeting
+from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
 
 KEY = "a key that all machines were given"
 
@@ -35,8 +35,8 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return store
 
 
-def member(rank: int, port: int, is_local: bool) -> TorchrunMeeting:
-    return TorchrunMeeting(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
+def member(rank: int, port: int, is_local: bool) -> TorchrunRendezvous:
+    return TorchrunRendezvous(RankInfo(rank, 2, rank, "127.0.0.1", port, is_local))
 
 
 def joins(ticket: ConnectBackTicket, listener: ConnectBackListener) -> int:
@@ -120,11 +120,11 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def stores(
     look: Callable[[], None] = lambda: None,
-) -> tuple[KeyValueStoreServer, ChannelStore, Channel]:
+) -> tuple[KeyValueStoreServer, RankStoreClient, Channel]:
     import socket
 
     ours, theirs = (Channel(each) for each in socket.socketpair())
-    return KeyValueStoreServer([ours], look), ChannelStore(theirs), theirs
+    return KeyValueStoreServer([ours], look), RankStoreClient(theirs), theirs
 
 
 def test_store_has_the_operations_of_torch() -> None:
@@ -170,7 +170,7 @@ import os, sys
 from datetime import timedelta
 import torch
 from torch import distributed as dist
-from ramify.actors.group_proof import prove_members
+from ramify.actors.rank_group_authentication import prove_members
 from ramify.errors import TrainError
 rank, path, key = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
 gloo = dist.ProcessGroupGloo

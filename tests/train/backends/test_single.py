@@ -23,7 +23,7 @@ from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, pack
 from ramify.train.losses import DppoTv, PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.sequence import Batch, SamplingMask, TokenSequence
+from ramify.types.training_sequences import Batch, SamplingMask, TokenSequence
 from tests.train.backends.small import CONFIG, VOCAB, as_module, policy, row, tree
 
 LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)

@@ -10,7 +10,7 @@ import pytest
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.data.compile import token_sequences
 from ramify.types.message import Message, Reply, VersionSpan
-from ramify.types.trajectory import Call, Fork, Parent, Trajectory, Turn
+from ramify.types.trajectory import Call, CallSite, Fork, Trajectory, Turn
 
 
 def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], reused: int = 0, **more: Any) -> Turn:
@@ -42,8 +42,8 @@ def test_each_call_becomes_one_path_of_its_turns():
     root = call(
         "0", turn((1, 2, 3), (7, 8), versions=(VersionSpan(0, 2, 4),)), turn((4,), (9,), reused=5)
     )
-    child = call("0.0", turn((1, 2, 5), (6,)), parent=Parent("0", 0, 0))
-    zero_variance = call("0.1", turn((1,), (2,)), parent=Parent("0", 0, 0))
+    child = call("0.0", turn((1, 2, 5), (6,)), parent=CallSite("0", 0, 0))
+    zero_variance = call("0.1", turn((1,), (2,)), parent=CallSite("0", 0, 0))
     found = token_sequences(
         [
             rollout(
@@ -158,7 +158,7 @@ def test_compile_time_is_near_linear_in_calls():
             call(
                 f"0.{index}",
                 *(turn((1,) * 20, (7,) * 20, 40 * at) for at in range(3)),
-                parent=Parent("0", 0, 0),
+                parent=CallSite("0", 0, 0),
             )
             for index in range(num)
         ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.train.data.prefix_forest import Forest, forest
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 
 
 def sequence(*ids: int) -> TokenSequence:

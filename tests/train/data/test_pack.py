@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, describe, pack
-from ramify.types.sequence import Batch, SamplingMask, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, SamplingMask, Segment, TokenSequence
 
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 """Sharing always pays."""

@@ -20,7 +20,7 @@ from ramify.train.losses.base import TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
 from ramify.train.losses.cov import covariance
 from ramify.train.losses.total_loss import LossSpec, chooses
-from ramify.types.sequence import TokenSequence
+from ramify.types.training_sequences import TokenSequence
 from tests.train.backends.small import tree
 
 ADVANTAGES = np.array([1, 1, 1, -1, -1, 1, 1, -1, -1, 8.0])

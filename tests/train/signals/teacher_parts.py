@@ -24,8 +24,8 @@ from ramify.train.signals.base import (
     TokenScores,
     TokenScoringRequest,
 )
-from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
+from ramify.train.signals.teacher_logprobs import LocalModelScorer
 from ramify.types.message import Message
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -69,9 +69,9 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
 
 
 @asynccontextmanager
-async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
+async def scorer_of(policy: Policy) -> AsyncIterator[LocalModelScorer]:
     backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
-    yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
+    yield LocalModelScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
 def read(
@@ -117,7 +117,7 @@ class RecordingScorer:
 
     def __init__(self, policy: Policy) -> None:
         backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
-        self.inner = PolicyScorer(
+        self.inner = LocalModelScorer(
             backend, policy.window, policy.config.vocab_size, asyncio.to_thread
         )
         self.asked: list[Sequence[TokenScoringRequest]] = []

@@ -17,9 +17,9 @@ from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import early_first
 from ramify.train.data.compile import token_sequences
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
-from ramify.train.signals.compose import Hybrid, HybridStepAlgorithm
+from ramify.train.signals.compose import Hybrid, HybridWithStepScores
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
-from ramify.types.trajectory import Annotation, Call, Cell, Group, Parent, Trajectory
+from ramify.types.trajectory import Annotation, Call, CallSite, Cell, Group, Trajectory
 from tests.train.signals.compose_parts import advantages, group, rollout
 
 # --- properties for any signals
@@ -233,7 +233,7 @@ def test_unknown_terms_and_algorithms_are_rejected() -> None:
     with pytest.raises(ConfigError, match="clip=0 must be positive"):
         HybridTerm(signal="teacher", clip=0)
     assert isinstance(Hybrid(outcome={"name": "grpo", "credit": "root"}).outcome, GRPO)
-    assert isinstance(Hybrid().with_readings({}, 0), HybridStepAlgorithm)
+    assert isinstance(Hybrid().with_readings({}, 0), HybridWithStepScores)
 
 
 def test_reference_logprobs_from_a_signal_become_the_ref_stream() -> None:
@@ -265,7 +265,7 @@ def test_judge_calls_are_never_trained_on() -> None:
     one = rollout("r0", 2, reward=1)
     turn = one.calls[0].turns[0]
     asked = Call(
-        "", "judge", "test:j", 1, "process of turn 0", parent=Parent("0", 0, 0), turns=[turn]
+        "", "judge", "test:j", 1, "process of turn 0", parent=CallSite("0", 0, 0), turns=[turn]
     )
     put_on_tree(
         one,

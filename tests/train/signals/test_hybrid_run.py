@@ -30,23 +30,23 @@ from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthModels, FrozenModelBudget
 from ramify.train.execute import train
-from ramify.train.learner import EnginePolicyWeights
+from ramify.train.learner import PolicyWeightTransfer
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.override import override
 from ramify.train.preflight import check_teacher_sampling
 from ramify.train.recipe import load_stored_run
-from ramify.train.rollout_resources import RolloutResources, client_of
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.selfcheck import TokenIdRecordingClient
+from ramify.train.selfcheck import TokenIdHashingClient
 from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
 from ramify.train.signals.outcome import ToolUseSignal
-from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import TeacherSignal
+from ramify.train.signals.teacher_logprobs import LocalModelScorer
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
+from ramify.train.start_rollout_resources import RolloutResources, client_of
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.training import rollout_files, samples
 from ramify.viewer.transcript import tokens, transcript
@@ -310,12 +310,12 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     )
     made = assemble(run)
     client = client_of(made)
-    audited = TokenIdRecordingClient(client)
+    audited = TokenIdHashingClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
     depths = DepthModels((), FrozenModelBudget(), audited)
     parts = RolloutResources(client, audited, rlm, None, depths)
     trained = trained_model(made, tmp_path / "out")
-    weights = EnginePolicyWeights(made.policy, made.serving, client, trained)
+    weights = PolicyWeightTransfer(made.policy, made.serving, client, trained)
     teachers = teachers_of(made, parts, tmp_path / "out", trained, weights)
     assert teachers is not None
     try:
@@ -334,7 +334,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
             backend.load_weights(changed)
             policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
             load_weights(policy.model, changed)
-            (wanted,) = PolicyScorer(
+            (wanted,) = LocalModelScorer(
                 SingleBackend(policy), 512, policy.config.vocab_size, client.close
             ).compute([row])
             scorers = asyncio.run(teachers.at(step))

@@ -27,8 +27,8 @@ from ramify.train.signals.base import (
     TokenScores,
     TokenScoringRequest,
 )
-from ramify.train.signals.scorer import ClientScorer, RunTeachers, check_vocabulary
 from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
+from ramify.train.signals.teacher_logprobs import ClientScorer, RunTeachers, check_vocabulary
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
 from tests.train.signals.teacher_parts import (

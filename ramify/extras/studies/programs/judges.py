@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ramify.extras.studies.programs.scripted_demonstrator import (
-    HintedRule,
+    RuleInHint,
     broken_rules,
     from_errors,
     hint_text,
@@ -154,5 +154,5 @@ def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     secret = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hint_text(
-        HintedRule(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
+        RuleInHint(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))
     )

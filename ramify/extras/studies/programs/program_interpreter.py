@@ -16,7 +16,7 @@ from typing import Any
 from ramify.errors import HostCallError, SandboxError
 from ramify.extras.studies.programs.toy_program_language import (
     NO_PROGRAM,
-    FirstBrokenRule,
+    BrokenRule,
     ToyProgram,
     WordFunctionMap,
 )
@@ -76,7 +76,7 @@ class ProgramInterpreterSession:
         outcome = self._library.run(program)
         return (
             (None, self._library.error_message(program, outcome))
-            if isinstance(outcome, FirstBrokenRule)
+            if isinstance(outcome, BrokenRule)
             else (str(outcome), None)
         )
 

@@ -40,7 +40,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_WORDS,
     PROGRAM_HINT,
     USE,
-    FirstBrokenRule,
+    BrokenRule,
     ToyProgram,
     ToyProgramExercise,
     WordFunctionMap,
@@ -57,7 +57,7 @@ _MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{
 _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
-class HintedRule(msgspec.Struct, frozen=True):
+class RuleInHint(msgspec.Struct, frozen=True):
     """One rule in a hint: either which function a word means, or that a function must be
     imported."""
 
@@ -75,32 +75,32 @@ class HintedRule(msgspec.Struct, frozen=True):
         )
 
 
-def hint_text(rules: Iterable[HintedRule]) -> str:
+def hint_text(rules: Iterable[RuleInHint]) -> str:
     """Format rules as a hint for a policy: rules about words first, then rules about imports.
     Without rules, the hint is empty.
 
-    >>> hint_text([HintedRule(None, 10), HintedRule(3, 9)])
+    >>> hint_text([RuleInHint(None, 10), RuleInHint(3, 9)])
     'use @w3@f9from ops import f10;'
     """
     ordered = sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function))
     return USE + "".join(rule.text for rule in ordered) if ordered else ""
 
 
-def from_errors(observed: Iterable[str]) -> list[HintedRule]:
+def from_errors(observed: Iterable[str]) -> list[RuleInHint]:
     """Return the rules named in error messages, in order of appearance and at most
     ``MAX_RULES``."""
-    rules: dict[HintedRule, None] = {}
+    rules: dict[RuleInHint, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
-            rules[HintedRule(int(word), int(function))] = None
+            rules[RuleInHint(int(word), int(function))] = None
         for function in _MISSING.findall(text):
-            rules[HintedRule(None, int(function))] = None
+            rules[RuleInHint(None, int(function))] = None
     return list(rules)[:MAX_RULES]
 
 
 def broken_rules(
     problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
-) -> list[HintedRule]:
+) -> list[RuleInHint]:
     """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``. The
     program is compared with the library's secret, so mistakes that raise no error are found,
     too."""
@@ -113,9 +113,9 @@ def broken_rules(
         for step in program.steps
         if step.word in asked and step.function != library.right[step.word]
     ]
-    rules = [HintedRule(step.word, library.right[step.word]) for step in wrong]
+    rules = [RuleInHint(step.word, library.right[step.word]) for step in wrong]
     needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
-    return [*rules, *(HintedRule(None, function) for function in sorted(needed))][:MAX_RULES]
+    return [*rules, *(RuleInHint(None, function) for function in sorted(needed))][:MAX_RULES]
 
 
 MAX_CODE_TURNS = 2
@@ -217,7 +217,7 @@ class _Demonstration:
                 Message("assistant", program.text),
                 Message("user", self._texts.report(self._cell(program, outcome))),
             ]
-            if not isinstance(outcome, FirstBrokenRule):
+            if not isinstance(outcome, BrokenRule):
                 number = outcome
                 break
             self._mend(outcome)
@@ -228,17 +228,17 @@ class _Demonstration:
             return self._library.right[word]
         return self._rng.choice(self._library.decoy_functions(word))
 
-    def _hint(self, is_wrong: bool) -> list[HintedRule]:
+    def _hint(self, is_wrong: bool) -> list[RuleInHint]:
         words = self._rng.sample(
             [word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES)
         )
         if is_wrong:
-            return [HintedRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
-        rules = [HintedRule(word, self._library.right[word]) for word in words]
+            return [RuleInHint(word, self._rng.randrange(NUM_WORDS)) for word in words]
+        rules = [RuleInHint(word, self._library.right[word]) for word in words]
         needed = [number for number in IMPORTED if number in (rule.function for rule in rules)]
-        return [*rules, *(HintedRule(None, number) for number in needed)][:MAX_RULES]
+        return [*rules, *(RuleInHint(None, number) for number in needed)][:MAX_RULES]
 
-    def _take(self, hint: list[HintedRule]) -> None:
+    def _take(self, hint: list[RuleInHint]) -> None:
         self._question += PROGRAM_HINT + hint_text(hint)
         for rule in hint:
             if rule.word is None:
@@ -246,7 +246,7 @@ class _Demonstration:
             else:
                 self._believed[rule.word] = rule.function
 
-    def _mend(self, broken: FirstBrokenRule) -> None:
+    def _mend(self, broken: BrokenRule) -> None:
         if broken.word is None:
             self._imports[broken.function] = None
         else:
@@ -255,8 +255,8 @@ class _Demonstration:
     def _program(self) -> ToyProgram:
         return self._problem.build_program(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: ToyProgram, outcome: int | FirstBrokenRule) -> Cell:
-        if isinstance(outcome, FirstBrokenRule):
+    def _cell(self, program: ToyProgram, outcome: int | BrokenRule) -> Cell:
+        if isinstance(outcome, BrokenRule):
             return Cell(program.text, error=self._library.error_message(program, outcome))
         return Cell(program.text, value=str(outcome))
 

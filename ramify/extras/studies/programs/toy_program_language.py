@@ -116,7 +116,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
 
-class FirstBrokenRule(msgspec.Struct, frozen=True):
+class BrokenRule(msgspec.Struct, frozen=True):
     """The first rule that a program broke: it called a wrong function for a word, or lacked an
     import."""
 
@@ -148,19 +148,19 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
             value = self.apply(self.right[word], value, operand)
         return value
 
-    def run(self, program: ToyProgram) -> int | FirstBrokenRule:
+    def run(self, program: ToyProgram) -> int | BrokenRule:
         """Run a program. Returns its value, or the first rule that it breaks."""
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
-                return FirstBrokenRule(None, step.function)
+                return BrokenRule(None, step.function)
             right = self.right[step.word]
             if step.function != right and step.word < NUM_CHECKED:
-                return FirstBrokenRule(step.word, right)
+                return BrokenRule(step.word, right)
             value = self.apply(step.function, value, step.operand)
         return value
 
-    def error_message(self, program: ToyProgram, broken: FirstBrokenRule) -> str:
+    def error_message(self, program: ToyProgram, broken: BrokenRule) -> str:
         """Return the error message for a broken rule. It equals the last line of Python's
         traceback."""
         if broken.word is None:

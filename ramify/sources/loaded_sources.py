@@ -1,0 +1,480 @@
+"""Types that describe loaded sources. The collector here gathers the results from the readers of
+files.
+
+    paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
+                               (file_kinds.py)                          texts, items, problems
+
+A reader raises ``UnreadableSource`` for a file that it cannot read. If other files are loaded too,
+the error becomes a ``SourceProblem``, so that no file is skipped silently. If the file is the only
+source, the load fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import SourceError
+from ramify.format_quantities import pluralize
+from ramify.install_command import install_command
+from ramify.printable import one_line
+from ramify.progress import ProgressReporter
+from ramify.sandbox.base import MappedText
+from ramify.sources.queryable_tables import SourceTable
+from ramify.types.picture import Picture, picture_digest
+
+MAX_FILE_S = 60.0
+"""Time limit in seconds for parsing one file of a kind that can take arbitrarily long."""
+MIN_SEARCHED_CHARS = 100_000
+"""Minimum characters of text in a context for which sessions get ``search`` and ``chunks``."""
+NOT_UTF8 = "not UTF-8, read as Windows-1252"
+"""Note on a text that may have been decoded wrongly."""
+NO_TABLE = "not a table for sql"
+"""Note on a CSV or JSONL file that ``sql`` cannot query, before the reason."""
+NO_DUCKDB = "the extra inputs is not installed"
+MAX_RECORDED = 500
+"""Maximum number of sources that a run's record names."""
+MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
+"""Advice for sources above the size limit."""
+_MAX_NAMES = 12
+"""Maximum number of columns or keys that a description names."""
+_SHOWN = 6
+"""Maximum number of names in a list, before "and 12 more"."""
+
+
+def missing_library_advice() -> str:
+    """Return advice for a source whose optional library is not installed."""
+    return f"reading it needs {install_command('inputs')}"
+
+
+class UnreadableSource(Exception):
+    """Raised if a source cannot be read. ``reason`` completes a sentence that begins with the
+    source's name. ``remedy`` says what to do."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{reason}: {remedy}" if remedy else reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+class OversizedSource(UnreadableSource):
+    """Raised if a source is larger than a limit, or if a small file unpacks to an enormous size.
+    Nothing from the source is loaded."""
+
+
+class SourcePlace(msgspec.Struct, frozen=True):
+    """The line at which a part of a document, such as a page, begins in the document's text."""
+
+    line: int
+    """First line of the part in the text, counted from 1."""
+    name: str
+    """Name of the part, such as ``page 3``, ``sheet Sales`` or the headings ``Risks / Currency``.
+    """
+
+
+class LoadedSourceItem(msgspec.Struct, frozen=True):
+    """One loaded text, with its kind, its size and its origin."""
+
+    name: str
+    """Key of the text in the context, if the context is a dict."""
+    kind: str
+    """Kind: ``text``, ``csv``, ``jsonl``, ``json``, ``picture``, ``sqlite``, ``server``, or a table
+    or document format.
+
+    Tables are ``parquet``, ``arrow``, ``duckdb``, ``xlsx``; documents are ``pdf``, ``docx``, and so
+    on.
+    """
+    chars: int
+    """Length of the text in the context, in characters; 0 for a picture."""
+    num_bytes: int
+    """Size in bytes, on disk or unpacked from an archive."""
+    detail: str = ""
+    """Description of the contents, such as ``CSV: 3 columns a, b, c; 1,200 rows``."""
+    in_file: bool = False
+    """True if the text stays in its file. It is read only when used, and stored by reference."""
+    places: tuple[SourcePlace, ...] = ()
+    """Pages, slides, sheets or headings of a document, by line."""
+
+
+class SourceProblem(msgspec.Struct, frozen=True):
+    """A file that was found but could not be read, with the reason."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason}"
+
+
+class RecordedSources(msgspec.Struct, frozen=True):
+    """The sources that a load read and those that it skipped, in the form in which a run records
+    them."""
+
+    items: list[LoadedSourceItem] = []
+    """The first ``MAX_RECORDED`` loaded sources, without their places."""
+    num_items: int = 0
+    problems: list[SourceProblem] = []
+    """The first ``MAX_RECORDED`` files that could not be read."""
+    num_problems: int = 0
+    left_out: dict[str, list[str]] = {}
+    """Reason for skipping files -> the first names."""
+    num_left_out: dict[str, int] = {}
+    """Reason for skipping files -> number of names."""
+
+
+class LoadedContext(msgspec.Struct, frozen=True):
+    """A context that was loaded from sources. It also describes each item, the files that could not
+    be read, and those that were skipped."""
+
+    context: str | MappedText | dict[str, Any]
+    """The text of a single file, the value of a single picture, or a dict of texts and values.
+
+    The dict is sorted by name. A text above a stated size is a ``MappedText``.
+    """
+    items: list[LoadedSourceItem]
+    problems: list[SourceProblem]
+    left_out: dict[str, list[str]]
+    """Reason -> names that the folder's rules exclude: ignored, hidden or linked files."""
+    tools: dict[str, Any]
+    """Names and values that a session gets in addition to the context.
+
+    ``sql``, which runs in the host, and ``tables`` are there if there are tables or databases.
+    ``search`` and ``chunks`` are there if the texts are long.
+    """
+    dialect: str = "DuckDB"
+    """Dialect of ``sql`` without ``db``: ``SQLite`` for a single SQLite database."""
+    pictures: Mapping[str, bytes | Path] = {}
+    """Digest of each picture in the context -> its bytes or its file."""
+    needs_session: bool = False
+    """True if part of the context is available only through a tool, such as pages of a long scan.
+    """
+
+    origin: Mapping[str, Any] = {}
+    """Arguments with which ``load`` loads the tools again: ``paths``, and options that are not
+    defaults.
+
+    URLs have no passwords and keys. Empty if ``load`` did not read the sources.
+    """
+
+    @property
+    def is_csv(self) -> bool:
+        """True if the context consists only of the texts of CSV files."""
+        return bool(self.items) and all(item.kind == "csv" for item in self.items)
+
+    def recorded_sources(self) -> dict[str, Any]:
+        """Return the names of the tools and the origin of the sources. With them, the tools of a
+        recorded run can be loaded again."""
+        if not self.origin:
+            return {}
+        # Optional tools are recorded with the context.
+        names = [n for n, each in self.tools.items() if not getattr(each, "is_optional", False)]
+        return {**self.origin, "tools": names}
+
+    def manifest(self) -> str:
+        """Return a description of the context for the model's prompt, in a few lines. The prompt
+        describes its type, size and beginning elsewhere."""
+        if not isinstance(self.context, dict):
+            item = self.items[0]
+            head = f"It is the text of {item.name!r}."
+            lines = [f"{head} {item.detail}" if item.detail else head]
+        elif picture_digest(self.context) is not None:
+            lines = [f"It is the picture {self.items[0].name!r}: {self.items[0].detail}."]
+        else:
+            lines = [
+                f"Kinds: {_by_suffix(self.items)}",
+                f"Names: {listing([repr(item.name) for item in self.items])}",
+                *(f"{item.name!r}: {item.detail}" for item in self.items[:200] if item.detail),
+            ][: 2 + _SHOWN]
+        if self.tools.get("tables"):
+            names = listing([f"{each['name']} ({each['file']!r})" for each in self.tools["tables"]])
+            lines.append(
+                f"Tables for sql(), in {self.dialect}'s dialect: {names}; `tables` lists their "
+                "columns, rows and samples"
+            )
+        if self.problems:
+            lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
+        return "\n".join(lines)
+
+    @property
+    def places(self) -> dict[str, tuple[SourcePlace, ...]]:
+        """The pages, slides, sheets or headings of each document. The key is the name by which
+        citations refer to the document."""
+        if isinstance(self.context, str):
+            return {"context": self.items[0].places}
+        return {item.name: item.places for item in self.items if item.places}
+
+    def record(self) -> dict[str, Any]:
+        """Return the loaded and skipped sources as plain values, in the form of
+        ``RecordedSources``."""
+        plain: dict[str, Any] = msgspec.to_builtins(
+            RecordedSources(
+                self.items[:MAX_RECORDED],
+                len(self.items),
+                self.problems[:MAX_RECORDED],
+                len(self.problems),
+                {reason: names[:_SHOWN] for reason, names in self.left_out.items()},
+                {reason: len(names) for reason, names in self.left_out.items()},
+            )
+        )
+        for item in plain["items"]:
+            del item["places"]
+        return plain
+
+    def describe(self) -> list[str]:
+        """Return a description of the loaded, unreadable and skipped files for the user, one line
+        per item."""
+        chars = sum(item.chars for item in self.items)
+        if len(self.items) <= _SHOWN:
+            lines = [
+                f"{item.name}: {item.detail or item.kind}"
+                + (f", {pluralize(item.chars, 'character')}" if item.kind != "picture" else "")
+                + ", stays in its file" * item.in_file
+                for item in self.items
+            ]
+        else:
+            texts = f"{len(self.items):,} texts, {pluralize(chars, 'character')}"
+            lines = [f"{texts}: {_by_suffix(self.items)}"]
+            if num := sum(item.in_file for item in self.items):
+                lines[0] += f"; {num:,} stay in their files"
+            lines += [
+                f"{item.name}: {item.detail}"
+                for item in self.items
+                if item.kind not in ("text", "csv", "jsonl", "json")
+            ][:_SHOWN]
+        return [*map(one_line, lines), *self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """Return one line for each reason why files are missing from the context or differ from
+        those on disk."""
+        reasons: dict[str, list[str]] = {}
+        for problem in self.problems:
+            reasons.setdefault(problem.reason, []).append(problem.name)
+        lines = [
+            f"not loaded ({len(names):,}), {reason}: {listing(names)}"
+            for reason, names in reasons.items()
+        ]
+        lines += [f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail][
+            :_SHOWN
+        ]
+        no_tables: dict[str, list[str]] = {}
+        for item in self.items:
+            _, note, reason = item.detail.partition(f"{NO_TABLE} (")
+            if note:
+                no_tables.setdefault(reason.rpartition(")")[0], []).append(item.name)
+        lines += [
+            f"{NO_TABLE} ({len(names):,}), {_with_command(reason)}: {listing(names)}"
+            for reason, names in no_tables.items()
+        ]
+        lines += [
+            f"left out ({len(names):,}), {reason}: {listing(names)}"
+            for reason, names in self.left_out.items()
+        ]
+        return [one_line(line) for line in lines]
+
+
+class SourceCollector:
+    """A collector for the results of the file readers. It enforces limits on size and time.
+
+    ``max_bytes`` bounds all text and unpacked data together, and ``max_file_s`` bounds the parsing
+    of one file.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_file_s: float = MAX_FILE_S,
+        work: ProgressReporter | None = None,
+        *,
+        strict: bool = False,
+        mapped_bytes: int = 1 << 62,
+        counts_mapped: bool = False,
+        has_tools: bool = True,
+    ) -> None:
+        """Create an empty collector. ``work`` displays the number of bytes read. With ``strict``,
+        the first unreadable file raises SourceError. Texts of at least ``mapped_bytes``, alone or
+        together, stay in their files instead of memory. With ``counts_mapped``, they count towards
+        ``max_bytes``, too. Without ``has_tools``, sessions get the context but no tools."""
+        self.max_bytes = max_bytes
+        self.max_file_s = max_file_s
+        self.strict = strict
+        self.has_tools = has_tools
+        self.mapped_bytes = mapped_bytes
+        self.num_mapped = 0
+        """Number of texts that stay in their files."""
+        self._counts_mapped = counts_mapped
+        self._mapped = 0
+        self._work = work
+        self.texts: dict[str, str | MappedText] = {}
+        self.picture_values: dict[str, dict[str, Any]] = {}
+        """Name of each picture -> its value in the context."""
+        self.pictures: dict[str, bytes | Path] = {}
+        """Digest of each picture -> its bytes or its file."""
+        self.items: list[LoadedSourceItem] = []
+        self.problems: list[SourceProblem] = []
+        self.left_out: dict[str, list[str]] = {}
+        self.databases: dict[str, Path] = {}
+        """SQLite files, by name."""
+        self.servers: dict[str, Callable[..., list[tuple[Any, ...]]]] = {}
+        """Name of each database on a server -> function that queries it."""
+        self.needs_session = False
+        """True if part of the context is available only through a tool."""
+        self.pdfs: dict[str, Any] = {}
+        """Name of each PDF -> object that renders its pages (see ``RenderablePdf``)."""
+        self.tables: list[SourceTable] = []
+        self.kept_tables: Any = None
+        """Folder of tables that had no separate files (see ``tables.TemporaryTableFolder``)."""
+        self.describing_s = 0.0
+        """Time spent on describing tables, in seconds."""
+        self.seen: set[str] = set()
+        """Real paths read so far, so that a file that is named twice is loaded once."""
+        self._spent = 0
+        self._began = 0
+        """Number of bytes read before the current file."""
+
+    @contextlib.contextmanager
+    def undo_if_oversized(self) -> Iterator[None]:
+        """Return a context manager for reading one file. If the file turns out to be too large,
+        everything that it added is removed."""
+        self._began = self._spent
+        num_items, num_tables = len(self.items), len(self.tables)
+        try:
+            yield
+        except OversizedSource:
+            self._spent = self._began
+            for item in self.items[num_items:]:
+                self.texts.pop(item.name, None)
+            del self.items[num_items:], self.tables[num_tables:]
+            raise
+
+    @property
+    def room(self) -> int:
+        """The number of bytes that may still be loaded into memory."""
+        return self.max_bytes - self._spent
+
+    @property
+    def spent(self) -> int:
+        """The number of bytes that have been loaded into memory so far."""
+        return self._spent
+
+    def count_mapped(self, num_bytes: int, name: str) -> None:
+        """Count a text that stays in its file instead of memory. If such texts are limited, raises
+        OversizedSource for a single file above the limit, and SourceError if all files together
+        exceed it."""
+        if self._counts_mapped and num_bytes > self.max_bytes:
+            raise self._oversized(num_bytes)
+        self.num_mapped += 1
+        self._mapped += num_bytes
+        if self._counts_mapped and self._spent + self._mapped > self.max_bytes:
+            raise self._too_many(name)
+
+    def show_progress(self, num_bytes: int, name: str) -> None:
+        """Display how much of the latest file-backed text has been read."""
+        if self._work is not None:
+            self._work.at(self._spent + num_bytes, name)
+
+    def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
+        """Count bytes of the current file towards the limit: first the file's size, then that of
+        its unpacked parts. Raises SourceError if all files together exceed the limit, and
+        OversizedSource if this file alone, packed or unpacked, exceeds it."""
+        is_size = self._spent == self._began and not is_part
+        self._spent += num_bytes
+        if self._work is not None:
+            self._work.at(self._spent, name)
+        if self._spent - self._began > self.max_bytes:
+            raise self._oversized(0 if is_part else num_bytes)
+        if self._spent + self._mapped * self._counts_mapped > self.max_bytes:
+            if not is_size:
+                raise OversizedSource(self._sum_over, MORE)
+            raise self._too_many(name)
+
+    def _oversized(self, num_bytes: int) -> OversizedSource:
+        has = f"has {size_text(num_bytes)}," if num_bytes > self.max_bytes else "is"
+        return OversizedSource(f"{has} over the limit of {size_text(self.max_bytes)}", MORE)
+
+    def _too_many(self, name: str) -> SourceError:
+        return SourceError(f"{name} {self._sum_over}: name fewer files, or {MORE}")
+
+    @property
+    def _sum_over(self) -> str:
+        return f"brings the sources to over {size_text(self.max_bytes)}"
+
+    def add(
+        self,
+        name: str,
+        text: str | MappedText,
+        kind: str,
+        num_bytes: int,
+        detail: str = "",
+        places: Sequence[SourcePlace] = (),
+    ) -> None:
+        """Add one text to the context under the given name, or as ``name (2)`` if that name is
+        taken."""
+        unique = self._unique(name)
+        self.texts[unique] = text
+        in_file = isinstance(text, MappedText)
+        self.items.append(
+            LoadedSourceItem(unique, kind, len(text), num_bytes, detail, in_file, tuple(places))
+        )
+
+    def add_picture(
+        self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int
+    ) -> None:
+        """Add one picture to the context. ``source`` is the picture's bytes or its file.
+        ``num_bytes`` is the size of the file that the user named."""
+        unique = self._unique(name)
+        self.picture_values[unique] = picture.as_reference()
+        self.pictures.setdefault(picture.digest, source)
+        self.items.append(LoadedSourceItem(unique, "picture", 0, num_bytes, detail))
+
+    def _unique(self, name: str) -> str:
+        number, unique = 2, name
+        while unique in self.texts or unique in self.picture_values:
+            unique, number = f"{name} ({number})", number + 1
+        return unique
+
+    def report_problem(self, name: str, reason: str) -> None:
+        """Report a file that cannot be read, so that the load continues with the other files.
+        Raises SourceError if the load is strict."""
+        if self.strict:
+            raise SourceError(
+                one_line(f"{name} {reason}; to load the other files, remove --strict")
+            )
+        self.problems.append(SourceProblem(name, reason))
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out.setdefault(reason, []).append(name)
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 10_000_000 else f"{num_bytes:,} bytes"
+
+
+def listing(names: list[str]) -> str:
+    """Join names for a message, as in ``a, b, c and 12 more``; at most ``_SHOWN`` are listed."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def count_with_names(names: Sequence[str], noun: str) -> str:
+    """Return a count followed by names, as in ``3 columns a, b, c``."""
+    shown = [" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]]
+    more = " …" if len(names) > _MAX_NAMES else ""
+    return f"{pluralize(len(names), noun)} {', '.join(shown)}{more}"
+
+
+def _with_command(reason: str) -> str:
+    """Return the reason for a note to the user. Models read it without the command, which may
+    contain the path of this installation."""
+    return f"{reason} ({install_command('inputs')})" if reason == NO_DUCKDB else reason
+
+
+def _by_suffix(items: Sequence[LoadedSourceItem | SourceProblem]) -> str:
+    """Return the number of files for each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
+    names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
+    counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
+    return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])
