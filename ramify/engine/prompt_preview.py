@@ -65,7 +65,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
         )
 
     def text(self) -> str:
-        """Return all messages as one text, each below a line with its role."""
+        """Return all messages as one string, each below a line with its role."""
         parts = [f"[{message.role}]\n{message.content}" for message in self.messages]
         parts += [f"[tool]\n{json.dumps(msgspec.to_builtins(tool))}" for tool in self.tools]
         return "\n\n".join(parts)

@@ -103,7 +103,7 @@ async def attempt(
             last call, and ``rewards`` has their means, weighted by the share of each path.
         limits: Replaces all limits of ``rlm``.
         is_scored: False if the caller scores the trajectory later (``score_attempts``).
-        refuse: Returns the reason why an item is not asked, or an empty text. An item that is not
+        refuse: Returns the reason why an item is not asked, or an empty string. An item that is not
             asked scores 0.
         model: Replaces the model of ``rlm``, for example by one that a meter counts.
     """

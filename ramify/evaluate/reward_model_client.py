@@ -50,7 +50,8 @@ _LONGEST_WAIT_S = 5.0
 
 
 def join_question_and_answer(question: str, answer: str) -> str:
-    """Join a question and its answer into one text, for a reward model without a chat template."""
+    """Join a question and its answer into one string, for a reward model without a chat
+    template."""
     return f"{question}\n\n{answer}"
 
 

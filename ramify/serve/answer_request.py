@@ -450,7 +450,7 @@ class RunProgressCollector:
 
         Nothing is yielded before the first reply of a model, so that a request that fails at once
         can still be answered with an error status. After ``patience_s`` seconds without progress,
-        an empty text is yielded.
+        an empty string is yielded.
         """
         assert self._end is not None
         is_waiting = True

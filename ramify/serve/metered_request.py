@@ -1,7 +1,7 @@
 """One request to a metered model. This module reserves budget from the caller's account ("seat"),
 shortens the reply to fit, and charges the actual cost.
 
-    tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> booked
+    tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> charged
       │ does not fit: the limit of the reply is lowered to the rest
       └ nothing is left: 402, with a sentence
 

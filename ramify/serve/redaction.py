@@ -50,7 +50,7 @@ class RedactionRules:
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
         """Create redaction rules. ``patterns`` are regular expressions to redact in addition to the
         default rules, which ``defaults=False`` turns off. Raises ConfigError for a pattern that
-        does not compile, or that matches an empty text."""
+        does not compile, or that matches an empty string."""
         self._patterns = [_compiled(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
@@ -66,12 +66,12 @@ class RedactionRules:
         return merged
 
     def text(self, text: str) -> str:
-        """Redact a text. Each redacted span is replaced by a mark."""
+        """Redact ``text``. Each redacted span is replaced with a placeholder."""
         return self._marked(text, set())
 
     def message(self, message: Message, removed: set[str]) -> Message:
-        """Redact the texts of a message. Each redacted span is replaced by a mark, and its text is
-        added to the set ``removed``."""
+        """Redact the texts of a message. Each redacted span is replaced with a placeholder, and its
+        text is added to the set ``removed``."""
         calls = tuple(
             ToolCall(call.id, call.name, self._marked(call.arguments, removed))
             for call in message.tool_calls

@@ -105,8 +105,8 @@ def open_file(url: str, version: str) -> OpenBucketFile:
 
 
 def _version(info: Any) -> str:
-    """Return a text that identifies a file's version by its size and time, or an empty text if the
-    time is unknown."""
+    """Return a string that identifies a file's version by its size and time, or an empty string if
+    the time is unknown."""
     return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
 
 

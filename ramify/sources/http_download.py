@@ -264,7 +264,7 @@ def _head(exchange: HttpExchange, url: str) -> RemoteFileInfo:
 
 
 def _named(disposition: str) -> str:
-    """Return the file name in a Content-Disposition header, or an empty text."""
+    """Return the file name in a Content-Disposition header, or an empty string."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
     try:

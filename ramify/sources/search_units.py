@@ -68,7 +68,7 @@ class TextSegmentationMode(msgspec.Struct, frozen=True):
 
 
 def sendable(text: str) -> str:
-    """Replace the lone surrogates of a text, which cannot be encoded as UTF-8. The length of the
+    """Replace the lone surrogates in ``text``, which cannot be encoded as UTF-8. The length of the
     text does not change.
     """
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -162,7 +162,7 @@ def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
 
 
 def normalize_for_search(text: str) -> str:
-    """Normalise a text for indexing and searching, so that words are separated by spaces."""
+    """Normalise ``text`` for indexing and searching, so that words are separated by spaces."""
     if text.isascii():
         return text
     return _RUN.sub(_pairs, unicodedata.normalize("NFKC", text))

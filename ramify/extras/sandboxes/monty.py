@@ -296,8 +296,8 @@ class MontySession:
             return step.resume({"exception": to_builtin_exception(error)})
 
     def _plain(self, value: Any) -> Any:
-        """Replace objects of the session's own classes by plain data. A dataclass becomes a dict of
-        its fields, and any other object a short text."""
+        """Replace objects of the session's own classes with plain data. A dataclass becomes a dict
+        of its fields, and any other object a short string."""
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
         if type(value) in (list, tuple):

@@ -86,7 +86,7 @@ def leaks(hint: str, item: Item) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Normalize a text so that formatting cannot hide a number. Removes thousands separators,
+    """Normalize ``text`` so that formatting cannot hide a number. Removes thousands separators,
     dollar signs and surrounding blanks, and folds case."""
     return re.sub(r"(?<=\d)[,_\u2009 ](?=\d{3})", "", text.casefold().replace("$", "")).strip()
 

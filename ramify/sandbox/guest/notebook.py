@@ -33,8 +33,8 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten a text to its beginning and end. A note between them says how many characters are
-    missing. A text within the limit is returned unchanged."""
+    """Shorten ``text`` to its beginning and end. A note between them says how many characters are
+    missing. Text within the limit is returned unchanged."""
     if len(text) <= limit:
         return text
     half = limit // 2

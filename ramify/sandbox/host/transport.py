@@ -126,9 +126,9 @@ MAX_UNSENT_BYTES = 64 << 20
 def do_nothing(*_: Any) -> None:
     """Do nothing. Used as the callback for data that still arrives for a closed session or stream.
 
-    Replacing the original callbacks by this function avoids a cycle of references. Only the garbage
-    collector could free such a cycle, and it would stop the event loop while it searches the whole
-    host.
+    Replacing the original callbacks with this function avoids a cycle of references. Only the
+    garbage collector could free such a cycle, and it would stop the event loop while it searches
+    the whole host.
     """
 
 

@@ -129,7 +129,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """Return the next line from a worker process, or an empty text if none arrives in time."""
+    """Return the next line from a worker process, or an empty string if none arrives in time."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
     poll = select.poll()

@@ -67,7 +67,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgram | None:
-        """Parse a text as a program. Returns None unless the whole text is a valid program."""
+        """Parse ``text`` as a program. Returns None unless all of it is a valid program."""
         match = _PROGRAM.fullmatch(text)
         if match is None:
             return None
@@ -94,8 +94,8 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgramExercise | None:
-        """Parse the problem at the beginning of a text. A hint may follow it. Returns None if the
-        text does not begin with a problem."""
+        """Parse the problem at the beginning of ``text``. A hint may follow it. Returns None if
+        ``text`` does not begin with a problem."""
         match = _PROBLEM.match(text)
         if match is None:
             return None

@@ -159,7 +159,7 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
 
 
 def _clean(text: str) -> str:
-    """Return a text unchanged. Raises ValueError if it contains a tag without its partner."""
+    """Return ``text`` unchanged. Raises ValueError if it contains a tag without its partner."""
     stray = _TAG.search(text)
     if stray is not None:
         raise ValueError(f"{stray[0]} has no partner")
