@@ -2,7 +2,7 @@
 caller spends, and keeps every caller within its budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
-                 <── reply, with the usage that was charged    │ 402 with a sentence: nothing is left
+                 <── reply, with the usage that was charged   │ 402 with a sentence: nothing is left
                                                               └─ lower max_tokens to the rest
 
 Each item of an evaluation has a seat, which is an account with a key and a budget

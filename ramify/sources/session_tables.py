@@ -112,7 +112,7 @@ def describe_file(
 
 def _wrong_record(name: str, kind: str, path: Path) -> str:
     """Return a description of the first wrong record of a CSV or JSONL file, since DuckDB counts
-    lines differently. Returns an empty text for other kinds, and if the records that are searched
+    lines differently. Returns an empty string for other kinds, and if the records that are searched
     are right.
     """
     return _irregular(name, path) if kind == "csv" else _not_json(path) if kind == "jsonl" else ""
