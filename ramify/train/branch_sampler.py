@@ -30,26 +30,30 @@ if TYPE_CHECKING:
 
 class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for forking rollouts: where they fork, into how many continuations, and how many
-    lines one rollout may have. A line is a path from the start of the rollout to one of its ends.
+    branches one rollout may have. A branch is a path from the start of the rollout to one of its
+    ends.
 
     >>> train.BranchOptions(where=(1,), num=4, budget=4).budget
     4
     """
 
     where: tuple[int, ...] | Literal["every", "entropy"] = (1,)
-    """Turns of the root before which the session is forked, counted from 0; ``every``: before each
-    turn but the first; ``entropy``: before each turn that follows a reply less certain than the
-    first one (ARPO)."""
+    """Turns of the root call before which the session is forked, counted from 0. ``every``: before
+    each turn except the first. ``entropy``: before each turn that follows a reply less certain
+    than the first one (ARPO).
+    """
     num: int = 2
     """Number of continuations of a fork, including that of the original session."""
     budget: int = 4
-    """Maximum number of lines of one rollout."""
+    """Maximum number of branches (paths from the question to an end) in one rollout."""
     lines: Literal["all", "first"] = "all"
-    """``all``: every line may fork again. ``first``: only the first line forks, and the other
-    continuations are single lines that estimate its values (for ``vine``)."""
+    """Which branches may fork again. ``all``: every branch. ``first``: only the first; the other
+    continuations run to their end and estimate the values of the first (for ``vine``).
+    """
     entropy_rise: float = 0.0
-    """With ``where=entropy``: by how much a reply's mean surprisal (nats per token) must exceed the
-    first reply's."""
+    """For ``where=entropy``: by how much a reply's mean surprisal (nats per token) must exceed
+    that of the first reply.
+    """
 
     def __post_init__(self) -> None:
         if self.num < 2 or self.budget < 2:
@@ -84,9 +88,10 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened_limits(self, limits: Limits) -> Limits:
-        """Return limits for a rollout that may have as many lines as the fork budget allows. The
-        limits on calls, tokens and cost are multiplied, so that each line may use as much as a
-        rollout without forks."""
+        """Return limits for a rollout with as many branches as the fork budget allows. The limits
+        on calls, tokens and cost are multiplied, so that each branch may use as much as a rollout
+        without forks.
+        """
         cost = limits.max_cost
         return msgspec.structs.replace(
             limits,
@@ -101,8 +106,7 @@ class BranchSampler:
     training, and the first one gives the rollout's answer."""
 
     is_optional = True
-    """True: if the session cannot be forked at this moment, the rollout continues without a
-    fork."""
+    """If the session cannot be forked at some moment, the rollout continues without a fork."""
 
     def __init__(self, options: BranchOptions) -> None:
         self._options = options

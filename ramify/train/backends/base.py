@@ -65,18 +65,20 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     weight_decay: float = 0.0
     """Weight decay of matrices; norms, biases and embeddings do not decay."""
     momentum: float = 0.95
-    """Momentum of Muon."""
+    """Momentum of the Muon optimizer."""
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after the warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_steps: int | None = None
     """Optimizer steps over which the learning rate rises linearly from ``lr / warmup_steps`` to
     ``lr``; a training step with minibatches counts several. None: for a pretrained checkpoint a
     tenth of the stage's steps, at most 10; otherwise 0.
     """
     num_steps: int | None = None
-    """Step at which ``final_fraction`` is reached; None: the length of the stage."""
+    """Optimizer step at which the learning rate reaches ``final_fraction``; None: the last step of
+    the stage.
+    """
     final_fraction: float = 0.1
     """Learning rate at the end of a linear or cosine schedule, as a fraction of ``lr``."""
 

@@ -170,8 +170,9 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def expect(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last one before the optimizer step. With
-        the option ``gather="step"``, gradients are summed over ranks only after the last pass.
+        """Announce whether the next backward pass is the last one over the current list of
+        batches. With the option ``gather="step"``, gradients are summed over ranks only after the
+        last pass.
         """
         if self._shard.gather == "step":
             for each in self._sharded:

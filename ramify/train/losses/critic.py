@@ -33,7 +33,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     weight: float = 0.5
     """Weight of the critic's loss, relative to the policy loss."""
     clip: float | None = 0.2
-    """Maximum change of V within a step; None: not clipped."""
+    """Maximum change of the critic's value V within a step; None: no limit."""
 
     def __post_init__(self) -> None:
         check_none_or_positive("loss.value", "no bound", clip=self.clip)

@@ -99,9 +99,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Weight of the KL to a reference policy, whose log-probabilities are the stream
     ``ref_logprobs``; 0: no KL."""
     kl: KlKind = "k3+"
-    """Estimator of the KL; see ``kl_estimate``."""
+    """Estimator of the KL divergence; see ``kl_estimate``."""
     entropy: float = 0.0
-    """c: weight of the entropy bonus, i.e. the policy's entropy at sampled tokens."""
+    """Weight of the entropy bonus, i.e. of the policy's entropy at sampled tokens."""
     router_aux_loss_coef: float | None = None
     """Weight of the load-balancing loss of a mixture-of-experts model; None: the value in the
     checkpoint's configuration (``router_aux_loss_coef``, if ``output_router_logits`` is set).

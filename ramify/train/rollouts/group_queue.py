@@ -67,7 +67,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     how far sampling may run ahead of training."""
 
     items: int = 24
-    """Items of the task per step."""
+    """Number of task items per step."""
     first_item: int = 0
     """Index of the first item in the training split. After a stage with demonstrations, the default
     is the first item that was not demonstrated."""

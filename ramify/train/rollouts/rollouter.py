@@ -148,7 +148,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Options for rolling out items: the number of attempts, their concurrency, and sampling."""
 
     group: int = 8
-    """Attempts per item."""
+    """Number of attempts per item."""
     concurrency: int = 128
     """Maximum number of rollouts that run at once. Each uses one session, and each of its
     recursive children another one.
