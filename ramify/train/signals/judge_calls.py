@@ -30,8 +30,8 @@ from ramify.types.trajectory import Annotation, Call, CallSite, Stop, Trajectory
 POLICY = "policy"
 """Model name by which a judge selects the policy being trained."""
 BUDGET = Limits(max_calls=10_000_000, max_tokens=1_000_000_000_000)
-"""Default limits on the calls and tokens of all judges of a run. Their cost counts towards the
-run's cost limit.
+"""Default limits on the calls and tokens of all judges of a run together. Their cost is limited to
+``DEFAULT_MAX_COST`` dollars.
 """
 DECIMALS = 4
 """Number of decimals of stored per-token numbers. Rounding saves space, because there are many of
