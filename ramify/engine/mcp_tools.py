@@ -180,7 +180,9 @@ def need_extra(what: str) -> None:
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
-        raise ConfigError(f"{what} need the official SDK: {install_command('mcp')}")
+        raise ConfigError(
+            f"{what}: the official MCP SDK is not installed: {install_command('mcp')}"
+        )
 
 
 def redacted_server(server: str) -> str:

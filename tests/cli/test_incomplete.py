@@ -105,6 +105,20 @@ def test_errors_name_options_and_not_fields(shell: Shell, options: list[str], wh
         assert f"raise {options[0][2:].replace('-', '_')}" in json.loads(done.out)["error"]
 
 
+def test_failed_run_can_be_continued_with_another_model(shell: Shell) -> None:
+    """An unknown model, for example, fails again in the same way."""
+    failed = shell.ask([], "hm?")
+    hint = r"continue this run with: ramify ask --resume (\S+), and with --model NAME for another model"
+    assert failed.code == 1
+    [run] = re.findall(hint, failed.err)
+    other = shell.model(["yes"], "other.json")
+    continued = shell.run("ask", "--resume", run, "--model", other)
+    assert (continued.code, continued.out) == (0, "yes\n")
+    again = shell.run("ask", "--resume", run, "--model", other)
+    assert (again.code, again.out) == (0, "yes\n")
+    assert "no model is asked, so --model is ignored" in again.err
+
+
 @pytest.mark.parametrize("text", ["", "The first half"])
 def test_content_filtered_answer_is_an_error(shell: Shell, text: str) -> None:
     done = ask(shell, [reply_with_finish(text, "content_filter")], "tell me")
