@@ -57,6 +57,8 @@ def new_name(package: str, name: str) -> str | None:
     new = PUBLIC_NAMES.get(package, {}).get(name)
     if new is not None:
         warnings.warn(
-            f"{package}.{name} is called {package}.{new} here", OldNameWarning, stacklevel=3
+            f"{package}.{name} is now called {package}.{new}: use that name",
+            OldNameWarning,
+            stacklevel=3,
         )
     return new

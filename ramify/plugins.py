@@ -329,7 +329,8 @@ class Registry(Mapping[str, Any]):
         name = options.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(
-                f"{self.kind}: {dict(value)!r:.80} has no name; known: {', '.join(sorted(self))}"
+                f"{self.kind}: {dict(value)!r:.80} has no key 'name': give one of "
+                f"{', '.join(sorted(self))}"
             )
         kind = self.of(name)
         try:
@@ -463,7 +464,10 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
     in the error message."""
     missing = [name for name in methods if not callable(getattr(part, name, None))]
     if missing:
-        raise ConfigError(f"{field}: {type(part).__name__} has no {missing[0]}()")
+        raise ConfigError(
+            f"{field}: {type(part).__name__} has no method {missing[0]}(): give an object that "
+            "has one"
+        )
 
 
 def import_location(kind: type) -> str:

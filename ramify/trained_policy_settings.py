@@ -105,9 +105,8 @@ def read_card(folder: Path) -> TrainedPolicySettings:
         if run_policy_folder(folder) is not None:
             return TrainedPolicySettings()
         raise ConfigError(
-            f"{path}: {explain_conversion_error(error, TrainedPolicySettings)}: correct "
-            "it, or remove the file "
-            "to use any scaffold"
+            f"{path}: {explain_conversion_error(error, TrainedPolicySettings)}: correct the file, "
+            "or remove it to allow any scaffold"
         ) from None
 
 

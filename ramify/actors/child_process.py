@@ -236,7 +236,7 @@ class ChildProcess:
         self._status = 127
         if kind == "failed":
             raise OSError(int(value), os.strerror(int(value)), program)
-        raise OSError(errno.ETIMEDOUT, f"its guard did not start it in {_START_S:g} s", program)
+        raise OSError(errno.ETIMEDOUT, f"it was not started within {_START_S:g} s", program)
 
     def _is_readable(self, until: float | None) -> bool:
         poll = select.poll()

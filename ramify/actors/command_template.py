@@ -86,7 +86,7 @@ def check_program_installed(word: str, where: str) -> None:
     this machine."""
     if "{" not in word and shutil.which(word) is None:
         raise ConfigError(
-            f"{where}: command {word!r:.200} is not a program here: install it, or give its path"
+            f"{where}: the program {word!r:.200} was not found: install it, or give its full path"
         )
 
 
@@ -103,13 +103,13 @@ def _check_placeholders(word: str, known: Collection[str], where: str) -> None:
         parts = list(string.Formatter().parse(word))
     except ValueError as error:
         raise ConfigError(
-            f"{where}: command: {word!r:.200}: {error}; write a brace as {{{{ or }}}}"
+            f"{where}: command: {word!r:.200}: {error}; for a literal brace, write {{{{ or }}}}"
         ) from None
     for _, name, format, conversion in parts:
         if name is None:
             continue
         if name not in known or format or conversion:
             raise ConfigError(
-                f"{where}: command has no value for {{{name}}}: {did_you_mean(name, known)}; "
-                "write a brace as {{ or }}"
+                f"{where}: command has an unknown placeholder {{{name}}}: "
+                f"{did_you_mean(name, known)}; for a literal brace, write {{{{ or }}}}"
             )

@@ -48,7 +48,7 @@ def _extension(value: Any) -> Any:
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((*header, flat.data)))
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
-    raise TypeError(f"a {type(value).__qualname__} is not part of any message: {value!r:.80}")
+    raise TypeError(f"a {type(value).__qualname__} cannot be sent in a message: {value!r:.80}")
 
 
 def _value(code: int, data: memoryview) -> Any:

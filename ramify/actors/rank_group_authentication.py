@@ -84,13 +84,14 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
         )
     except RuntimeError as error:
         raise TrainError(
-            f"a process of the group is lost, or another program took its place: {_first(error)}"
+            "a process of this run was lost, or another program answers at its address: "
+            f"{_first(error)}; start the run again"
         ) from None
     for j in range(size):
         if j != rank and not hmac.compare_digest(proofs[j], _proof(key, size, j, rank, ours)):
             raise TrainError(
-                f"the process in the place of rank {j} does not have this run's key: a stranger "
-                "connected first, and nothing was sent to it; start again"
+                f"another program connected as rank {j} without this run's key; nothing was sent "
+                "to it; start the run again"
             )
 
 

@@ -216,7 +216,10 @@ class RankStoreClient(dist.Store):  # type: ignore[name-defined, misc]
                 self._channel.send(request)
                 reply: RankStoreReply = self._channel.receive(RankStoreReply)
         except (EOFError, OSError):
-            raise dist.DistNetworkError("rank 0, which has the store, is gone") from None
+            raise dist.DistNetworkError(
+                "the connection to rank 0, which hosts the rendezvous store, was lost: see its "
+                "output"
+            ) from None
         if reply.error:
             raise dist.DistStoreError(reply.error)
         return reply

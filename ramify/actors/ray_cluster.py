@@ -82,7 +82,8 @@ class RayClusterConnection:
         ray = self._ray
         if ray.is_initialized():
             raise ConfigError(
-                "this process is in a Ray cluster already: only one run at a time can use one"
+                "this process is already connected to a Ray cluster, which only one run can use "
+                "at a time: wait for that run to end, or use another process"
             )
         self._check_reachable()
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -145,7 +146,7 @@ class RayClusterConnection:
         with found:
             if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_grpc(found):
                 raise ConfigError(
-                    f"what listens at {self.address} is not the head of a Ray cluster: give the "
+                    f"the server at {self.address} is not the head of a Ray cluster: give the "
                     f"address that `ray start --head` prints, or correct {ADDRESS}"
                 )
 
@@ -264,8 +265,8 @@ def check_ramify_version(version: str) -> None:
     """Raise ConfigError if this process does not run the given version of Ramify."""
     if version != __version__:
         raise ConfigError(
-            f"the node {socket.gethostname()} has ramify {__version__}, and this work was begun "
-            f"with ramify {version}: install the same version on all nodes"
+            f"node {socket.gethostname()} runs ramify {__version__}, but this run was started "
+            f"with {version}: install the same version on all nodes"
         )
 
 

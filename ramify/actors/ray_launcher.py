@@ -184,7 +184,7 @@ class RayLauncher:
 
     def _ask(self, index: int, method: str, *arguments: Any) -> Any:
         if not self._is_open:
-            raise TrainError("the run has left the cluster")
+            raise TrainError("this run has disconnected from its Ray cluster")
         try:
             return self._ray.get(
                 getattr(self._agents[index], method).remote(*arguments), timeout=_ASK_S
@@ -231,8 +231,9 @@ class RayLauncher:
             if not group.wait(max(1.0, until - time.monotonic())):
                 raise ConfigError(
                     f"the cluster did not provide the slots of pool '{pool or 'any'}' within "
-                    f"{self.start_s:g} s: {requested} was requested, and "
-                    f"{ray.available_resources()} is available; others may be using the rest"
+                    f"{self.start_s:g} s: {requested} was requested, but only "
+                    f"{ray.available_resources()} is available: free some, or raise "
+                    "placement.start_s"
                 )
             self._places |= {
                 index: (group, bundle)
@@ -246,7 +247,8 @@ class RayLauncher:
             )
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise ConfigError(
-                f"a slot's node agent did not start: {str(error).strip().partition(chr(10))[0]}"
+                "Ramify's agent process on a node did not start: "
+                f"{str(error).strip().partition(chr(10))[0]}"
             ) from None
         self._is_distributed = any(location["address"] != self._own for location in self._locations)
         self._check_first()
@@ -280,8 +282,8 @@ class RayLauncher:
                 time.sleep(_AGAIN_S)
         needs = self._placement_slots[index].needs
         raise ConfigError(
-            f"{where}, is gone, and no node of the cluster provided its {needs.gpus:g} GPUs and "
-            f"{needs.cpus:g} CPUs within {self.start_s:g} s (placement.start_s)"
+            f"{where}, was lost, and no node offered {needs.gpus:g} GPUs and {needs.cpus:g} CPUs "
+            f"within {self.start_s:g} s: free some, or raise placement.start_s"
         )
 
     def _check_first(self) -> None:
@@ -295,9 +297,8 @@ class RayLauncher:
         own_gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if slot_gpus and slot_gpus[0] != own_gpus[0]:
             raise ConfigError(
-                f"the cluster gave GPU {slot_gpus[0]} of this node to the first rank, which is "
-                f"this process and computes on GPU {own_gpus[0]}: start it with "
-                f"CUDA_VISIBLE_DEVICES={','.join(slot_gpus)}"
+                f"the cluster assigned GPU {slot_gpus[0]} to rank 0 (this process), but it uses "
+                f"GPU {own_gpus[0]}: start it with CUDA_VISIBLE_DEVICES={','.join(slot_gpus)}"
             )
 
 
@@ -329,16 +330,15 @@ def check_bundles(
         if sum(needed) > sum(available) + 1e-9:
             terms = " + ".join(f"{value:g}" for value in needed if value)
             raise ConfigError(
-                f"placement: the slots do not fit {where}: {terms} = {sum(needed):g} {unit}, and "
-                f"it has {' + '.join(f'{value:g}' for value in available) or 0} = "
-                f"{sum(available):g}"
+                f"placement: the slots need {terms} = {sum(needed):g} {unit}, but {where} has "
+                f"{sum(needed):g} = {sum(available):g}: request less, or add nodes"
             )
     for pool, needs in all_needs:
         if not any(needs.fits_in(node) for node in nodes):
             raise ConfigError(
                 f"placement: no node of {where} has room for a slot of pool '{pool or 'any'}', "
-                f"which needs {needs.gpus:g} GPUs, {needs.cpus:g} CPUs and {needs.memory_gb:g} GB; "
-                f"the largest has {max(nodes)}"
+                f"which needs {needs.gpus:g} GPUs, {needs.cpus:g} CPUs and {needs.memory_gb:g} "
+                f"GB; the largest has {max(nodes)}: request less, or add a larger node"
             )
 
 

@@ -289,7 +289,10 @@ def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Ch
         ours = secrets.token_bytes(_NONCE)
         peer.sendall(ours + _proof(key, b"peer", nonce, ours))
         if not hmac.compare_digest(_read(peer, _PROOF), _proof(key, b"listener", nonce, ours)):
-            raise ConnectionRefusedError(f"the process at {address} does not have this run's key")
+            raise ConnectionRefusedError(
+                f"the process at {address} does not have this run's key: give both the same key, "
+                "or correct the address"
+            )
         channel = Channel(peer, key)
         channel.send(first)
         return channel
@@ -354,7 +357,9 @@ def given_key() -> bytes | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{KEY_FILE}={path} cannot be read: {error}") from None
         if is_open:
-            raise ConfigError(f"{KEY_FILE}={path} is open to other users: chmod 600 {path}")
+            raise ConfigError(
+                f"{KEY_FILE}={path} is accessible to other users: run chmod 600 {path}"
+            )
     if not text:
         return None
     if len(text) < _LEAST_KEY:

@@ -68,9 +68,11 @@ class _HelperRequest:
         try:
             answered = self._answer() or self._answer()
         except TimeoutError:
-            raise HelperProcessDied(f"it was not done within {_ANSWER_S:g} s") from None
+            raise HelperProcessDied(f"it did not finish within {_ANSWER_S:g} s") from None
         if answered is None:
-            raise HelperProcessDied("its helper process was killed twice")
+            raise HelperProcessDied(
+                "its helper process was killed twice, as happens when memory runs out"
+            )
         failed, answer = answered
         if failed:
             raise RuntimeError(answer.decode())
@@ -96,7 +98,7 @@ class _HelperRequest:
             if is_killed and not self._is_cancelled:
                 return None
             limits = f"{CPU_S:g} s of CPU time or {_MEMORY_BYTES >> 30} GiB of memory"
-            raise HelperProcessDied(f"it takes more than {limits}") from None
+            raise HelperProcessDied(f"it exceeds {limits}") from None
 
     def cancel(self) -> None:
         with self._lock:

@@ -82,7 +82,7 @@ class CommandTemplate:
         """Container in which the command runs; None if it runs on this machine."""
         self._shell = command if shell and isinstance(command, str) else ""
         if shell and not self._shell:
-            raise ConfigError("AgentTask: shell=True needs the command as one text")
+            raise ConfigError("AgentTask: shell=True needs the command as one string")
         words = split_command(command, PLACEHOLDERS, "AgentTask")
         self._words = [word if container else absolute_word(word) for word in words]
         if container:

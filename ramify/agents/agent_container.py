@@ -33,9 +33,9 @@ class AgentContainer:
         sandbox, or if the program ``docker`` is missing."""
         if image in SANDBOXES.ours:
             raise ConfigError(
-                f"AgentTask: container={image!r} is a sandbox for sessions. An agent needs a way "
-                "to its endpoint, and a jail has no network: give the name of an image, or leave "
-                "container out"
+                f"AgentTask: container={image!r} is a sandbox for sessions without network, but "
+                "an agent must reach its endpoint: give the name of an image, or leave container "
+                "out"
             )
         if shutil.which(_PROGRAM) is None:
             raise ConfigError(

@@ -125,9 +125,12 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 "AgentTask has no agent: give command='program {item_file}', or agent=a function"
             )
         if self.command and self.agent is not None:
-            raise ConfigError("AgentTask has a command and a function: give one of them")
+            raise ConfigError("AgentTask has both command and agent: give only one")
         if not self.command and (self.container or self.shell or self.env):
-            raise ConfigError("AgentTask: container, shell and env are for a command")
+            raise ConfigError(
+                "AgentTask: container, shell and env apply only to command: give command, or "
+                "remove them"
+            )
         if not self.reward:
             raise ConfigError(
                 "AgentTask has no reward: give a function of an AgentRun, file.py:name, or the "
@@ -190,7 +193,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
                 return as_score(self._reward(trajectory.answer, item))
             raise RamifyError(
                 f"task '{self.name}', item {item.id}: the reward needs a rollout of the agent, "
-                "and was given an answer alone: evaluate or train the task instead"
+                "but got only an answer: evaluate or train the task"
             )
         record = msgspec.convert(found, AgentExitRecord)
         try:
@@ -273,7 +276,10 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 def _unscored(answer: Any, item: Item) -> float:
     """Raise RamifyError. Items that are read from a file have this function as their scorer,
     because only the reward of the ``AgentTask`` can score them."""
-    raise RamifyError(f"item {item.id}: only the reward of its AgentTask can score it")
+    raise RamifyError(
+        f"item {item.id}: only the reward of its AgentTask can score it: evaluate or train that "
+        "task"
+    )
 
 
 def _check_call(field: str, function: Any, argument: str) -> None:
@@ -286,7 +292,9 @@ def _check_call(field: str, function: Any, argument: str) -> None:
             "file.py:name"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"AgentTask: {field} {name} is a generator: let it return its result")
+        raise ConfigError(
+            f"AgentTask: {field} {name} is a generator: return the result instead of yielding it"
+        )
     try:
         inspect.signature(function).bind(None)
     except TypeError:

@@ -72,8 +72,12 @@ SETTINGS = (
     ),
     CliOptionSpec("max_tokens", int, "maximum total tokens, input plus output (default: 20000000)"),
     CliOptionSpec("max_reply_tokens", int, "maximum tokens per reply (default: 8192)"),
-    CliOptionSpec("max_sub_reply_tokens", int, "the same for replies to llm_query"),
-    CliOptionSpec("max_reasoning_tokens", int, "tokens of hidden reasoning per reply, in addition"),
+    CliOptionSpec("max_sub_reply_tokens", int, "maximum tokens per reply to llm_query"),
+    CliOptionSpec(
+        "max_reasoning_tokens",
+        int,
+        "maximum hidden reasoning tokens per reply, on top of --max-reply-tokens",
+    ),
     CliOptionSpec("max_concurrency", int, "maximum concurrent model requests (default: 64)"),
     CliOptionSpec("patience", float, "seconds to keep retrying a failing model (default: 600)"),
     CliOptionSpec(
@@ -85,7 +89,7 @@ SETTINGS = (
     CliOptionSpec(
         "scaffold",
         str,
-        "prompts and form of replies: a name (`ramify plugins scaffold` lists them), or a .toml or "
+        "prompts and reply format: a name (`ramify plugins scaffold` lists them), or a .toml or "
         ".json file",
         "NAME|FILE",
     ),
@@ -93,11 +97,13 @@ SETTINGS = (
     CliOptionSpec(
         "examples",
         str,
-        "questions with the answers that are wanted, added to every prompt: .jsonl or .json",
+        "example questions with their answers, added to every prompt: a .jsonl or .json file",
         "FILE",
     ),
     CliOptionSpec("sandbox", str, "sandbox that runs the model's code (default: jail)"),
-    CliOptionSpec("tier", str, "weakest jail tier to accept: A, B or C (default: B)", "A|B|C"),
+    CliOptionSpec(
+        "tier", str, "weakest jail tier to accept: A (strongest), B or C (default: B)", "A|B|C"
+    ),
     CliOptionSpec("allow_weaker", bool, "accept weaker isolation, or none if no jail is available"),
     CliOptionSpec("memory", str, "memory limit per session (default: 2GiB)", "SIZE"),
     CliOptionSpec(
@@ -106,7 +112,7 @@ SETTINGS = (
     CliOptionSpec(
         "mount",
         list,
-        "file or folder that sessions may read, and its path inside; repeat for more",
+        "file or folder that sessions may read, and its path in the sandbox; repeat for more",
         "PATH:PLACE",
     ),
     CliOptionSpec(
@@ -118,15 +124,18 @@ SETTINGS = (
     CliOptionSpec(
         "max_bytes",
         str,
-        "most bytes to read (default: 1GiB into memory; large texts stay in their files)",
+        "maximum bytes to read (default: 1GiB in memory; no limit for large texts that stay in "
+        "their files)",
         "SIZE",
     ),
     CliOptionSpec(
         "allow_private",
         bool,
-        "let web addresses lead to private ones, such as those of this machine",
+        "allow URLs that resolve to private addresses, such as this machine's",
     ),
-    CliOptionSpec("strict", bool, "stop if one of several files cannot be read, not only note it"),
+    CliOptionSpec(
+        "strict", bool, "stop if one of several files cannot be read, instead of warning"
+    ),
     CliOptionSpec("temperature", float, "sampling temperature (default: the provider's)"),
     CliOptionSpec(
         "direct",
@@ -168,9 +177,9 @@ _ALLOWED_WITH_RESUME = {
 MODE = CliOptionSpec(
     "mode",
     str,
-    "how to answer: free (a session), plan (a ready plan, as `ramify plan` chooses it), direct "
-    "(one plain call of any length, for input without tools such as sql) or auto (one of them, "
-    "chosen by rules and at most one call); default: direct for a small input, else free",
+    "how to answer: free (a session), plan (a ready plan, as `ramify plan` picks it), direct (one "
+    "plain call, for input without tools such as sql) or auto (picks one of them, by rules or by "
+    "asking the model once); default: direct for a small input, else free",
     "auto|free|plan|direct",
 )
 OF_ONE_QUESTION = (
@@ -185,11 +194,13 @@ OF_ONE_QUESTION = (
     CliOptionSpec(
         "resume",
         str,
-        "continue a run: suspended, killed, failed, or with a higher limit; --model changes its "
-        "model",
+        "continue a suspended, killed or failed run, or one whose limit you now raise; --model "
+        "changes its model",
         "RUN",
     ),
-    CliOptionSpec("from", int, "with --resume: a new run that continues from this turn", "TURN"),
+    CliOptionSpec(
+        "from", int, "with --resume: fork a new run that continues from this turn", "TURN"
+    ),
     CliOptionSpec("call", str, "with --from: the call of that turn (default: the root)", "ID"),
     CliOptionSpec("code", str, "with --from: code to run in place of that turn's reply", "FILE"),
     CliOptionSpec(
@@ -229,9 +240,9 @@ def ask(
     if turn is not None and resume is None:
         raise UsageError("--from needs a run: give --resume RUN too")
     if turn is None and (name := next((name for name in edit if edit[name] is not None), "")):
-        raise UsageError(f"--{name} is about one turn: give --from TURN too")
+        raise UsageError(f"--{name} needs --from TURN: add it")
     if resume is not None and dry_run:
-        raise UsageError("--dry-run is about a new question: remove --resume")
+        raise UsageError("--dry-run applies only to a new question: remove --resume")
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
@@ -292,7 +303,7 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
     if given.get("direct") is not None:
-        raise UsageError("--mode and --direct decide the same: give only --mode")
+        raise UsageError("--mode and --direct set the same thing: give only --mode")
     without = NOT_OF_MODE.get(mode, ())
     options = [each for each in SETTINGS if given.get(each.name) is not None]
     if refused := [each.long for each in options if each.name in without]:
@@ -494,7 +505,9 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     # A session is opened only if the question needs one, and a wrong value is an error before.
     places = spec.mounts if isinstance(spec, JailSpec) else ()
     if absent := next((path for path, _ in places if not os.path.exists(path)), None):
-        raise ConfigError(f"sandbox mounts: there is no '{absent}' on this machine")
+        raise ConfigError(
+            f"sandbox mounts: '{absent}' does not exist on this machine: correct the path"
+        )
     if spec.packages and spec.provider in LOCAL_SANDBOXES:
         from ramify.sandbox.host.importable_packages import locate
 
@@ -581,8 +594,8 @@ def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
         provider = name.partition(":")[0]
         if price is None and provider in CLIENTS.ours and provider != "litellm":
             raise UsageError(
-                f"--max-cost {max_cost:g} cannot be kept: {given} has no known price; remove it, or"
-                " add the price to a table (RAMIFY_PRICES, docs/models.md)"
+                f"--max-cost {max_cost:g} cannot be enforced: {given} has no known price; remove "
+                "--max-cost, or add the price to a table (RAMIFY_PRICES, docs/models.md)"
             )
 
 
@@ -738,8 +751,8 @@ def read_examples(given: str | None) -> list[Any]:
         examples = _decoded(data, given)
     if not isinstance(examples, list):
         raise ConfigError(
-            f"{given} has a {type(examples).__name__}: give a list of objects with question and "
-            "answer, or .jsonl"
+            f"the examples file {given} holds a {type(examples).__name__}: give a list of objects "
+            "with question and answer, or .jsonl"
         )
     if not examples:
         raise ConfigError(f"the examples {given} are empty: give at least one, or omit the option")

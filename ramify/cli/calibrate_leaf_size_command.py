@@ -46,15 +46,15 @@ OPTIONS = (
     CliOptionSpec(
         "sizes",
         str,
-        "sizes of a leaf in tokens of three bytes, such as 2000,8000 (default: 2000, doubled up to "
-        "the model's window)",
+        "leaf sizes to try, in tokens (counted as 3 bytes each), such as 2000,8000 (default: "
+        "2000, doubled up to the model's window)",
         "SIZES",
     ),
-    CliOptionSpec("items", int, f"questions of each kind and size (default: {_ITEMS})"),
+    CliOptionSpec("items", int, f"number of questions per kind and size (default: {_ITEMS})"),
     CliOptionSpec(
         "tolerance",
         float,
-        "accuracy that the best size may lose against the most accurate one (default: 0.02)",
+        "how far the best size may fall below the highest accuracy (default: 0.02)",
     ),
     CliOptionSpec("seed", int, "seed of the questions (default: 0)"),
     CliOptionSpec("concurrency", int, "concurrent questions (default: 16)"),
@@ -179,8 +179,7 @@ class _Curve:
             print("\n".join(curve_lines(found)))
         if path is None:
             self._notes.warning(
-                f"not stored: {pluralize(missing, 'question')} failed without a score; "
-                "ask them again "
+                f"not stored: {pluralize(missing, 'question')} failed and got no score; retry "
                 f"with: ramify calibrate --resume {plan.id}"
             )
         else:
@@ -245,7 +244,7 @@ def _sizes(text: str) -> list[int]:
             raise UsageError(f"--sizes {text}: '{word}' is not a number of tokens from 1,334 up")
         found.append(int(number) * thousand)
     if len(set(found)) < max(1, len(found)):
-        raise UsageError(f"--sizes {text}: name each size once")
+        raise UsageError(f"--sizes {text}: give at least one size, and each only once")
     return sorted(found)
 
 

@@ -116,7 +116,10 @@ def collect_demonstrations(
         if validate is not False:
             check_task(task, plan, notes)
         if (num_items := len(task.splits["train"])) < plan.items and num is not None:
-            notes.warning(f"--num {num}: the training split has {pluralize(num_items, 'item')}")
+            notes.warning(
+                f"--num {num}: the training split has only {pluralize(num_items, 'item')}; all "
+                "are used"
+            )
         return _Demonstrations(settings, screen, plan, task, concurrency).run(
             Path(out).expanduser(),
             max_cost,

@@ -71,7 +71,7 @@ OF_AN_EVALUATION = (
     CliOptionSpec(
         "items",
         int,
-        "number of items, from the start of the split; of each family in a matrix (default: 100)",
+        "number of items from the start of the split, per family in a matrix (default: 100)",
     ),
     CliOptionSpec("n", int, "attempts per item (default: 1)"),
     CliOptionSpec("k", int, "k of pass@k and majority@k (default: n)"),
@@ -101,7 +101,7 @@ OF_AN_EVALUATION = (
     ),
 )
 OF_A_MATRIX = (
-    CliOptionSpec("lengths", str, "tokens of the contexts, such as 8k,64k,512k", "LENGTHS"),
+    CliOptionSpec("lengths", str, "context lengths in tokens, such as 8k,64k,512k", "LENGTHS"),
     CliOptionSpec("models", str, "models to compare, separated by commas", "MODELS"),
     CliOptionSpec(
         "modes",
@@ -111,22 +111,22 @@ OF_A_MATRIX = (
         "them, chosen for each question)",
         "MODES",
     ),
-    CliOptionSpec("mode", str, "the same for one of them", "MODE"),
+    CliOptionSpec("mode", str, "one way to answer (see --modes)", "MODE"),
     CliOptionSpec(
         "with",
         list,
-        "another system that answers the same items at a meter: rlms, droste, dspy, or a command "
-        "'… {question} {context_file}'; repeat for more",
+        "another system to compare on the same items, its model use metered: rlms, droste, dspy, "
+        "or a command '… {question} {context_file}'; repeat for more",
         "SYSTEM",
     ),
-    CliOptionSpec("html", str, "also write the matrix to one file that opens offline", "FILE"),
+    CliOptionSpec("html", str, "also write the matrix to a self-contained HTML file", "FILE"),
     CliOptionSpec(
         "dry_run",
         bool,
         "print the number of attempts and the most that they may cost; ask nothing",
         has_no=False,
     ),
-    CliOptionSpec("yes", bool, "begin a matrix without asking on a terminal", has_no=False),
+    CliOptionSpec("yes", bool, "start a matrix without asking for confirmation", has_no=False),
     CliOptionSpec(
         "placement",
         str,
@@ -174,9 +174,9 @@ def evaluate(
     if placement not in (None, "local", "ray"):
         raise UsageError(f"--placement {placement} is unknown: give local or ray")
     if workers is not None and (placement != "ray" or workers < 1):
-        raise UsageError("--workers needs --placement ray, and a number from 1")
+        raise UsageError("--workers needs --placement ray, and must be at least 1")
     if mode is not None and modes is not None:
-        raise UsageError("--mode and --modes decide the same: give only one of them")
+        raise UsageError("--mode and --modes set the same thing: give only one")
     axes = {"lengths": lengths, "models": models, "modes": modes or mode}
     systems: list[str] | None = given.pop("with")
     plan_options = {
@@ -251,8 +251,8 @@ def _refuse_others(
         )
     if refused:
         raise UsageError(
-            f"{' and '.join(refused)}: only with --lengths, --models, --modes, or several suites "
-            "or scaffolds"
+            f"{' and '.join(refused)}: only for a matrix: add --lengths, --models or --modes, or "
+            "give several suites or scaffolds"
         )
 
 

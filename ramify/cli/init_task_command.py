@@ -101,7 +101,8 @@ def init(words: list[str]) -> int:
         raise UsageError(f"ramify init {kind}: only 'task' can be written: ramify init task NAME")
     if not name.isidentifier() or keyword.iskeyword(name) or not name.islower():
         raise UsageError(
-            f"'{name}' is not a name of a module: use small letters, digits and _, as in my_task"
+            f"'{name}' is not a valid module name: use lowercase letters, digits and _, as in "
+            "my_task"
         )
     files = {Path(f"{name}.py"): _TASK, Path(f"test_{name}.py"): _TEST}
     for path in files:

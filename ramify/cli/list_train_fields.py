@@ -43,7 +43,7 @@ def print_fields(words: Sequence[str], resume: str | None) -> None:
     recipes = [word for word in words if word.endswith(".py")]
     names = [word for word in words if word not in overrides and word not in recipes]
     if len(recipes) > 1 or (overrides and not recipes and resume is None):
-        raise UsageError("--fields takes one recipe, or --resume DIR, beside FIELD=VALUE")
+        raise UsageError("--fields takes one recipe, or --resume DIR, with any FIELD=VALUE")
     run = (
         load_recipe(recipes[0])
         if recipes

@@ -44,13 +44,14 @@ def listen_options(
         CliOptionSpec(
             "unix_socket",
             bool,
-            "listen on a Unix socket in the store, for your own processes alone, instead of a port",
+            "listen on a Unix socket in the store, open only to your own processes, instead of a "
+            "port",
             has_no=False,
         ),
         CliOptionSpec(
             "open_to_this_machine",
             bool,
-            f"answer every user and process of this machine without a {key}",
+            f"accept requests from any user or process on this machine without a {key}",
             has_no=False,
         ),
     )
@@ -90,7 +91,7 @@ def chosen_key(
     if path is None:
         return None if needs_none else os.environ.get(variable) or None
     if needs_none:
-        raise UsageError(f"--open-to-this-machine needs no {key}: remove it, or --{key}-file")
+        raise UsageError(f"--open-to-this-machine cannot be combined with --{key}-file: remove one")
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,4 +108,6 @@ def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
     stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
     write_stderr(f"{name} at {url}{where} ({stop} to stop)")
     if new_key:
-        write_stderr(f"key: {new_key} (send it as a bearer; {SERVE_KEY} sets another)")
+        write_stderr(
+            f"key: {new_key} (send it as a bearer token; set {SERVE_KEY} to choose your own)"
+        )

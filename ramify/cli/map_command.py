@@ -83,11 +83,13 @@ OPTIONS = (
     ),
     CliOptionSpec("table", str, "table of a SQLite file", "NAME"),
     CliOptionSpec("prefix", str, "text before the names of the new columns", "TEXT"),
-    CliOptionSpec("try", int, "ask only N rows, print them, and estimate the whole map"),
+    CliOptionSpec(
+        "try", int, "answer only N rows, print them, and estimate the cost of the whole map"
+    ),
     CliOptionSpec(
         "estimate",
         bool,
-        "estimate dollars, hours and workers from --try N rows (default: 100)",
+        "estimate the cost, time and workers from --try N rows (default: 100)",
         has_no=False,
     ),
     CliOptionSpec(
@@ -99,7 +101,7 @@ OPTIONS = (
     CliOptionSpec(
         "batch_rows", int, "maximum number of rows of one batch (default: the provider's)"
     ),
-    CliOptionSpec("retry_failed", bool, "ask the rows again that have an error", has_no=False),
+    CliOptionSpec("retry_failed", bool, "retry rows that failed", has_no=False),
     CliOptionSpec("strict", bool, "stop at the first row with an error", has_no=False),
     CliOptionSpec(
         "max_cost", float, "maximum cost of all rows in dollars (default: 5, if prices are known)"
@@ -179,7 +181,7 @@ def run(
     row_settings = {**settings, **of_row, "branches": 1, "mode": mode}
     if placement == "ray":
         if batch:
-            raise UsageError("--batch needs no other machines: remove --placement ray")
+            raise UsageError("--batch cannot be combined with --placement ray: remove one")
         if table is not None or settings.get("mcp"):
             name = "--mcp" if settings.get("mcp") else "--table"
             raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
@@ -233,10 +235,10 @@ def _ray_run(
     from ramify.maps.ray_map import RayMapRun
 
     if out is None or request.sample is not None:
-        raise UsageError("--try and --estimate ask on this machine: remove --placement ray")
+        raise UsageError("--try and --estimate run only on this machine: remove --placement ray")
     store = open_folder_store(settings, "map --placement ray")
     if store is None:
-        raise UsageError("--placement ray records what is spent in the store: remove --no-store")
+        raise UsageError("--placement ray tracks spending in the store: remove --no-store")
     return RayMapRun(partial(_worker_rlm, settings), paths, request, out, store, workers)
 
 

@@ -41,10 +41,10 @@ def serve_meter(
     for an option that the proxy does not support."""
     for name in (*_OF_RUNS, _NO_KEY):
         if options.get(name) is not None:
-            why = "each caller of a meter needs a key" if name == _NO_KEY else "it is about runs"
+            why = "each caller of a meter needs a key" if name == _NO_KEY else "it is for runs"
             raise UsageError(f"--meter takes no --{name.replace('_', '-')}: {why}; remove it")
     if settings.get("sub_model"):
-        raise UsageError("--meter is about one model: remove --sub-model")
+        raise UsageError("--meter serves one model: remove --sub-model")
     check_prices(settings, settings.get("max_cost"))
     asyncio.run(_serve(_meter(settings, options, store, port), notes))
     return ExitCode.ANSWERED
@@ -82,9 +82,11 @@ async def _serve(meter: MeteringProxy, notes: StderrMessageWriter) -> None:
         where = meter.address.socket
         shown = f" on the Unix socket {where}" if where is not None else ""
         write_stderr(
-            f"the meter of {meter.upstream_client.name} at {meter.url}{shown} (Ctrl-C to stop)"
+            f"metering {meter.upstream_client.name} at {meter.url}{shown} (Ctrl-C to stop)"
         )
-        write_stderr(f"key: {meter.key} (send it as a bearer; {SERVE_KEY} sets another)")
+        write_stderr(
+            f"key: {meter.key} (send it as a bearer token; set {SERVE_KEY} to choose your own)"
+        )
         if meter.record_path is not None:
             notes.say(f"ramify: requests are recorded in {meter.record_path}")
         await stopped.wait()

@@ -74,8 +74,14 @@ OPTIONS = (
     CliOptionSpec(
         "by", str, "what is kept whole: lines, records (blank lines between), sentences or tokens"
     ),
-    CliOptionSpec("part_tokens", int, "bound on a part, in tokens of three bytes (default: 4000)"),
-    CliOptionSpec("top", int, "parts that search reads, the best by BM25 (default: 20; 0: all)"),
+    CliOptionSpec(
+        "part_tokens",
+        int,
+        "maximum size of a part, in tokens (counted as 3 bytes each; default: 4000)",
+    ),
+    CliOptionSpec(
+        "top", int, "number of parts that search reads, ranked by BM25 (default: 20; 0: all)"
+    ),
     CliOptionSpec("cut", bool, "cut a record that is larger than a part instead of refusing it"),
     _SUB_MODEL,
     *(option for option in SETTINGS if option.name not in _NOT_HERE),
@@ -165,7 +171,10 @@ def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]
     the reason for the choice. ``model`` is the model that the plan will call."""
     if name is not None and _is_file(name):
         if used := [key for key, value in options.items() if value is not None]:
-            raise UsageError(f"--{used[0].replace('_', '-')} is for ready plans: edit {name}")
+            raise UsageError(
+                f"--{used[0].replace('_', '-')} applies only to ready plans: set it in {name} "
+                "instead"
+            )
         try:
             return PlanStrategy(
                 Plan.from_json(Path(name).expanduser().read_bytes()), f"from {name}"

@@ -110,7 +110,10 @@ class PlaceholderClient:
         self.vision: bool | None = None
 
     async def complete(self, request: Request) -> Reply:
-        raise ReplayDiverged(f"{self.name} received a request that the run did not record")
+        raise ReplayDiverged(
+            f"{self.name} received a request that the run did not record: ask the question as a "
+            "new run"
+        )
 
     async def close(self) -> None:
         """Do nothing, because a placeholder holds no connection."""

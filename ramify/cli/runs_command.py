@@ -66,7 +66,9 @@ _BY_REFERENCE = "by reference"
 def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | None = None) -> int:
     if maps:
         if words:
-            raise UsageError("--maps has no filter: open them in ramify view")
+            raise UsageError(
+                "--maps cannot be filtered: remove the filter, or browse maps in ramify view"
+            )
         print_maps(open_configured_store(), as_json=bool(json))
         return ExitCode.ANSWERED
     folds = not words and limit is None and not json and sys.stdout.isatty()
@@ -156,7 +158,7 @@ def score(
     if sum(given) != 1:
         raise UsageError("score by one of --correction PATTERN, --judge MODEL and --by FILE:NAME")
     if max_cost is not None and not judge:
-        raise UsageError("--max-cost is about --judge MODEL")
+        raise UsageError("--max-cost needs --judge MODEL: add it")
     from ramify.evaluate import traffic_scores
     from ramify.plugins import Registry
     from ramify.store.store import Store
@@ -469,10 +471,12 @@ which stays as it is. Without options, it is printed.""",
             CliOptionSpec(
                 "verdict",
                 str,
-                "say whether the answer is right, wrong or not-sure; none takes it back",
+                "mark the answer right, wrong or not-sure; none withdraws the mark",
                 "VERDICT",
             ),
-            CliOptionSpec("person", str, "who says it (default: the current user)", "NAME"),
+            CliOptionSpec(
+                "person", str, "who gives the verdict (default: the current user)", "NAME"
+            ),
         ),
     ),
     SubcommandSpec(
@@ -489,13 +493,12 @@ prompt (docs/traffic.md). Or score whole conversations by a function of yours.""
             CliOptionSpec(
                 "correction",
                 list,
-                "a next message with this regular expression is a correction; repeat for more",
+                "treat the user's next message as a correction if it matches this regular "
+                "expression; repeat for more",
                 "PATTERN",
             ),
             CliOptionSpec("judge", str, "model that decides what is a correction", "MODEL"),
-            CliOptionSpec(
-                "max_cost", float, "dollars after which the judge is not asked (default: 1)"
-            ),
+            CliOptionSpec("max_cost", float, "maximum cost of the judge in dollars (default: 1)"),
             CliOptionSpec(
                 "by",
                 str,
@@ -541,7 +544,12 @@ Delete old runs and evaluations, and stored data that nothing else uses. Runs in
 With --keep alone, all except the newest N are deleted.""",
         prune,
         options=(
-            CliOptionSpec("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
+            CliOptionSpec(
+                "older_than",
+                str,
+                "delete runs that ended more than AGE ago, such as 30d or 12h",
+                "AGE",
+            ),
             CliOptionSpec(
                 "keep", int, "always keep the newest N runs, and the newest N evaluations"
             ),

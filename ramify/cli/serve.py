@@ -104,7 +104,7 @@ OF_A_SERVER = (
     CliOptionSpec(
         "meter_record",
         str,
-        "file for the requests of --meter (default: in the store, if there is one)",
+        "file in which --meter records requests (default: in the store, if there is one)",
         "FILE",
     ),
     CliOptionSpec(
@@ -131,7 +131,7 @@ def serve(words: list[str], **given: Any) -> int:
     if is_meter and given["model"] is not None:
         raise UsageError("--meter names the model: remove --model")
     if not is_meter and server_options["meter_record"] is not None:
-        raise UsageError("--meter-record is about --meter: add it")
+        raise UsageError("--meter-record needs --meter: add it")
     settings, notes = read_server_settings(
         {**given, "model": server_options["meter"]} if is_meter else given, "serve"
     )
@@ -210,8 +210,8 @@ def _recorder(
         return None
     if local_model_folder(settings["model"]) is None:
         raise ConfigError(
-            f"--record keeps token ids, and {settings['model']} gives none: serve a local policy "
-            "(--model local:FOLDER), or leave --record out"
+            f"--record keeps token ids, but {settings['model']} returns none: serve a local "
+            "policy (--model local:FOLDER), or leave --record out"
         )
     return lambda clients: open_recorder(options["record"], recording, policy_among(clients), notes)
 
@@ -225,12 +225,13 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
             f'the key file {options["keys"]} has no keys: add a table [NAME] with key = "…"'
         )
     if keys and options["open_to_this_machine"]:
-        raise UsageError("--open-to-this-machine needs no keys: remove it, or --keys")
+        raise UsageError("--open-to-this-machine cannot be combined with --keys: remove one")
     single = chosen_key(options)
     if single:
         if "default" in keys:
             raise ConfigError(
-                "the key file has a key named 'default', as --key-file has: rename it"
+                "the key file has a key named 'default', which is the name of the key of "
+                "--key-file: rename it"
             )
         keys = {**keys, "default": ApiKey(key=single)}
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
@@ -275,7 +276,7 @@ def mcp(words: list[str], **given: Any) -> int:
     listening = {option.name: given.pop(option.name) for option in listen_options(PORT)}
     unused = next((name for name, value in listening.items() if value is not None), None)
     if unused is not None and not http:
-        raise UsageError(f"--{unused.replace('_', '-')} is about HTTP: add --http")
+        raise UsageError(f"--{unused.replace('_', '-')} needs --http: add it")
     settings, notes = read_server_settings(given, "mcp")
     if settings is None:
         return ExitCode.USAGE

@@ -154,7 +154,7 @@ COMMAND = SubcommandSpec(
         CliOptionSpec(
             "enable_return_routed_experts",
             bool,
-            "report the experts that a mixture sends each token to (default: no)",
+            "report which experts a mixture-of-experts model uses for each token (default: no)",
         ),
         CliOptionSpec(
             "thinking",
@@ -164,6 +164,7 @@ COMMAND = SubcommandSpec(
         *RECORD_OPTIONS,
     ),
     epilog=(
-        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or tiny."
+        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or "
+        "'tiny' (a small test model)."
     ),
 )

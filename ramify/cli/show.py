@@ -80,14 +80,19 @@ def show(
     run = words[0]
     store = open_configured_store()
     if turn is not None and (tree or json or events or turn < 1):
-        raise UsageError(f"--turn {turn}: give a turn from 1, without --tree, --json or --events")
+        raise UsageError(
+            f"--turn {turn} must be at least 1, and cannot be combined with --tree, --json or "
+            "--events"
+        )
     if (given := given_path(run)) is not None:
         rollout = trajectory_at(given)
         if rollout is None:
             _show_path(given, as_json=bool(json), full=bool(full), use_pager=pager is not False)
             return ExitCode.ANSWERED
         if events:
-            raise UsageError(f"--events is about the journal of a run, and {run} is a rollout")
+            raise UsageError(
+                f"--events shows the journal of a run, and {run} is a rollout: remove --events"
+            )
         _show_trajectory(
             rollout, call, turn, tree=bool(tree), full=bool(full), as_json=bool(json), pager=pager
         )
@@ -221,7 +226,9 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
     """Yield all lines of one turn: its new messages, its reply, and the output of its code
     cells."""
     if number > len(call.turns):
-        raise ConfigError(f"call {call.id} has {pluralize(len(call.turns), 'turn')}, not {number}")
+        raise ConfigError(
+            f"call {call.id} has no turn {number}: it has {pluralize(len(call.turns), 'turn')}"
+        )
     turn = call.turns[number - 1]
     yield f"{call.id} turn {number}{_bill(turn)}"
     for message in (*turn.prompt, turn.reply.message):
@@ -396,9 +403,7 @@ SHOW = SubcommandSpec(
         CliOptionSpec(
             "call", str, "show only this call (such as 0.3), with its full prompts", "ID"
         ),
-        CliOptionSpec(
-            "turn", int, "show only this turn of the call (default: of the first), in full"
-        ),
+        CliOptionSpec("turn", int, "show only this turn in full, of --call or else the first call"),
         CliOptionSpec("tree", bool, "show only the tree of calls with their answers", has_no=False),
         CliOptionSpec("full", bool, "do not shorten outputs and answers", has_no=False),
         CliOptionSpec("json", bool, "print the trajectory as one JSON object", has_no=False),

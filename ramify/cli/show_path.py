@@ -69,7 +69,7 @@ def trajectory_at(given: PathAndLine) -> Trajectory | None:
                     raise StoreError(
                         f"{given.path}, line {number} is not a rollout: {error}"
                     ) from None
-    raise StoreError(f"{given.path} has {pluralize(number, 'line')}, not {given.line}")
+    raise StoreError(f"{given.path} has no line {given.line}: it has {pluralize(number, 'line')}")
 
 
 def map_at(given: PathAndLine) -> StoredMap | None:
@@ -161,8 +161,7 @@ def refuse(given: PathAndLine) -> NoReturn:
                 f"{files[0]}, or ramify view {path}"
             )
         raise UsageError(
-            f"{path} is a folder without runs: its files can be asked about with ramify ask "
-            f"QUESTION {path}"
+            f"{path} is a folder without runs; to ask about its files: ramify ask QUESTION {path}"
         )
     kind = kind_of(path)
     if kind == "evaluation":
@@ -172,8 +171,8 @@ def refuse(given: PathAndLine) -> NoReturn:
     if path.suffix == ".py":
         raise UsageError(f"{path} is a Python file: if it is a recipe, ramify train {path}")
     raise UsageError(
-        f"{kind if kind.startswith(str(path)) else f'{path} is not a run'}; a file is asked about "
-        f"with ramify ask QUESTION {path}"
+        f"{kind if kind.startswith(str(path)) else f'{path} is not a run'}; to ask about a file: "
+        f"ramify ask QUESTION {path}"
     )
 
 

@@ -113,7 +113,9 @@ def remove_map(store: RunStore, name: str) -> int:
     written."""
     table = find_map(store, name)
     if table.is_alive:
-        raise RunInUse(f"map {table.id} is being written: stop that process first")
+        raise RunInUse(
+            f"map {table.id} is being written by another process: stop that process first"
+        )
     num_bytes = 0
     for path in table.store_files():
         num_bytes += path.stat().st_size

@@ -31,7 +31,7 @@ RECORD_OPTIONS = (
     CliOptionSpec(
         "redact",
         list,
-        "regular expression that is redacted in what is recorded; repeat for more",
+        "redact text that matches this regular expression from recordings; repeat for more",
         "PATTERN",
     ),
     CliOptionSpec(
@@ -47,8 +47,8 @@ RECORD_OPTIONS = (
     CliOptionSpec(
         "record_keep",
         str,
-        "delete recorded conversations without an event for this long, such as 30d (default: when "
-        "space is needed)",
+        "delete recorded conversations that are inactive for this long, such as 30d (default: "
+        "when space is needed)",
         "AGE",
     ),
 )
@@ -62,7 +62,7 @@ def parse_recording_options(
     if not options["record"]:
         unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
         if unused is not None:
-            raise UsageError(f"{unused.long} is about recorded conversations: add --record FOLDER")
+            raise UsageError(f"{unused.long} needs --record FOLDER: add it")
         return None
     from ramify.serve.redaction import RedactionRules
     from ramify.serve.traffic_recorder import TrafficRetention
@@ -89,12 +89,15 @@ def policy_among(clients: Sequence[Client]) -> Policy:
     others = [each.name for each in clients if not isinstance(each, LocalClient)]
     if others:
         raise ConfigError(
-            f"--record keeps token ids, and {others[0]} gives none: serve a local policy "
+            f"--record keeps token ids, but {others[0]} returns none: serve a local policy "
             "(--model local:FOLDER), or leave --record out"
         )
     policies = {id(each.policy): each.policy for each in clients if isinstance(each, LocalClient)}
     if len(policies) != 1:
-        raise ConfigError(f"--record keeps token ids of one policy, and {len(policies)} answer")
+        raise ConfigError(
+            f"--record records one policy, but {len(policies)} are served: serve one, or leave "
+            "--record out"
+        )
     return next(iter(policies.values()))
 
 

@@ -386,8 +386,8 @@ ramify train --fields, or docs/fields.md.""",
         CliOptionSpec(
             "fields",
             bool,
-            "list all fields with their type, default and meaning, or those of the given SECTIONs "
-            "(rl.optim); with RECIPE its values",
+            "list all fields, or those of the given SECTIONs (rl.optim), with their type, default "
+            "and meaning; with RECIPE, also its values",
             has_no=False,
         ),
     ),

@@ -460,7 +460,7 @@ def finish_of(reason: Any, where: str) -> Finish:
     the reason is missing (UNSET), null or unknown, because the reply may then be incomplete.
     """
     if reason is msgspec.UNSET:
-        raise ValueError("ended a reply without a finish reason: is it complete?")
+        raise ValueError("ended a reply without a finish reason: it may be incomplete")
     word = str(reason).lower()
     if (finish := _FINISHES.get(word)) is not None:
         return finish
@@ -468,4 +468,6 @@ def finish_of(reason: Any, where: str) -> Finish:
         failed = ServerFailed(f"{where} broke the reply off (finish reason {word!r})")
         failed.may_be_paid = True
         raise failed
-    raise ValueError(f"ended a reply with the finish reason {reason!r:.60}: is it complete?")
+    raise ValueError(
+        f"ended a reply with the unknown finish reason {reason!r:.60}: it may be incomplete"
+    )

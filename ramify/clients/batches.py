@@ -202,7 +202,7 @@ class BatchApi(abc.ABC):
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedResponse(
-                f"{self._api.where}: its batch API answered something else than expected ({error})"
+                f"{self._api.where}: unexpected reply from its batch API ({error})"
             ) from None
 
     async def _lines(self, path: str) -> AsyncGenerator[bytes]:
@@ -215,7 +215,10 @@ class BatchApi(abc.ABC):
             while data := await self._piece(exchange.receive()):
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _LINE_BYTES:
-                    raise MalformedResponse(f"{self._api.where}: a line of {route.url} has no end")
+                    raise MalformedResponse(
+                        f"{self._api.where}: a line of {route.url} is longer than {_LINE_BYTES:,} "
+                        "bytes"
+                    )
                 for line in lines:
                     if line.strip():
                         yield line
@@ -228,9 +231,7 @@ class BatchApi(abc.ABC):
                 data: bytes = await receiving
                 return data
         except TimeoutError:
-            raise ReplyLost(
-                f"{self._api.where}: nothing more of a download of results arrived"
-            ) from None
+            raise ReplyLost(f"{self._api.where}: the download of results stalled") from None
 
 
 @runtime_checkable

@@ -46,7 +46,7 @@ class FunctionClient:
         except Exception as error:
             # The function is the caller's own code: another attempt would meet the same fault.
             raise ConfigError(
-                f"{self.name} raised {error!r:.200}: repair the function that gives the replies"
+                f"{self.name} raised {error!r:.200}: fix the function that returns the replies"
             ) from error
         whole = counted(reply, request.messages, request.sampling.max_tokens)
         model = self.name.partition(":")[2]

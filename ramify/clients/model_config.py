@@ -222,7 +222,7 @@ class Model:
 
     def __setattr__(self, field: str, value: Any) -> None:
         if hasattr(self, field):
-            raise AttributeError(f"a Model does not change: make another one with {field}=…")
+            raise AttributeError(f"a Model is immutable: make a new one with {field}=…")
         object.__setattr__(self, field, value)
 
     def __copy__(self) -> Model:
@@ -317,7 +317,7 @@ def _with_url(name: str, provider: str, base_url: str | None) -> str:
             "give api_key or headers instead"
         )
     if split_url(split_name(name)[1])[1] is not None:
-        raise ConfigError(f"{name}: base_url is a second address: give one of them")
+        raise ConfigError(f"{name}: the name already has a URL: remove it, or remove base_url")
     return f"{name}@{base_url.rstrip('/')}" if provider in CLIENTS.ours else name
 
 
@@ -337,7 +337,7 @@ def _checked_key(name: str, provider: str, key: str | None) -> str | None:
 
 def _checked_headers(name: str, headers: Mapping[str, str] | None) -> Iterator[tuple[str, str]]:
     if headers is not None and not isinstance(headers, Mapping):
-        raise ConfigError(f"{name}: headers is a {type(headers).__name__}: give a dict of texts")
+        raise ConfigError(f"{name}: headers is a {type(headers).__name__}: give a dict of strings")
     for header, value in (headers or {}).items():
         if not isinstance(header, str) or not _HEADER.fullmatch(header):
             raise ConfigError(f"{name}: {header!r:.60} is not the name of an HTTP header")

@@ -85,7 +85,7 @@ class OpenAIClient:
         if not self.name.startswith("openai:"):
             provider = self._endpoint.provider.title
             raise ConfigError(
-                f"{self.name}: no batch API of {provider} is known here: give a model of openai or "
+                f"{self.name}: batches are not supported for {provider}: use a model of openai or "
                 "anthropic, or ask without a batch"
             )
         base, slash, path = self._endpoint.url.rpartition(

@@ -427,8 +427,8 @@ def _key(
         variable = provider.key_variables[0]
         if os.environ.get(variable) and environ is not os.environ:
             raise ConfigError(
-                f"{name}: no API key: {variable} was set after the model had been named, and keys "
-                "are bound then: make the RLM or the Model again"
+                f"{name}: no API key: {variable} was set after the model was created, and keys "
+                "are read only then: create the RLM or the Model again"
             )
         raise no_key(name, variable)
     if not value.isascii() or any(character.isspace() for character in value.strip()):

@@ -207,7 +207,7 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the content of a message as a list of parts. Raises ValueError if the message is
     not complete."""
     if item.get("status") not in ("completed", "incomplete", None):
-        raise ValueError(f"sent a message with status {item['status']!r:.60}: is it complete?")
+        raise ValueError(f"sent a message with status {item['status']!r:.60}: it may be incomplete")
     content = item.get("content")
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise ValueError("sent a message whose content is not a list of parts")
@@ -232,7 +232,9 @@ def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tupl
             failed.may_be_paid = True
             raise failed
         case status:
-            raise ValueError(f"ended a reply with status {status!r:.60} {reason}: is it complete?")
+            raise ValueError(
+                f"ended a reply with status {status!r:.60} {reason}: it may be incomplete"
+            )
 
 
 def _reasoning(items: list[dict[str, Any]]) -> str | None:

@@ -118,8 +118,8 @@ async def first_choice(
         return None
     if is_conversation:
         raise ConfigError(
-            f"a conversation is held in a session, and mode='{question.mode}' has none: omit the "
-            "mode, or ask a question alone"
+            f"a conversation needs a session, which mode='{question.mode}' does not have: omit "
+            "mode, or ask a single question"
         )
     recorded = question.chosen_mode
     if recorded is not None and not recorded.is_asked:

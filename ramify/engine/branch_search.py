@@ -115,8 +115,8 @@ def search_of(given: BranchSearch | int) -> BranchSearch | None:
         return Branches(given) if given != 1 else None
     if not isinstance(given, BranchSearch):
         raise ConfigError(
-            f"search is {given!r}: give a number of continuations, Branches(…), or width() and "
-            "choose()"
+            f"search is {given!r}: give a number of continuations, Branches(…), or an object with "
+            "width() and choose()"
         )
     return given
 

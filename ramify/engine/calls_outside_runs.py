@@ -292,7 +292,7 @@ class _DirectAccount:
                     for each in (used, most)
                 )
                 raise LimitReached(
-                    f"it may take {may}, and its limit is {can}: raise its {stop}",
+                    f"the question may take {may}, but its limit is {can}: raise its {stop}",
                     stop,
                 )
 

@@ -207,7 +207,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     if _is_here():
         work.close()
         raise ConfigError(
-            "a callback that runs on the event loop cannot wait for it: use the async form, or a "
+            "a callback on the event loop cannot make a blocking call: use the async form, or a "
             "thread"
         )
     used, answer = loop(), Future[T]()

@@ -169,7 +169,7 @@ class _McpConnection:
         connection."""
         if self._client is None:
             raise RuntimeError(
-                f"the MCP server {redacted_server(self._server)} is not connected any more"
+                f"the MCP server {redacted_server(self._server)} is no longer connected"
             )
         return await self._client.call_tool(tool, arguments, read_timeout_seconds=self._timeout_s)
 

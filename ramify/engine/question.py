@@ -204,7 +204,7 @@ def _check_kinds(options: RunOptions) -> None:
         other = "strategy" if options.strategy is not None else "direct"
         if options.strategy is not None or options.direct is not True:
             raise ConfigError(
-                f"mode='{options.mode}' and {other} decide the same: give only one of them"
+                f"mode='{options.mode}' and {other} set the same thing: give only one"
             )
     if options.sampling is not None:
         try:
@@ -325,9 +325,9 @@ class Question(msgspec.Struct, frozen=True):
         if self.direct == ALWAYS:
             if needs_session:
                 raise ConfigError(
-                    "one plain call (--mode direct, direct='always') cannot answer this: the "
-                    "question or its input has tools, such as sql over a table, or prepares a "
-                    "session: choose --mode free, or omit direct"
+                    "one plain call (--mode direct, direct='always') cannot use the tools or "
+                    "session setup that this question or its input needs, such as sql over a "
+                    "table: choose --mode free, or omit direct"
                 )
             return True
         if not self.direct or needs_session or scaffold.protocol != "notebook":
@@ -516,8 +516,8 @@ def _refuse_pictures(context: Any) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in _PICTURES:
                 raise ConfigError(
-                    f"the context has a part of type '{kind}', and of messages only text is "
-                    "read: give the picture's file with ramify.load(path), or its text"
+                    f"the context has a part of type '{kind}', but only text is read from "
+                    "messages: give the picture's file with ramify.load(path), or its text"
                 )
 
 

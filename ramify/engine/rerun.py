@@ -132,7 +132,9 @@ def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
     """Raise ReplayDiverged if the models in ``setup`` are not those that the recorded run used."""
     differences = [*_differences(started.config, setup.config, ("model", "sub_model"))]
     if differences:
-        raise ReplayDiverged(f"run {started.id} was started with {'; '.join(differences)}")
+        raise ReplayDiverged(
+            f"run {started.id} cannot be replayed: it was started with {'; '.join(differences)}"
+        )
 
 
 def is_raised(recording: RunEventIndex, limits: Limits) -> bool:
@@ -226,8 +228,8 @@ def question_of(
         )
     if config.get("conducted") and resolved.conduct is None:
         raise ConfigError(
-            f"run {started.id} cannot be repeated by itself: its task holds its conversations; "
-            "resume the evaluation or the training that made it"
+            f"run {started.id} cannot be run again alone, because its task holds its "
+            "conversations: resume the evaluation or training that made it"
         )
     before = msgspec.convert(config.get("before", ()), tuple[Message, ...])
     pictures = () if started.context is None else started.context.pictures
@@ -275,7 +277,8 @@ def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None
             answer = check.convert(answer)
         except TypeMismatch as mismatch:
             raise ConfigError(
-                f"the answer of run {trajectory.id} has another type: {mismatch}"
+                f"the recorded answer of run {trajectory.id} does not match the requested type: "
+                f"{mismatch}"
             ) from None
     return Result(
         as_text(answer),

@@ -487,8 +487,8 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
     kept = require_store(store, "cache=True")
     if not isinstance(kept, Store):
         raise ConfigError(
-            f"cache=True reads the journals of a folder, which a {type(kept).__name__} does not "
-            "have: RLM(…, store=ramify.Store())"
+            f"cache=True needs a store in a folder, which a {type(kept).__name__} is not: RLM(…, "
+            "store=ramify.Store())"
         )
     return ReusableReplies(kept)
 

@@ -427,7 +427,10 @@ class RLM:
             on_close=journal.close,
         )
         if changed:
-            recorder.warn(f"the run was started with {'; '.join(changed)}")
+            recorder.warn(
+                "the settings differ from those of the recorded run, which was started with "
+                f"{'; '.join(changed)}"
+            )
         try:
             return self._rerun(recording, setup, options, recorder, prompt)
         except BaseException:
@@ -473,7 +476,10 @@ class RLM:
         recording.has_other_limits = True
         recorder = self._recorder(started.question, options)
         if changed:
-            recorder.warn(f"the run was forked from one with {'; '.join(changed)}")
+            recorder.warn(
+                "the settings differ from those of the forked run, which was started with "
+                f"{'; '.join(changed)}"
+            )
         try:
             return self._rerun(recording, setup, options, recorder)
         except BaseException:

@@ -403,7 +403,7 @@ class RlmCall:
         )
         if self.notebook.num_deaths >= MAX_DEATHS:
             raise SessionDied(
-                f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}"
+                f"call {self.call.id} lost its session {MAX_DEATHS} times; last error: {cell.error}"
             )
         return cell, note
 

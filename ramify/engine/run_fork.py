@@ -144,7 +144,7 @@ class ForkPoint:
 
     def _check_edit(self, whose: str, code: str | None, texts: Sequence[str]) -> None:
         if code is not None and texts:
-            raise ConfigError("a fork has an edited prompt or code: give one of the two")
+            raise ConfigError("a fork takes an edited prompt or code, not both: give one")
         if code is not None and self.call.kind != "rlm":
             raise ConfigError(
                 f"{whose} is a plain call, which runs no code: give an edited prompt instead"
@@ -219,13 +219,13 @@ class ForkPoint:
         exceeded = ledger.would_pass(most)
         if exceeded is Stop.MAX_COST:
             raise ConfigError(
-                f"the edited prompt and its reply may cost ${plain(most.cost)}, and the run may "
-                f"spend ${plain(ledger.limit.cost, 6)}: shorten it, or raise max_cost"
+                f"the edited prompt and its reply could cost ${plain(most.cost)}, too much for "
+                f"the run's limit of ${plain(ledger.limit.cost, 6)}: shorten it, or raise max_cost"
             )
         if exceeded is not None:
             raise ConfigError(
-                f"the edited prompt and its reply may take {most.tokens:,} tokens, and the run may "
-                f"take {ledger.limit.tokens:,}: shorten it, or raise max_tokens"
+                f"the edited prompt and its reply could take {most.tokens:,} tokens, too many for "
+                f"the run's limit of {ledger.limit.tokens:,}: shorten it, or raise max_tokens"
             )
 
 

@@ -54,7 +54,7 @@ class RunPictures:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
             raise Refused(
-                f"a picture of the prompt is not there any more ({error}): give it again, in a "
+                f"a picture of the prompt is no longer available ({error}): give it again, in a "
                 "new run"
             ) from None
 

@@ -164,9 +164,8 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerSchema:
             failure = checked.failure(plain)
         except SchemaCheckTooLong:
             raise TypeMismatch(
-                "the value takes too many steps to be checked by this schema: a smaller value, or "
-                "a schema with fewer $ref and "
-                "anyOf within each other, would do"
+                "checking the value against this schema takes too many steps: give a smaller "
+                "value, or nest fewer $ref and anyOf"
             ) from None
         if failure is not None:
             raise TypeMismatch(failure)

@@ -87,8 +87,8 @@ def way_to_answer(
     if conversation is not None or setup.search is not None:
         if question.direct == ALWAYS:
             raise ConfigError(
-                "direct='always' answers with one plain call, which has neither branches nor a "
-                "next question: remove it, or ask one question without branches"
+                "direct='always' answers with one plain call, without branches or follow-up "
+                "questions: remove it, or ask one question without branches"
             )
         return "session"
     has_tools = bool(setup.tools.functions or setup.tools.values)
@@ -118,9 +118,7 @@ def check_strategy(
         (question.needs_session, "a context that only a tool can read"),
     ):
         if is_given:
-            raise ConfigError(
-                f"a strategy cannot be combined with {what}: omit the strategy, or that"
-            )
+            raise ConfigError(f"a strategy cannot be combined with {what}: omit one of them")
 
 
 def check_pictures(question: Question, models: RunModels) -> None:
@@ -129,7 +127,7 @@ def check_pictures(question: Question, models: RunModels) -> None:
     if not question.pictures and has_pictures(question.context):
         raise ConfigError(
             "the context has pictures without their bytes: give the object that ramify.load "
-            "returns, and not its context"
+            "returns, not its context"
         )
     if question.pictures and all(models.sees(client) is False for client in models.all):
         raise ConfigError(
@@ -274,7 +272,7 @@ async def _answer_by_plain_call(
     try:
         pictures = run.pictures.in_context(question.context) if question.pictures else ()
     except HostCallError as error:
-        raise ConfigError(f"{error}: load them again") from None
+        raise ConfigError(f"{error}: load the pictures again") from None
     before, prompt = direct_prompt(
         run.scaffold, run.setup.instructions, run.setup.examples, question
     )

@@ -211,7 +211,8 @@ class AgentModelServer:
         seat = self._seats.get(name or "")
         if seat is None:
             raise RequestRejected(
-                f"no run has the seat {name:.80!r}: name one in {SEAT_HEADER}; it may have ended",
+                f"no run has the seat {name:.80!r}: its run may have ended, or the name in "
+                f"{SEAT_HEADER} is wrong",
                 status=404,
             )
         return seat

@@ -298,8 +298,8 @@ def _check_forkable(start: TaskStart) -> None:
     would not copy that state."""
     if start.on_end is not None or start.conduct is not None:
         raise ConfigError(
-            "it keeps state outside the session (TaskStart.on_end or conduct), which a fork of the "
-            "session does not copy: set rl.rollout.branch=null, and an estimator without forks"
+            "it keeps state outside the session (TaskStart.on_end or conduct), which forks do not "
+            "copy: set rl.rollout.branch=null and choose an estimator without forks"
         )
 
 

@@ -144,7 +144,9 @@ def plan_of(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
     for axis in ("suites", "lengths", "models", "modes", "systems", "scaffolds"):
         values = getattr(axes, axis)
         if len({*values}) < len(values):
-            raise ConfigError(f"{axis} {', '.join(map(str, values))}: name each one once")
+            raise ConfigError(
+                f"{axis} {', '.join(map(str, values))}: a value is repeated: give each only once"
+            )
     if len(systems) < len(axes.systems) or not systems.keys().isdisjoint(axes.modes):
         raise ConfigError(
             f"two of {', '.join([*axes.modes, *axes.systems])} would have the same name: give each "
@@ -358,7 +360,10 @@ class EvaluationMatrixStore:
                 if id and (each.startswith(id) or stem.startswith(f"{each}-"))
             ]
         if len(matches) > 1:
-            raise UnknownRun(f"{len(matches)} matrices begin with {id!r}: the last is {known[-1]}")
+            raise UnknownRun(
+                f"{len(matches)} matrix ids begin with {id!r} (the last: {known[-1]}): give more "
+                "characters"
+            )
         return read_matrix(self.path(matches[0])) if matches else None
 
     def paths(self) -> list[Path]:

@@ -262,7 +262,7 @@ class RayAttemptMaker:
                 return found
             if record is not None:
                 record.record_start(which.id, which.number, found.run)
-        raise RamifyError("a worker ended an attempt without its outcome")
+        raise RamifyError("a worker ended an attempt without reporting its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
         """Choose the worker for an attempt. Prefer the worker that has already cached the item, if

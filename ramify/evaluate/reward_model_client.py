@@ -101,8 +101,8 @@ class RewardModel:
             )
         if isinstance(label, str) and (form or last) != "predict":
             raise ConfigError(
-                f"reward model {url}: /{form or last} replies with numbers without names: give "
-                "label= as a number from 0 up"
+                f"reward model {url}: /{form or last} returns unnamed scores: give label= as an "
+                "index, 0 or more"
             )
         key = os.environ.get(key_variable, "") if key_variable else ""
         if key_variable and not key:
@@ -186,8 +186,8 @@ class RewardModel:
             rewards = [self._reward(row) for row in rows]
         except (LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
             raise MalformedResponse(
-                f"{where}: its reply is not that of /{self._form}: {type(error).__name__}: "
-                f"{error!s:.100}: {answer.body[:80]!r}"
+                f"{where}: its reply does not have the form of /{self._form} "
+                f"({type(error).__name__}: {error!s:.100}): {answer.body[:80]!r}"
             ) from None
         if len(rewards) != num:
             raise MalformedResponse(f"{where}: {len(rewards)} scores for {num} texts")

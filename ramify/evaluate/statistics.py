@@ -50,7 +50,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     0.9
     """
     if not 0 <= c <= n:
-        raise ConfigError(f"pass@k: {c} of {n} attempts cannot be right")
+        raise ConfigError(f"pass@k: {c} correct attempts out of {n} is impossible")
     if not 1 <= k <= n:
         raise ConfigError(
             f"pass@{k} needs at least {k} attempts at each item, but there are {n}: raise n or "
@@ -117,7 +117,7 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
     0.30849...
     """
     if not 0 <= num <= of or not of:
-        raise ConfigError(f"{num} of {of} attempts cannot have succeeded")
+        raise ConfigError(f"{num} successes in {of} attempts is impossible")
     share = num / of
     if min(num, of - num) < _MIN_COUNT:
         low = 0.0 if num == 0 else 1 - _upper_end(of - num, of)

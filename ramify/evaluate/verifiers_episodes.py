@@ -254,7 +254,7 @@ class EpisodeRunner:
         if record is None:
             raise RamifyError(
                 f"task '{self.name}', item {item.id}: only an episode of its environment can be "
-                "scored, and this answer comes from none"
+                "scored, not an answer alone: evaluate or train the task"
             )
         return Score(record["rewards"], record["calls"], record["metrics"])
 

@@ -45,7 +45,7 @@ class ListenAddress(msgspec.Struct, frozen=True):
         if self.is_open and (self.socket is not None or not is_loopback(self.host)):
             where = self.socket or f"{self.host} is reachable from other machines, and"
             raise ConfigError(
-                f"{where} cannot be open to this machine alone: remove --open-to-this-machine, or "
+                f"{where} cannot be used with --open-to-this-machine: remove that option, or "
                 "listen on 127.0.0.1"
             )
 
@@ -130,8 +130,8 @@ def check_host(http: web.Request, url: str) -> None:
     suggests ``url`` instead."""
     if not is_loopback(host_of(http.host)):
         raise RequestRejected(
-            f"the host {http.host!r:.100} is not this machine: send requests to {url}, and let a "
-            "proxy send that name as Host",
+            f"the host {http.host!r:.100} is not this machine: send requests to {url}, and have "
+            "any proxy send that name as Host",
             status=403,
             code="wrong_host",
         )

@@ -262,8 +262,8 @@ def _parsed(body: bytes) -> MessagesRequest:
         raise Refused("messages is empty: give at least one")
     if parsed.messages[-1].role == "assistant":
         raise RequestRejected(
-            "the last message is the assistant's: a reply cannot be begun for the model here; end "
-            "with a user message",
+            "the last message is the assistant's: prefilling a reply is not supported; end with a "
+            "user message",
             param="messages",
         )
     model_api.check_sampling(parsed.temperature, parsed.top_p)

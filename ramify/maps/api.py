@@ -139,9 +139,12 @@ async def amap(
     )
     if placement == "ray":
         if batch:
-            raise ConfigError("batch=True needs no other machines: remove placement='ray'")
+            raise ConfigError("batch=True cannot be combined with placement='ray': remove one")
         if table is not None:
-            raise ConfigError(f"table={table!r}: SQLite is read on one machine")
+            raise ConfigError(
+                f"table={table!r}: SQLite cannot be read on a cluster: remove placement='ray', or "
+                "export the table to JSONL"
+            )
         return await _map_on_ray(rows, model, request, out, workers, store, options)
     rlm = model if isinstance(model, RLM) else RLM(model, store=store, **options)
     is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
@@ -163,7 +166,7 @@ async def _map_on_ray(
 
     paths = [rows] if isinstance(rows, str | Path) else rows
     if out is None or not _are_paths(paths):
-        raise ConfigError("placement='ray' reads files or URLs, and writes to a folder out=")
+        raise ConfigError("placement='ray' needs rows as files or URLs, and a folder as out=")
     return await RayMapRun(
         make_worker_rlm_factory(model, options),
         [str(path) for path in paths],

@@ -594,7 +594,7 @@ def batch_client(calls: DirectCalls) -> BatchCapableClient:
     client = calls.client
     if not isinstance(client, BatchCapableClient):
         raise ConfigError(
-            f"{client.name} has no batch API that is known here: give a model of openai or "
+            f"{client.name}: batches are not supported for this model: use a model of openai or "
             "anthropic, or ask without a batch"
         )
     return client

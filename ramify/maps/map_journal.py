@@ -440,7 +440,7 @@ class MapStore:
         found = [path for path in self.paths() if path.stem.startswith(name)]
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
-            raise UnknownRun(f"'{name}' begins the ids of {len(found)} maps: give more of it")
+            raise UnknownRun(f"{len(found)} map ids begin with '{name}': give more characters")
         chosen = exact or found
         return chosen[0] if chosen else None
 

@@ -319,7 +319,9 @@ def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> Ma
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}") from None
     if str(out) == "-":
-        raise ConfigError(f"an output is a file: give a name with the ending {', '.join(ENDINGS)}")
+        raise ConfigError(
+            f"the output must be a file, not -: give a name that ends in {', '.join(ENDINGS)}"
+        )
     raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
 
 

@@ -329,8 +329,7 @@ class MapRun:
         self.asking = RowQuestionMaker(request.question, self.source.columns, chosen, base, of_rows)
         if self.asking.fields and request.columns:
             raise ConfigError(
-                "the question is a template, which shows the model the columns that it names: omit "
-                "columns (--column)"
+                "the question is a template that already names its columns: omit columns (--column)"
             )
         sample = base if self.asking.fields else msgspec.structs.replace(base, context="row")
         messages = calls.messages(sample)
@@ -433,8 +432,8 @@ class MapRun:
         if request.sample is not None:
             if recorded.batches:
                 raise ConfigError(
-                    f"rows of this map are in {len(recorded.batches)} batches: collect them with "
-                    "the same command without a sample"
+                    f"rows of this map were sent in {len(recorded.batches)} batches: collect them "
+                    "first, with the same command without a sample (--try)"
                 )
             batch_client(calls).batches()
             return

@@ -291,7 +291,7 @@ class DirectRowAsRun:
             yield next(self.lines(offset))
 
     def blob(self, digest: str) -> bytes:
-        raise StoreError(f"{self} has no stored context: its prompt has all of it")
+        raise StoreError(f"{self} has no stored context: its whole input is in the prompt")
 
     def has_neighbor(self, id: str) -> bool:
         return False
@@ -301,7 +301,7 @@ class DirectRowAsRun:
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         raise StoreError(
-            "the rows of a map have no reviews: write them into a column of its output"
+            "rows of a map cannot be reviewed: write your reviews into a column of its output"
         )
 
     def remedy(self, number: int) -> str:

@@ -88,7 +88,7 @@ class RayMapRun:
         ``make_rlm``, which must not contain keys. ``out`` is the path or URL of the output folder,
         and its extension determines the file format. Raises ConfigError or SourceError."""
         if request.sample is not None:
-            raise ConfigError("a sample is asked on this machine: remove --placement ray")
+            raise ConfigError("a sample (--try) runs only on this machine: remove --placement ray")
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.request = request
@@ -259,8 +259,8 @@ class RayMapRun:
             )
         if found.files != ours.files[: len(found.files)]:
             raise ConfigError(
-                f"the files of rows are not those from which {self._out} was begun, so its parts "
-                "have other rows: give another out (files may be added after the others)"
+                f"the input files are not those with which {self._out} was started: give another "
+                "out (files may only be added at the end)"
             )
 
     # --- the cluster

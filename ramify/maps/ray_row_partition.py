@@ -87,8 +87,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return arrow_fs.LocalFileSystem(), str(Path(url).expanduser().absolute())
     if urlsplit(url).password:
         raise SourceError(
-            f"{shown_url(url)} was given with a key, which would travel to the workers and into "
-            "records: give keys in the variables of the provider, on all nodes"
+            f"{shown_url(url)} contains a key, which would be sent to the workers and recorded: "
+            "set the provider's environment variables on all nodes instead"
         )
     try:
         return arrow_fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
@@ -101,8 +101,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
             scheme = url.partition("://")[0]
             why = " ".join(str(error if "fsspec" in str(error) else arrow_error).split())[:200]
             raise SourceError(
-                f"{url} cannot be opened: {why}; {scheme}:// needs the package that fsspec names, "
-                "on all nodes"
+                f"{url} cannot be opened: {why}; for {scheme}://, install the package that fsspec "
+                "names, on all nodes"
             ) from None
         return arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(found)), path
 
@@ -115,7 +115,7 @@ def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
     for found in opened[1:]:
         if found.filesystem.type_name != filesystem.type_name or found.is_texts:
             raise SourceError(
-                f"{found.name} and {opened[0].name} are read in different ways: map them separately"
+                f"{found.name} and {opened[0].name} cannot be read together: map them separately"
             )
         if set(found.columns) != set(opened[0].columns):
             differing = sorted(set(found.columns) ^ set(opened[0].columns))
@@ -143,8 +143,8 @@ def _opened(url: str) -> RowFiles:
         kind = ENDINGS.get(Path(path).suffix.lower())
         if kind == "sqlite":
             raise SourceError(
-                f"{url}: SQLite is read on one machine: map it without --placement ray, or export "
-                "it as JSONL"
+                f"{url}: SQLite cannot be read on a cluster: remove --placement ray, or export the "
+                "table to JSONL"
             )
         if kind is None:
             raise SourceError(f"{url} is not a table of rows: give {_FORMATS}")

@@ -96,7 +96,7 @@ class RowQuestionMaker:
     def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
         texts = {name: _text(values.get(name)) for name in self.fields}
         if not any(text.strip() for text in texts.values()):
-            raise InvalidRowError(f"the row has nothing in {', '.join(self.fields)}")
+            raise InvalidRowError(f"the row has no value in {', '.join(self.fields)}")
         if len(self.text) + sum(map(len, texts.values())) <= max_chars:
             return encodable(_fill(self.text, texts)), None
         names = {name: f"context[{name!r}]" for name in self.fields}

@@ -184,7 +184,7 @@ class SharedBudget:
         decisions on reservations so far, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
-            raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
+            raise RamifyError(f"attempt {attempt} timed out: its worker stopped reporting")
         found.heard_s = time.monotonic()
         self._pause(found, pause_remaining_s)
         reserves = False
@@ -213,7 +213,7 @@ class SharedBudget:
         the decided reservations, and the reason if the map is stopping."""
         found = self._attempts.get(attempt)
         if found is None:
-            raise RamifyError(f"attempt {attempt} was given up: nothing was heard from it in time")
+            raise RamifyError(f"attempt {attempt} timed out: its worker stopped reporting")
         found.heard_s = time.monotonic()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(found.ready.wait(), _POLL_S)
@@ -364,7 +364,9 @@ def _open_record(path: str) -> int:
         except BlockingIOError:
             if time.monotonic() > until_s:
                 os.close(fd)
-                raise RunInUse(f"{path} is in use: another start of the map is running") from None
+                raise RunInUse(
+                    f"{path} is in use: the map is already running in another process"
+                ) from None
             time.sleep(_POLL_S / 10)
 
 

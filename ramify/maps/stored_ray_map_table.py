@@ -91,8 +91,8 @@ class RayMapOutputTable(StoredMap):
 
     def lines_of(self, number: int) -> list[MapLine]:
         raise StoreError(
-            f"map {self.id} ran on a Ray cluster, and its output has the answers without the "
-            f"replies: ramify show {self.id}"
+            f"map {self.id} ran on a Ray cluster, whose output has the answers but not the "
+            f"replies: see it with ramify show {self.id}"
         )
 
     def _record(self) -> Path:

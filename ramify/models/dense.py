@@ -147,7 +147,7 @@ class DenseShape(msgspec.Struct, frozen=True):
         kind = config.model_type
         if reason := unsupported(config):
             raise ConfigError(
-                f"{kind}: {reason}; such a model runs as a Hugging Face module, not as DenseModel"
+                f"{kind}: {reason}: load it as a Hugging Face module instead of DenseModel"
             )
         bias = bool(getattr(config, "attention_bias", False))
         window, sliding = int(config.max_position_embeddings), _sliding_window(config)

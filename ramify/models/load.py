@@ -231,7 +231,7 @@ def load_into(policy: Policy, folder: str | Path) -> None:
     """
     folder = Path(folder)
     if difference := config_difference(policy.config, _config(folder)):
-        raise ConfigError(f"{folder} is a checkpoint with another configuration: {difference}")
+        raise ConfigError(f"{folder} was saved with a different configuration: {difference}")
     if isinstance(policy.model, DenseModel):
         load_weights(policy.model, read_weights(folder), str(folder))
     else:
@@ -313,7 +313,7 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
         with _without_progress_bars():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
+        raise StoreError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     return module
 
 
@@ -429,6 +429,6 @@ def window_of(config: Any) -> int:
         if (window := getattr(inner, name, None)) is not None:
             return int(window)
     raise ConfigError(
-        f"the configuration of {config.model_type} does not say its window "
-        "(max_position_embeddings)"
+        f"the configuration of {config.model_type} has no context window: set "
+        "max_position_embeddings in its config.json"
     )

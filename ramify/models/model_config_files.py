@@ -34,8 +34,9 @@ def local_model_folder(path_or_name: str | Path) -> Path:
         return folder
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} holds adapters without their model: merge them into it first "
-            "(merge_and_unload of peft), or give the model, and policy.lora for new adapters"
+            f"{folder} holds adapters without their base model: merge them first "
+            "(merge_and_unload in peft), or give the base model and set policy.lora to train new "
+            "adapters"
         )
     if folder.exists():
         policy = run_policy_folder(folder)

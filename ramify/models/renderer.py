@@ -177,8 +177,8 @@ class ChatMarkerRenderer:
         Raises ConfigError if the format lacks a role or cannot offer tools."""
         if tools and not self.takes_tools:
             raise ConfigError(
-                f"the {self.name} renderer of this tokenizer cannot offer tools: remove native "
-                "tools"
+                f"the {self.name} renderer of this tokenizer does not support tools: remove "
+                "native tools"
             )
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
@@ -228,7 +228,7 @@ class ChatMarkerRenderer:
             else:
                 raise ConfigError(
                     f"the {self.name} format has no {message.role} message: put its text into a "
-                    "user message; for Ramify's own loop, use a scaffold without one (tiny)"
+                    "user message, or use a scaffold that needs none (tiny)"
                 )
 
     def _reply(self, message: Message, opening: str) -> Iterator[Part]:
@@ -296,8 +296,8 @@ class ChatMarkerRenderer:
         question = self._format.opens["user"] + _QUESTION.content + self._format.closes["user"]
         if not text.endswith(question):
             raise ConfigError(
-                f"the template ends a question with {text[-40:]!r}, not as {self.name} does: "
-                f"{question!r}"
+                f"the chat template ends a user message with {text[-40:]!r}, but the {self.name} "
+                f"renderer ends it with {question!r}"
             )
         return text.removesuffix(question)
 
@@ -312,7 +312,7 @@ class ChatMarkerRenderer:
         expected_start = plain + self._format.opens["assistant"]
         if not generating.startswith(expected_start):
             raise ConfigError(
-                "the template begins a reply differently: "
+                "the chat template begins a reply differently from its renderer: "
                 f"{describe_first_difference(expected_start, generating)}"
             )
         return generating.removeprefix(expected_start)
@@ -332,7 +332,7 @@ class ChatMarkerRenderer:
             if expected not in candidates:
                 texts = self._pieces.decode(candidates[0]), self._pieces.decode(expected)
                 raise ConfigError(
-                    f"the {self.name} renderer differs from the template: "
+                    f"the {self.name} renderer and the chat template differ: "
                     f"{describe_first_difference(*texts)}"
                 )
 

@@ -197,7 +197,7 @@ class MixtureRouters:
             if given_TJ.shape[1] % self._num_layers:
                 raise ConfigError(
                     f"the engine reports {given_TJ.shape[1]} experts per token, which do not fit "
-                    f"{self._num_layers} layers with experts: it has another model"
+                    f"{self._num_layers} layers with experts: it serves a different model"
                 )
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
@@ -215,7 +215,7 @@ class MixtureRouters:
         if len(counts) < self._num_layers:
             raise ConfigError(
                 f"{self._num_layers - len(counts)} of {self._num_layers} routers do not return "
-                "logits, weights and experts: this mixture cannot be trained here"
+                "logits, weights and experts: this mixture-of-experts model cannot be trained"
             )
         chosen, probability = zip(*(counts[layer] for layer in sorted(counts)), strict=True)
         total = self._weight_T.sum(dtype=torch.float64)
@@ -255,8 +255,8 @@ class MixtureRouters:
         replay.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and not replay.is_used:
             raise ConfigError(
-                f"{type(module).__name__} does not choose experts by one topk over all of them: "
-                "leave rl.rollout.replay_routes out"
+                f"{type(module).__name__} does not choose its experts with a single top-k over "
+                "all of them: remove rl.rollout.replay_routes"
             )
 
     def _routed(self, layer: int, module: nn.Module, given: Any, output: Any) -> Any:

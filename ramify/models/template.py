@@ -89,8 +89,9 @@ class MarkerAwareTokenizer:
         ids = self.marked(marker)
         if len(ids) != 1:
             raise ConfigError(
-                f"the tokenizer has no token {marker!r} (it gives {len(ids)} ids), which its chat "
-                "template needs: add it, or use the tokenizer that belongs to this checkpoint"
+                f"the chat template needs the token {marker!r}, which the tokenizer does not have "
+                f"(it gives {len(ids)} ids): add it, or use the tokenizer that belongs to this "
+                "checkpoint"
             )
         return ids[0]
 
@@ -313,7 +314,7 @@ class TemplateRenderer:
         """Return the token ids of a whole conversation, up to the beginning of the next reply."""
         if tools:
             raise ConfigError(
-                "this tokenizer's replies are not parsed for tool calls: remove native tools"
+                "tool calls in this tokenizer's replies cannot be parsed: remove native tools"
             )
         safe = [self._harmless(message) for message in messages]
         return self._pieces.marked(self._template.text(safe, generate=True))
@@ -339,7 +340,7 @@ class TemplateRenderer:
         text = self._template.text([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
-            raise ConfigError(f"the chat template does not write a reply's content: {text[:80]!r}")
+            raise ConfigError(f"the chat template leaves out a reply's content: {text[:80]!r}")
         return gain
 
     def _why_unstable(self) -> str:

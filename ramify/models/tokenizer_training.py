@@ -84,7 +84,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     if not words or len(set(vocabulary)) < len(vocabulary) or "" in vocabulary:
         invalid = sorted({word for word in vocabulary if not word or vocabulary.count(word) > 1})
         raise ConfigError(
-            "the words of a tokenizer must be given, not empty, and distinct; these are not: "
+            "a tokenizer needs at least one word, and none that is empty, repeated or reserved: "
             f"{invalid}"
         )
     word_level = Tokenizer(

@@ -92,8 +92,8 @@ def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
     the batch. Raises ConfigError for any other kind of model."""
     if not isinstance(model, DenseModel):
         raise ConfigError(
-            f"deterministic=true: a {type(model).__name__} cannot compute in fixed shapes; dense "
-            "Llama, Mistral, Qwen2 and Qwen3 models can"
+            f"deterministic=true is not supported for {type(model).__name__}: use a dense Llama, "
+            "Mistral, Qwen2 or Qwen3 model, or remove it"
         )
     return BatchInvariantTrunk(model)
 

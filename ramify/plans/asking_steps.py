@@ -90,21 +90,20 @@ class SplitText(AskingStep, frozen=True, tag="split"):
                 "give less"
             )
         if self.separator and self.by != "records":
-            raise ConfigError("split: a separator begins records: give by='records'")
+            raise ConfigError("split: separator works only with by='records'")
         if self.separator:
             compiled(self.separator)
         if self.header and (self.by != "lines" or self.overlap):
-            raise ConfigError(
-                "split: a header is the first line of a table: give by='lines' and no overlap"
-            )
+            raise ConfigError("split: header works only with by='lines' and no overlap")
         if self.by == "items" and (self.overlap or self.cut):
             raise ConfigError(
-                "split: items are neither cut nor repeated: omit overlap and cut, or split by lines"
+                "split: items can be neither cut nor repeated: omit overlap and cut, or split by "
+                "lines"
             )
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind not in ("text", "any"):
-            raise ConfigError(f"split cuts a text, and gets {given}")
+            raise ConfigError(f"split needs a text, but got {given}")
         return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
@@ -118,7 +117,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         if not shape.is_known:
-            raise ConfigError("split cuts the context, and not what replies say: put it first")
+            raise ConfigError("split works on the context, not on replies: put it first")
         parts = self.parts(shape.value)
         if not parts:
             raise ConfigError("the context is empty, so there is nothing to ask about")
@@ -151,7 +150,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         if item.kind not in ("part", "any"):
-            raise ConfigError(f"peek reads parts, and gets {given}")
+            raise ConfigError(f"peek needs parts, but got {given}: put split before it")
         return given
 
     def _peeked(self, parts: Sequence[TextPart]) -> list[TextPart]:
@@ -223,9 +222,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
             else predicate.infer_output_type(item, self.title)
         )
         if not BOOLEAN.accepts(kind):
-            raise ConfigError(
-                f"{self.title}: the predicate gives {kind}, and a filter needs boolean"
-            )
+            raise ConfigError(f"{self.title}: the predicate must give a boolean, but gives {kind}")
         return given
 
     def bounded(
@@ -284,8 +281,8 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
         size = shape.size
         if size > self.leaf.read_bytes:
             raise ConfigError(
-                f"{self.title}: it may get {size:,} bytes, and its leaf reads at most "
-                f"{self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): reduce or take the top "
+                f"{self.title}: it may receive {size:,} bytes, but its leaf reads at most "
+                f"{self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): put reduce or top "
                 "before it"
             )
         if shape.is_known:
@@ -313,18 +310,21 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         item = given.items(self.title)
         if self.leaf.each:
-            raise ConfigError(f"{self.title}: its leaf gives one value for each record: omit each")
+            raise ConfigError(
+                f"{self.title}: its leaf must give one value for all, but gives one for each "
+                "record: omit each"
+            )
         result = self.leaf.read_by(item, self.title)
         expected = "text" if item.kind == "part" else item.kind
         if ANY not in (item, result) and (result.kind != expected or not self._merges(item)):
             raise ConfigError(
-                f"{self.title}: it merges items of type {item}, and its leaf gives {result}"
+                f"{self.title}: it merges items of type {item}, but its leaf gives {result}"
             )
         if self._fan_in(self.leaf.max_bytes) < 2:
             raise ConfigError(
-                f"{self.title}: its leaf reads {self.leaf.read_bytes:,} bytes, and two of its "
-                f"answers may have {2 * (self.leaf.max_bytes + BETWEEN_BYTES):,}: raise its tokens "
-                "or lower its reply_tokens"
+                f"{self.title}: two of its answers may take "
+                f"{2 * (self.leaf.max_bytes + BETWEEN_BYTES):,} bytes, but its leaf reads at most "
+                f"{self.leaf.read_bytes:,}: raise the leaf's tokens, or lower its reply_tokens"
             )
         return result
 
@@ -344,8 +344,9 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     ) -> ValueSizeBounds:
         if shape.item_bytes > self.leaf.read_bytes:
             raise ConfigError(
-                f"{self.title}: an item may have {shape.item_bytes:,} bytes, and its leaf reads at "
-                f"most {self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): raise its tokens"
+                f"{self.title}: an item may take {shape.item_bytes:,} bytes, but its leaf reads "
+                f"at most {self.leaf.read_bytes:,} ({self.leaf.tokens:,} tokens): raise the "
+                "leaf's tokens"
             )
         tree = self._tree(shape)
         waves = tree.calls_per_level(shape.num)
@@ -422,7 +423,7 @@ def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
-        f"{step}: an item has {shape.item_bytes:,} bytes, and leaf '{leaf.label}' reads at most "
+        f"{step}: an item has {shape.item_bytes:,} bytes, but leaf '{leaf.label}' reads at most "
         f"{leaf.read_bytes:,} ({leaf.tokens:,} tokens): split it, or raise the leaf's tokens"
     )
 

@@ -56,7 +56,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     def __post_init__(self) -> None:
         check_field_types(self, f"leaf {self.label!r:.60}")
         if not self.prompt.strip():
-            raise ConfigError("a leaf has an empty prompt: say what it is asked")
+            raise ConfigError("a leaf has an empty prompt: say what to ask")
         for name in ("tokens", "reply_tokens"):
             value = getattr(self, name)
             if value < 1:
@@ -90,15 +90,15 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         step ``step``."""
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
-                f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, and a part has "
-                f"up to {given.tokens:,}: raise its tokens, or split into smaller parts"
+                f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, but a part "
+                f"may have {given.tokens:,}: raise its tokens, or split into smaller parts"
             )
         if not self.each:
             return self.type
         if given.kind not in ("part", "any") or (given.kind == "part" and not given.has_records):
             raise ConfigError(
-                f"{step}: leaf '{self.label}' gives one value for each record, and gets {given} "
-                "without records: split by lines, records or sentences"
+                f"{step}: leaf '{self.label}' gives one value for each record, but {given} has no "
+                "records: split by lines, records or sentences"
             )
         return list_of(self.type)
 
@@ -166,7 +166,9 @@ def _base(schema: Any) -> AnswerSchema:
     try:
         return _checked(msgspec.json.encode(schema))
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
-        raise ConfigError(f"the schema of a leaf is not JSON ({error}): make it plain") from None
+        raise ConfigError(
+            f"the schema of a leaf cannot be written as JSON ({error}): use only plain JSON values"
+        ) from None
 
 
 def _kind(leaf: Leaf) -> AnswerSchema:

@@ -144,8 +144,8 @@ def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanC
         if likely > model.window:
             raise ConfigError(
                 f"{step.step}: a prompt of {step.largest_input:,} bytes and a reply of "
-                f"{step.largest_output:,} tokens do not fit the {model.window:,} tokens of "
-                f"{model.name}: give smaller parts"
+                f"{step.largest_output:,} tokens do not fit the window of {model.name} "
+                f"({model.window:,} tokens): make the parts smaller"
             )
     calls = sum(step.calls for step in steps)
     output = sum(step.output_tokens + step.calls * model.reasoning_tokens for step in steps)

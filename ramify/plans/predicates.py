@@ -61,7 +61,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         items of the type ``given`` cannot be searched. The error names the plan step ``step``."""
         kind = given.field(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
-            raise ConfigError(f"{step}: a pattern is searched in text, and gets {kind}")
+            raise ConfigError(f"{step}: a pattern needs text, but got {kind}")
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
@@ -100,7 +100,7 @@ class Relevance(
         """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
         items of the type ``given`` cannot be ranked. The error names the plan step ``step``."""
         if given.kind not in ("part", "text", "any"):
-            raise ConfigError(f"{step}: BM25 ranks parts or texts, and gets {given}")
+            raise ConfigError(f"{step}: BM25 needs parts or texts, but got {given}")
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
@@ -158,7 +158,7 @@ class Comparison(
         if not self.op:
             return kind
         if kind.kind in ("list", "record", "pair", "counts"):
-            raise ConfigError(f"{step}: {self} compares {kind} with a value")
+            raise ConfigError(f"{step}: {self} cannot compare {kind} with a value")
         values = self.value if self.op == "in" else [self.value]
         for value in values:
             wanted = _KIND_OF.get(type(value), ())

@@ -363,7 +363,7 @@ def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
         )
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str | bytes)
     if not is_list or not all(isinstance(label, str) for label in labels):
-        raise ConfigError(f"labels={labels!r:.80}: give a list of texts")
+        raise ConfigError(f"labels={labels!r:.80}: give a list of strings")
     names = [label.strip() for label in labels]
     if not names or not all(names):
         raise ConfigError("the set of labels is empty: give at least one label, none of them blank")

@@ -95,7 +95,9 @@ class SessionPlans:
     prompt_entry = _DESCRIPTION
 
     def __call__(self) -> None:
-        raise RuntimeError("ramify_plans is a module of the session: from ramify_plans import …")
+        raise RuntimeError(
+            "ramify_plans works only inside a session: there, write `from ramify_plans import …`"
+        )
 
     @property
     def session_source(self) -> str:

@@ -86,7 +86,7 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
             return TEXT
         if item.kind == "any":
             return ANY
-        raise ConfigError(f"concat joins lists or texts, and gets {given}")
+        raise ConfigError(f"concat needs lists or texts, but got {given}")
 
     def apply(self, value: list[Any]) -> Any:
         if any(isinstance(each, list) for each in value):
@@ -122,7 +122,9 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
         for condition in filter(None, (self.left, self.right)):
             kind = condition.infer_output_type(item, self.title)
             if kind.kind not in ("boolean", "any"):
-                raise ConfigError(f"cross: the condition {condition} gives {kind}, not boolean")
+                raise ConfigError(
+                    f"cross: the condition {condition} must give a boolean, but gives {kind}"
+                )
         return list_of(pair_of(key, key))
 
     def apply(self, value: list[Any]) -> list[list[Any]]:
@@ -223,7 +225,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         for name in self.by or ("",):
             field = item.field(name, self.title)
             if field.kind in ("record", "list", "pair", "counts", "part"):
-                raise ConfigError(f"count needs values, and gets {field}: name its fields")
+                raise ConfigError(f"count needs plain values, but got {field}: name its fields")
         return COUNTS
 
     def apply(self, value: list[Any]) -> dict[str, int]:
@@ -253,7 +255,7 @@ class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind not in ("counts", "any"):
-            raise ConfigError(f"spread counts the numbers of counts, and gets {given}")
+            raise ConfigError(f"spread needs counts, but got {given}: put count before it")
         return COUNTS
 
     def apply(self, value: dict[str, int]) -> dict[str, int]:
@@ -370,7 +372,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         first, second = _both_lists(given, self.title)
         if not first.accepts(second):
-            raise ConfigError(f"combine needs lists of one type, and gets {given}")
+            raise ConfigError(f"combine needs lists of one type, but got {given}")
         return list_of(first)
 
     def apply(self, value: tuple[list[Any], list[Any]]) -> list[Any]:
@@ -448,7 +450,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         item = given.items(self.title)
         kind = item.field(self.field, self.title)
         if kind.kind not in ("date", "text", "any"):
-            raise ConfigError(f"periods needs dates, and gets {kind}")
+            raise ConfigError(f"periods needs dates, but got {kind}: name a field with dates")
         if not self.field:
             return list_of(DATE)
         return list_of(msgspec.structs.replace(item, fields={**item.fields, self.field: DATE}))
@@ -485,14 +487,14 @@ def finite_number_at(item: Any, field: str) -> float | int | None:
 
 def _check_number(kind: ValueType, step: str) -> None:
     if kind.kind not in ("number", "any"):
-        raise ConfigError(f"{step} needs a number, and gets {kind}: name a field with one")
+        raise ConfigError(f"{step} needs a number, but got {kind}: name a field with one")
 
 
 def _both_lists(given: ValueType, step: str) -> tuple[ValueType, ValueType]:
     if given.kind == "any":
         return ANY, ANY
     if given.kind != "pair" or given.item is None or given.second is None:
-        raise ConfigError(f"{step} needs a pair of lists, and gets {given}: use both(…) before it")
+        raise ConfigError(f"{step} needs a pair of lists, but got {given}: put both(…) before it")
     return given.item.items(step), given.second.items(step)
 
 

@@ -122,7 +122,7 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
     if isinstance(context, str | MappedText):
         return [("", str(context))]
     if has_pictures(context):
-        raise ConfigError("a plan reads texts, and the context has pictures: name only texts")
+        raise ConfigError("a plan needs text, but the context has pictures: leave them out")
     if isinstance(getattr(context, "context", None), str | dict | list | MappedText):
         return named_texts(context.context)  # what ``load`` returns
     if not isinstance(context, Mapping | list | tuple):
@@ -136,7 +136,7 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
         lines = [msgspec.json.encode(msgspec.to_builtins(value, str_keys=True)) for value in values]
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"a plan reads texts, and the context is a {type(context).__name__} ({error}): give a "
+            f"a plan needs text, but the context is a {type(context).__name__} ({error}): give a "
             "text, or a list or dict of texts"
         ) from None
     return [("", b"\n".join(lines).decode() + "\n")]
@@ -166,8 +166,8 @@ def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart
             parts.close()
         if size > parts.room:
             raise ConfigError(
-                f"item {number} ({' '.join(text[:40].split())!r}…) has {size:,} bytes, and a part "
-                f"has at most {parts.room:,} ({rule.tokens:,} tokens): raise tokens "
+                f"item {number} ({' '.join(text[:40].split())!r}…) has {size:,} bytes, but a part "
+                f"holds at most {parts.room:,} ({rule.tokens:,} tokens): raise tokens "
                 "(--part-tokens), or split by lines"
             )
         inner = text.strip()
@@ -361,9 +361,9 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
         columns = columns.strip()
         if num_bytes(columns) > most // 2:
             raise ConfigError(
-                f"the first line of {name or 'the table'} names its columns in "
-                f"{num_bytes(columns):,} bytes, and a part has at most {most:,} ({rule.tokens:,} "
-                "tokens): raise tokens (--part-tokens)"
+                f"the header line of {name or 'the table'} has {num_bytes(columns):,} bytes, but "
+                f"a part holds at most {most:,} ({rule.tokens:,} tokens): raise tokens "
+                "(--part-tokens)"
             )
         header += f"{columns}\n" * bool(columns)
         if not parts.is_empty and parts.columns != columns:
@@ -408,9 +408,9 @@ def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: in
         where = f"{name}, line {line}" if name else f"line {line}"
         begins = " ".join(units.text[at : at + 40].split())
         raise ConfigError(
-            f"the {rule.by.removesuffix('s')} at {where} ({begins!r}…) has {size:,} bytes, and a "
-            f"part has at most {BYTES_PER_TOKEN * rule.tokens:,} ({rule.tokens:,} tokens): allow "
-            "to cut it with cut=True (--cut), or raise tokens (--part-tokens)"
+            f"the {rule.by.removesuffix('s')} at {where} ({begins!r}…) has {size:,} bytes, but a "
+            f"part holds at most {BYTES_PER_TOKEN * rule.tokens:,} ({rule.tokens:,} tokens): "
+            "allow cutting it with cut=True (--cut), or raise tokens (--part-tokens)"
         )
     head = truncate_to_bytes(units.text[at : units.ends[unit]], room)
     if not head:

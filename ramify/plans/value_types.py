@@ -68,7 +68,7 @@ class ValueType(msgspec.Struct, frozen=True):
             return ANY
         if self.kind != "list" or self.item is None:
             raise ConfigError(
-                f"{step} needs a list, and gets {self}: put a step before it that gives a list"
+                f"{step} needs a list, but got {self}: put a step before it that gives a list"
             )
         return self.item
 
@@ -79,11 +79,11 @@ class ValueType(msgspec.Struct, frozen=True):
             return self
         if self.kind != "record":
             raise ConfigError(
-                f"{step} reads the field '{name}', and gets {self}, which has no fields"
+                f"{step} needs the field '{name}', but got {self}, which has no fields"
             )
         if self.fields and name not in self.fields:
             known = ", ".join(self.fields)
-            raise ConfigError(f"{step} reads the field '{name}', and the record has {known}")
+            raise ConfigError(f"{step} needs the field '{name}', but the record has {known}")
         return self.fields.get(name, ANY)
 
 

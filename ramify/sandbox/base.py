@@ -351,7 +351,7 @@ class _SpecFields(StrictKeywordsMeta):
                 if name not in JailSpec.__struct_fields__ and provider:
                     owner = spec_class(provider)
                 raise ConfigError(
-                    f"{cls.__name__} has no field '{name}', since not all sandboxes obey it: write "
+                    f"{cls.__name__} has no field '{name}', as not all sandboxes support it: write "
                     + (
                         f"{owner.__name__}({name}={value!r})"
                         if name in owner.__struct_fields__
@@ -719,8 +719,8 @@ def spec_class(provider: str) -> type[SandboxSpec]:
         parameters = inspect.signature(open_provider).parameters
         if "SandboxSpec" not in str(next(iter(parameters.values())).annotation):
             raise ConfigError(
-                f"sandbox '{provider}': a type of open_provider is not imported at run time: "
-                f"{error}"
+                f"sandbox '{provider}': a type in the signature of open_provider is not defined "
+                f"at run time: {error}; import it outside TYPE_CHECKING"
             ) from error
     kind = next(iter(parameters.values())).annotation if parameters else None
     return kind if isinstance(kind, type) and issubclass(kind, SandboxSpec) else SandboxSpec

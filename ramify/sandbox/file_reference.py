@@ -163,14 +163,14 @@ def _open(reference: FileReference) -> int:
         fd = os.open(reference.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise SourceError(
-            f"{reference.path} cannot be read again: {error.strerror}; it is used by reference, so "
-            "put it back, or ask as a new run"
+            f"{reference.path} cannot be read again: {error.strerror}; the run refers to it: put "
+            "it back, or ask again in a new run"
         ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise SourceError(
-            f"{reference.path} is not a file any more, and it is used by reference: put the former "
-            "file back, or ask as a new run"
+            f"{reference.path} is no longer a file, but the run refers to it: put the former file "
+            "back, or ask again in a new run"
         )
     return fd
 

@@ -172,7 +172,9 @@ def answer_json(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError) as error:
-        raise TypeMismatch(f"a value of type {type(value).__name__} is no text ({error})") from None
+        raise TypeMismatch(
+            f"a value of type {type(value).__name__} is not text ({error})"
+        ) from None
 
 
 def _named(choice: Any) -> str | None:

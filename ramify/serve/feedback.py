@@ -43,7 +43,7 @@ def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -
             feedback = _read(body)
         if recorder is None:
             raise RequestRejected(
-                "this server records no conversations (--record), so no reply has feedback",
+                "this server does not record conversations (--record), so it takes no feedback",
                 status=404,
                 code="not_recorded",
             )
@@ -68,7 +68,7 @@ def _read(body: bytes) -> _Feedback:
         feedback = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRejected(
-            f"not feedback: {error}; give id, score, and optionally note and index"
+            f"invalid feedback: {error}; give id, score, and optionally note and index"
         ) from None
     if not math.isfinite(feedback.score):
         raise RequestRejected("score must be a finite number", param="score")

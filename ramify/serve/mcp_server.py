@@ -52,7 +52,7 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
     real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
     for name, root in zip(roots, real, strict=True):
         if not os.path.exists(root):
-            raise ConfigError(f"{name} does not exist: give folders or files that may be read")
+            raise ConfigError(f"{name} does not exist: give existing folders or files")
     app: MCPServer[Any] = MCPServer("ramify", version=__version__, log_level="ERROR")
 
     @app.tool(name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False)
@@ -103,8 +103,7 @@ def resolve(path: str, roots: Sequence[str]) -> list[str]:
             return inside
         if matches:
             raise ConfigError(
-                f"{path} leads out of what may be read ({', '.join(roots)}): name something in "
-                "there"
+                f"{path} is outside what may be read ({', '.join(roots)}): name something inside it"
             )
     raise ConfigError(
         f"{path} does not exist in {', '.join(roots)}: check the name, or leave paths out to read "

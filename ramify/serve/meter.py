@@ -199,9 +199,8 @@ class MeteringProxy:
     def _check_price(self, budget: PerItemBudget) -> None:
         if budget.max_cost is not None and self.upstream_client.price is None:
             raise ConfigError(
-                f"max_cost={budget.max_cost:g} cannot be kept: "
-                f"{self.upstream_client.name} has no known "
-                "price; limit calls or tokens, or give its price"
+                f"max_cost={budget.max_cost:g} cannot be enforced: {self.upstream_client.name} "
+                "has no known price; limit calls or tokens, or give its price"
             )
 
     # --- requests
@@ -257,7 +256,7 @@ class MeteringProxy:
             try:
                 wanted = msgspec.json.decode(body, type=OpenModelAccessRequest)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise RequestRejected(f"not a request for a seat: {error}") from None
+                raise RequestRejected(f"invalid seat request: {error}") from None
         limits = {
             name: value
             for name in PerItemBudget.__struct_fields__
@@ -275,14 +274,14 @@ class MeteringProxy:
         name = http.match_info["name"]
         seat = self.seats.get(name)
         if seat is None or name == DEFAULT_SEAT:
-            raise RequestRejected(f"no seat {name!r:.80} can be ended", status=404)
+            raise RequestRejected(f"there is no seat {name!r:.80} to end", status=404)
         await self._close(seat)
         return web.json_response(_state(seat))
 
     def _check_owner(self, http: web.Request) -> None:
         if http[CALLER] != DEFAULT_SEAT:
             raise RequestRejected(
-                "the key of a seat opens and ends no seats: send the meter's own key", status=403
+                "a seat's key cannot open or end seats: send the meter's own key", status=403
             )
 
 

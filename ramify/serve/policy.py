@@ -221,8 +221,8 @@ class _RepliesInProgress:
         limit is exceeded."""
         if self._num + num_replies > self._most:
             raise RequestRejected(
-                f"{self._num} replies are in progress, and {self._most} may be at once: try again "
-                "later",
+                f"{self._num} replies are in progress, and at most {self._most} are allowed: try "
+                "again later",
                 status=429,
                 retry_after_s=1,
             )

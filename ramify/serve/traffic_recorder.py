@@ -564,8 +564,8 @@ def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
     if identity is None:
         if store.ids():
             raise ConfigError(
-                f"{store.root} holds runs that are not recorded traffic, and old ones would be "
-                "deleted: give --record another folder"
+                f"{store.root} holds runs that are not recorded traffic, and recording would "
+                "delete old ones: give --record another folder"
             )
         write_identity(store.root, policy.identity)
     elif difference := identity.difference(policy.identity):

@@ -111,7 +111,7 @@ class EngineSleepState:
                 await self._ready.wait()
         except TimeoutError:
             raise ServerFailed(
-                f"the engine was not ready for {self._wait_s:g} s: "
+                f"the engine did not become ready within {self._wait_s:g} s: "
                 f"{self.reason() or 'a weight update has only just completed'}"
             ) from None
 
@@ -359,11 +359,11 @@ class WeightUpdateRoutes:
             await self._client.receive_weights(pieces, version)
         except FullWeightsRequiredError:  # no weight of this chunk was changed
             self.broken = self.broken or (
-                f"an update broke off: {_NOT_WHOLE}" if self._num_chunks else ""
+                f"an update was interrupted: {_NOT_WHOLE}" if self._num_chunks else ""
             )
             raise
         except BaseException as error:
-            self.broken = f"an update broke off ({error}): {_NOT_WHOLE}"
+            self.broken = f"an update was interrupted ({error}): {_NOT_WHOLE}"
             raise
         self._num_chunks += 1
 
@@ -418,7 +418,7 @@ class WeightUpdateRoutes:
     def _check_folder(self, folder: Path) -> None:
         if self._root is not None and not folder.resolve().is_relative_to(self._root):
             raise ConfigError(
-                f"weights are read only from below {self._root}, and {folder} is outside"
+                f"weights are read only from inside {self._root}, but {folder} is outside it"
             )
 
     # --- state

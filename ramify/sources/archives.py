@@ -71,7 +71,7 @@ def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0
 def check_ratio(num_bytes: int, packed_bytes: int) -> None:
     if num_bytes > RATIO_FROM_BYTES and num_bytes > MAX_RATIO * max(packed_bytes, 1):
         raise OversizedSource(
-            f"unpacks to over {MAX_RATIO} times its size, as a bomb would",
+            f"unpacks to over {MAX_RATIO} times its size, as a zip bomb would",
             "unpack it yourself if you trust it",
         )
 
@@ -193,7 +193,7 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
         else:
             from backports import zstd
     except ImportError:
-        raise UnreadableSource("is packed by zstd", missing_library_advice()) from None
+        raise UnreadableSource("is compressed with zstd", missing_library_advice()) from None
     return cast("BinaryIO", _ZstdStream(zstd, raw))
 
 

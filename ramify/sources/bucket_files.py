@@ -52,7 +52,7 @@ def list_bucket(url: str) -> list[ListedFile]:
     """Return the files that a URL names. The URL may contain a wildcard pattern. Raises
     UnreadableSource if the bucket cannot be listed."""
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
-        raise UnreadableSource("has a pattern as its bucket", "name one bucket")
+        raise UnreadableSource("has a pattern in its bucket name", "name one bucket")
     with _sentences(url):
         files, path = _opened(url)
         import pyarrow.fs as pafs

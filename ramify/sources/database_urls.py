@@ -107,12 +107,13 @@ def _options(kind: str, query: str, shown: str) -> dict[str, str]:
     for name in options:
         if "passw" in name:
             raise SourceError(
-                f"{shown} has an option {name!r}: give passwords in {PASSWORD_VARIABLES[kind]}"
+                f"{shown} has the password option {name!r}: remove it and set "
+                f"{PASSWORD_VARIABLES[kind]}"
             )
         if name not in names:
             raise SourceError(
-                f"{shown} has an option {name!r}, which is not obeyed here: remove it; those of "
-                f"TLS are ({', '.join(names)})"
+                f"{shown} has the option {name!r}, which is not supported: remove it; only these "
+                f"TLS options are: {', '.join(names)}"
             )
     if "ssl-key" in options and "ssl-cert" not in options:
         raise SourceError(f"{shown} has an ssl-key without ssl-cert: give both")

@@ -104,7 +104,7 @@ def convert_document(
         ) from None
     except (EOFError, OSError):
         raise UnreadableSource(
-            f"is {what} that ends its reader, which may use {MEMORY_BYTES >> 30} GB of memory",
+            f"is {what} that crashes its reader (memory limit: {MEMORY_BYTES >> 30} GB)",
             "convert it to text first",
         ) from None
     answer: ConversionAnswer = decode(answered, ConversionAnswer)
@@ -142,7 +142,7 @@ def _answer(request: list[bytes]) -> list[bytes]:
         size = len(document.text) + sum(len(data) for _, data in document.members)
         if size > asked.max_bytes:
             raise UnreadableSource(
-                f"has {size / 1e6:,.0f} MB of text, which is more than may still be read",
+                f"has {size / 1e6:,.0f} MB of text, more than is left of the limit",
                 "name fewer files",
             )
         return [encode(ConversionAnswer(document))]

@@ -121,7 +121,7 @@ class FetchProcess:
         except (EOFError, OSError, msgspec.MsgspecError):
             self._end()
             raise UnreadableSource(
-                "ended the process that fetched it", "fetch it by another program"
+                "crashed the process that fetched it", "fetch it with another program"
             ) from None
         except (
             BaseException

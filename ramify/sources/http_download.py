@@ -110,7 +110,7 @@ class OpenDownload:
             return await self._exchange.receive()
         except ModelError as error:
             reason = _why(error, self.head.final_url)
-            raise UnreadableSource(f"broke off ({reason})", _LATER) from None
+            raise UnreadableSource(f"was cut off ({reason})", _LATER) from None
 
     async def close(self) -> None:
         await self._exchange.__aexit__()

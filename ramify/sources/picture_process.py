@@ -88,7 +88,7 @@ def _asked(
         raise PictureFailed(f"it takes more than {limit_s:g} s") from None
     except (EOFError, OSError, ValueError):
         raise PictureFailed(
-            "it takes too much memory or ends the process that decodes it"
+            "it takes too much memory, or crashes the process that decodes it"
         ) from None
     if answer.error:
         raise PictureFailed(answer.error)
@@ -158,7 +158,9 @@ def _render(pdf: bytes, request: PdfPageRenderRequest) -> bytes:
     document = pypdfium2.PdfDocument(pdf)
     try:
         if not 1 <= request.page <= len(document):
-            raise ValueError(f"it has the pages 1 to {len(document):,}, not {request.page:,}")
+            raise ValueError(
+                f"there is no page {request.page:,}: it has pages 1 to {len(document):,}"
+            )
         page = document[request.page - 1]
         width, height = page.get_size()
         scale = request.width / max(width, 1.0)

@@ -52,13 +52,13 @@ def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Pic
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
         raise UnreadableSource(
             why,
-            f"scale it down; Ramify does so up to {MAX_PIXELS:,} pixels and {MAX_SOURCE_BYTES:,} "
-            "bytes",
+            f"scale it down; Ramify does so only up to {MAX_PIXELS:,} pixels and "
+            f"{MAX_SOURCE_BYTES:,} bytes",
         )
     if importlib.util.find_spec("PIL") is None:
         raise UnreadableSource(
             why,
-            f"scale it down, or run {install_command('inputs')}, with which it is scaled for you",
+            f"scale it down, or run {install_command('inputs')}, so that Ramify can do so",
         )
     try:
         data = scaled(file.data, MAX_SIDE // 4, MAX_PICTURE_BYTES, limit_s)

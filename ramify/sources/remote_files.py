@@ -118,7 +118,9 @@ class _Fetching:
     def _listed_bucket(self, url: str) -> list[_Wanted]:
         files = self._process.list_files(url)
         if len(files) > MAX_FILES:
-            raise UnreadableSource(f"has {len(files):,} files", "name a narrower prefix")
+            raise UnreadableSource(
+                f"has {len(files):,} files, more than {MAX_FILES:,}", "name a narrower prefix"
+            )
         is_named = len(files) == 1 and files[0].url == url
         place = shown_url(url).partition("://")[2].rstrip("/")
         if pattern := re.search(r"[*?\[]", place):
@@ -189,7 +191,8 @@ class _Fetching:
                     slow_from, slow_bytes = time.monotonic(), 0
             if head.num_bytes not in (-1, num_bytes):
                 raise UnreadableSource(
-                    f"broke off after {num_bytes:,} of {head.num_bytes:,} bytes", "try again later"
+                    f"was cut off after {num_bytes:,} of {head.num_bytes:,} bytes",
+                    "try again later",
                 )
         self._process.close_file(url)
         if is_web(url):
@@ -200,7 +203,7 @@ class _Fetching:
         self._left -= num_bytes
         if self._left < 0:
             raise UnreadableSource(
-                f"brings the downloads to over {size_text(self._loading.max_bytes)}, the limit",
+                f"brings the downloads over the limit of {size_text(self._loading.max_bytes)}",
                 MORE,
             )
 

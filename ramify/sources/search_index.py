@@ -60,8 +60,8 @@ class SearchIndexProcess:
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < num_chars // 2 + _SPARE_BYTES:
             raise ValueError(
-                f"the disk of {tempfile.gettempdir()} has {free / 1e6:,.0f} MB left, too few for "
-                "the index"
+                f"the disk of {tempfile.gettempdir()} has only {free / 1e6:,.0f} MB left, too "
+                "little for the index"
             )
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         self._process = start_python_process(

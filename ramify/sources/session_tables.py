@@ -224,7 +224,7 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
         plain = f"{plain}_" if _KEYWORDS.fullmatch(plain.casefold()) else plain
         if plain.casefold() not in taken:
             return plain
-    raise UnreadableSource("has too many tables of one name")
+    raise UnreadableSource("has too many tables with the same name")
 
 
 def version_of(path: Path | str) -> tuple[int, ...]:

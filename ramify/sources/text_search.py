@@ -320,7 +320,7 @@ class TextChunkingTool:
     is_replaceable = True
 
     def __call__(self, tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
-        raise RuntimeError("chunks is a function of the session")
+        raise RuntimeError("chunks works only inside a session")
 
     @property
     def session_source(self) -> str:

@@ -83,8 +83,8 @@ def check_url(url: str) -> str:
     if not is_web(url):
         if parts.password:
             raise SourceError(
-                f"{shown_url(url)} was given with a key: give keys in the variables of the "
-                "environment that its provider's tools read"
+                f"{shown_url(url)} contains a key: remove it, and set the environment variables "
+                "that its provider's tools read"
             )
         return url
     for name, value in parse_qsl(parts.query):

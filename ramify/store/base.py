@@ -214,7 +214,7 @@ class RunStore(Protocol):
 
         The base class keeps no reviews, so this method always raises unless a store overrides it.
         """
-        raise StoreError(f"{self} keeps no reviews: run {run} cannot have one")
+        raise StoreError(f"{self} does not store reviews, so run {run} cannot be reviewed")
 
     def finish(self, journal: RunJournal) -> None:
         """Close ``journal``, and delete its run if no event was written. Such a run failed before

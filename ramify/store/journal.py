@@ -645,6 +645,7 @@ def _same_file(path: Path, inode: int, offset: int) -> int:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     if inode not in (0, stat.st_ino) or stat.st_size < offset:
         raise StoreError(
-            f"{path} was cut or replaced while it was followed: follow it again from its beginning"
+            f"{path} was truncated or replaced while being followed: follow it again from the "
+            "beginning"
         )
     return stat.st_ino

@@ -60,20 +60,27 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         """Check the review. Raises ConfigError if a text is too long or a score has no value."""
         for label in self.labels:
             if not label.strip() or len(label) > MAX_LABEL:
-                raise ConfigError(f"a label has 1 to {MAX_LABEL} characters, and got {label!r}")
+                raise ConfigError(
+                    f"a label must have 1 to {MAX_LABEL} characters, but got {label!r}"
+                )
         if len(self.labels) > MAX_LABELS:
-            raise ConfigError(f"a run has at most {MAX_LABELS} labels, and got {len(self.labels)}")
+            raise ConfigError(
+                f"a run can have at most {MAX_LABELS} labels, but got {len(self.labels)}"
+            )
         if len(self.note) > MAX_NOTE:
-            raise ConfigError(f"a note has at most {MAX_NOTE:,} characters: {len(self.note):,}")
+            raise ConfigError(
+                f"a note can have at most {MAX_NOTE:,} characters, but this one has "
+                f"{len(self.note):,}"
+            )
         for person in self.verdicts:
             if not person.strip() or len(person) > MAX_LABEL:
                 raise ConfigError(
-                    f"a person's name has 1 to {MAX_LABEL} characters, and got {person!r}"
+                    f"a person's name must have 1 to {MAX_LABEL} characters, but got {person!r}"
                 )
         for name, value in self.rewards.items():
             if not name or not math.isfinite(value):
                 raise ConfigError(
-                    f"a score has a name and a finite value, and got {name!r}={value}"
+                    f"a score needs a name and a finite value, but got {name!r}={value}"
                 )
 
     def is_empty(self) -> bool:

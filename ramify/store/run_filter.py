@@ -90,13 +90,15 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
             raise _unreadable(part, f"{bare} needs a value", _opened(bare))
         if name == "group":
             if value not in GROUPS:
-                raise _unreadable(part, f"rows are grouped by {_listed(GROUPS)}", "group:origin")
+                raise _unreadable(
+                    part, f"rows can only be grouped by {_listed(GROUPS)}", "group:origin"
+                )
             group = value
         elif name == "sort":
             sort = value.removeprefix("-")
             if sort not in FIELDS:
                 fix = f"sort:{_nearest(sort)}"
-                raise _unreadable(part, f"rows are sorted by {_listed(FIELDS)}", fix)
+                raise _unreadable(part, f"rows can only be sorted by {_listed(FIELDS)}", fix)
             is_descending = (sort not in _TEXTS) == (sort == value)
         else:
             holds = _condition(part, name, sign, value, clock) if name else _has_words(value)
@@ -186,7 +188,9 @@ def _check_spaces(text: str) -> None:
     for match in _SPACED.finditer(text):
         name, before, sign, after, value = match.groups()
         if (before or after) and name.lower() in FIELDS:
-            raise _unreadable(match[0], "a comparison has no spaces", f"{name}{sign}{value}")
+            raise _unreadable(
+                match[0], "a comparison must not contain spaces", f"{name}{sign}{value}"
+            )
 
 
 def _opened(part: str) -> str:
@@ -222,7 +226,7 @@ def _condition(part: str, name: str, sign: str, value: str, now: float) -> Condi
         why = f"unknown field {name}: fields are {', '.join(FIELDS)}; words are put in quotes"
         raise _unreadable(part, why, f"{_nearest(name)}{sign}{value}")
     if not is_equal:
-        raise _unreadable(part, f"{name} is text", f"{name}:{value}")
+        raise _unreadable(part, f"{name} is text, which has no order", f"{name}:{value}")
     if value == "none":
         return lambda run: not text(run)
     if sign == "=":

@@ -43,7 +43,7 @@ def open_store() -> RunStore:
         ) from error
     if not isinstance(store, RunStore):
         raise ConfigError(
-            f"{VARIABLE}={given}: it made a {type(store).__name__}: give a class that inherits "
+            f"{VARIABLE}={given}: it created a {type(store).__name__}: give a class that inherits "
             "from ramify.RunStore"
         )
     return store
@@ -56,7 +56,7 @@ def require_folder_store(what: str) -> Store:
     store = open_store()
     if not isinstance(store, Store):
         raise ConfigError(
-            f"{what} needs the files of a folder, which {VARIABLE}={os.environ[VARIABLE]} does not "
-            f"have: unset {VARIABLE} for this command"
+            f"{what} works only with a store in a folder, which {VARIABLE}={os.environ[VARIABLE]} "
+            f"is not: unset {VARIABLE} for this command"
         )
     return store

@@ -29,7 +29,9 @@ def read_identity(store: Path) -> TokenizerAndArchitecture | None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} does not name a policy: {error}; delete the store") from None
+        raise ConfigError(
+            f"{path} does not name a policy: {error}; restore it, or use another folder"
+        ) from None
 
 
 def write_identity(store: Path, identity: TokenizerAndArchitecture) -> None:

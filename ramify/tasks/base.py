@@ -123,7 +123,10 @@ class Item(msgspec.Struct, frozen=True):
         messages, question = messages_of(self.messages), self.question
         if not question:
             if messages[-1].role != "user":
-                raise ValueError("its last message is not the user's, and it has no question")
+                raise ValueError(
+                    "it has no question, and its last message, which would be the question, is "
+                    "not the user's"
+                )
             messages, question = messages[:-1], messages[-1].content
         msgspec.structs.force_setattr(self, "messages", messages)
         msgspec.structs.force_setattr(self, "question", question)
@@ -585,9 +588,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
             signature.bind(None, None)
         except TypeError:
             raise ConfigError(
-                f"{where}(answer, item): give it these two parameters, `completions` and columns "
-                "for many answers at once, or wrap a function of (item, trajectory) in "
-                "TrajectoryRewardFunction"
+                f"{where}(answer, item): give it these two parameters; or `completions` and "
+                "columns, to score many answers at once; or wrap a function of (item, trajectory) "
+                "in TrajectoryRewardFunction"
             ) from None
 
     async def prepare(self, item: Item) -> TaskStart:

@@ -89,7 +89,8 @@ class DatasetColumns(msgspec.Struct, frozen=True):
             messages, question = question, ""
         elif not isinstance(question, str) or not question.strip():
             raise TypeError(
-                f"column '{asked}' is {question!r:.60}; a question is a text or a list of messages"
+                f"column '{asked}' is {question!r:.60}: a question must be a string or a list of "
+                "messages"
             )
         gold = self._gold(row)
         is_choice = isinstance(gold, list | tuple) and len(gold)
@@ -288,7 +289,10 @@ def _divided(
         try:
             text = msgspec.json.encode(asked, enc_hook=str)
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{name}, row {number}: half of a surrogate pair: {error}") from None
+            raise ConfigError(
+                f"{name}, row {number}: the text is not valid Unicode (half of a surrogate pair): "
+                f"{error}"
+            ) from None
         digest = hashlib.sha256(text).digest()
         same.setdefault(digest[:8], []).append(number)
     divided: dict[str, list[bytes]] = {split: [] for split in splits}
@@ -340,7 +344,7 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
         rows = _hugging_face(source)
         if isinstance(rows, Mapping):  # a DatasetDict
             if "train" not in rows:
-                raise SourceError(f"{source} has the splits {', '.join(rows)}, and no 'train'")
+                raise SourceError(f"{source} has no split 'train', only {', '.join(rows)}")
             rows = rows["train"]
     elif isinstance(source, str | Path):
         path = Path(source).expanduser()

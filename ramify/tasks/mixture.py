@@ -186,11 +186,11 @@ def mixture(*, parts: Any = None) -> MixtureTask:
             'parts={"sums": {"task": "ledger"}}'
         )
     if any(_MARK in name or "." in name for name in parts):
-        raise ConfigError("mixture: give parts by name, without ':' and '.' in a name")
+        raise ConfigError("mixture: the names of parts must not contain ':' or '.'")
     specs = {name: _part(name, value) for name, value in parts.items()}
     weights = {name: spec.weight for name, spec in specs.items()}
     if any(not weight >= 0 or math.isinf(weight) for weight in weights.values()):
-        raise ConfigError(f"mixture: weights {weights} must be numbers from 0")
+        raise ConfigError(f"mixture: weights {weights} must be finite numbers, at least 0")
     trained = {name: weight for name, weight in weights.items() if weight}
     if not trained:
         raise ConfigError(
@@ -200,9 +200,9 @@ def mixture(*, parts: Any = None) -> MixtureTask:
     rare = next((name for name in trained if name not in {*_order(trained)}), None)
     if rare is not None:
         raise ConfigError(
-            f"mixture: part '{rare}' with weight {trained[rare]:g} of {sum(trained.values()):g} "
-            f"has no place in the order of {_PERIOD} items, which repeats: raise its weight, or "
-            "set it to 0"
+            f"mixture: the weight of part '{rare}' ({trained[rare]:g} of "
+            f"{sum(trained.values()):g}) is too small to get one of every {_PERIOD} items: raise "
+            "it, or set it to 0"
         )
     tasks = {name: task_of(spec.task, **spec.options) for name, spec in specs.items()}
     train = {name: _train_items(name, specs[name], tasks[name]) for name in trained}

@@ -234,8 +234,8 @@ class EnvEpisode:
         found = self._env.reset(**({"seed": seed_of(item)} if takes_seed else {}))
         if not isinstance(found, tuple) or len(found) != 2:
             raise RamifyError(
-                f"the environment's reset returned a {type(found).__name__}, as gym's before 0.26: "
-                "return (observation, info)"
+                f"the environment's reset returned a {type(found).__name__}, as in gym before "
+                "0.26: return (observation, info)"
             )
         return self._shown(found[0])
 

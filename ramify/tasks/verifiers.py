@@ -52,7 +52,7 @@ def verifiers_v1() -> Any:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise ConfigError(
-            f"this needs verifiers, 0.4: {install_command('verifiers')} ({error})"
+            f"this needs verifiers 0.4: {install_command('verifiers')} ({error})"
         ) from None
 
 
@@ -114,7 +114,8 @@ def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
     if not isinstance(taskset, str):
         if config:
             raise ConfigError(
-                f"a taskset object has its configuration already: make it with {', '.join(config)}"
+                f"a taskset object already has its configuration: set {', '.join(config)} when "
+                "you create it"
             )
         return taskset
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -240,7 +241,7 @@ async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     if skipped:  # verifiers omits these silently, which would change the score
         raise RamifyError(
             f"task {type(task).__name__}, row {task.data.idx}: its reward '{skipped[0]}' needs a "
-            "runtime, and there is none"
+            "runtime, but there is none"
         )
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return Score(

@@ -95,7 +95,7 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens = [point[0] for point in self.points]
         if not self.points or tokens != sorted(set(tokens)) or tokens[0] < 1:
             raise ConfigError(
-                f"accuracy curve: the tokens {tokens} must rise, from 1 up, with at least one point"
+                f"accuracy curve: the tokens {tokens} must be increasing, at least 1, and not empty"
             )
         for num_tokens, share in self.points:
             if not 0 <= share <= 1:

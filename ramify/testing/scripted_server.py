@@ -393,7 +393,9 @@ def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
             kind, _, encoded = str(part["image_url"]["url"]).partition(";base64,")
             picture = picture_from_bytes(base64.b64decode(encoded, validate=True))
             if kind != f"data:{picture.media_type}":
-                raise ValueError(f"a picture of {picture.media_type} is sent as {kind[:60]!r}")
+                raise ValueError(
+                    f"a picture of type {picture.media_type} was sent as {kind[:60]!r}"
+                )
             yield picture
 
 
@@ -454,7 +456,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0, help="0 uses any free port (default)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each reply")
-    parser.add_argument("--window", type=int, default=128_000, help="tokens")
+    parser.add_argument("--window", type=int, default=128_000, help="context window in tokens")
     try:
         asyncio.run(_serve(parser.parse_args(words)))
     except ConfigError as error:

@@ -142,8 +142,8 @@ class CheckpointStore:
             # How torch.save reports a write that failed, on a full disk for example.
             free = shutil.disk_usage(self.folder).free / 2**20
             raise StoreError(
-                f"checkpoint {final} cannot be written: torch.save failed, and {free:.0f} MiB are "
-                "free on its disk"
+                f"checkpoint {final} cannot be written: torch.save failed ({free:.0f} MiB are "
+                "free on its disk)"
             ) from error
         state_json = msgspec.json.format(
             msgspec.json.encode(
@@ -324,7 +324,8 @@ def _decoded(checkpoint: Path) -> TrainingProgress:
         ) from error
     if state.schema_version > SCHEMA_VERSION:
         raise StoreError(
-            f"{checkpoint} was written by a later version of ramify (schema {state.schema_version})"
+            f"{checkpoint} was written by a newer version of ramify (schema "
+            f"{state.schema_version}): upgrade ramify"
         )
     return state
 

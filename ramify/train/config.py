@@ -476,7 +476,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         if not self.policy.path and not self.policy.shape and self.sft is None:
             raise ConfigError(
                 "policy: give path (a checkpoint), shape (a model created from scratch), or sft, "
-                "from whose demonstrations the sizes of a new model follow"
+                "whose demonstrations determine the size of a new model"
             )
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
@@ -492,7 +492,7 @@ def with_objective(run: Run, name: str) -> Run:
         return train.with_objective(run, "gspo")     # in a recipe; rl.objective=gspo as an override
     """
     if run.rl is None:
-        raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
+        raise ConfigError(f"run '{run.name}' has no rl stage to set an objective for: set rl")
     name = canonical_objective_name(name)
     objective = OBJECTIVES[name]
     before = run.rl.algorithm

@@ -192,7 +192,8 @@ def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModel
     if frozen.limits_cost and client.price is None and not is_free:
         raise ConfigError(
             f"depths: {spec.model} has no known price, so frozen.step_cost and frozen.run_cost "
-            "cannot be kept: give its price (docs/models.md), or limit step_calls and run_calls"
+            "cannot be enforced: give its price (docs/models.md), or limit step_calls and "
+            "run_calls"
         )
     return client
 
@@ -243,8 +244,8 @@ class DepthModels:
         except LimitReached as reached:
             self._counts[f"frozen/{client.name}/refused"] += 1
             raise Refused(
-                f"{client.name}: {reached}: it is the budget of the frozen models "
-                "(frozen.step_cost, run_cost, step_calls, run_calls)"
+                f"{client.name}: {reached} (the budget of the frozen models: frozen.step_cost, "
+                "run_cost, step_calls, run_calls)"
             ) from None
         except ModelError:
             self._counts[f"frozen/{client.name}/failed"] += 1

@@ -159,7 +159,10 @@ def _shape(
     shown = tokenised(demonstrations, tokenizer, renderer_of(tokenizer), tools)
     lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
     if not lengths:
-        raise ConfigError("policy: no demonstrations, from which the sizes of a new model follow")
+        raise ConfigError(
+            "policy: there are no demonstrations to determine the size of a new model: give "
+            "policy.shape"
+        )
     shape = scratch_model_config(sum(lengths), max(lengths))
     _log.info(
         "derived_shape",

@@ -185,8 +185,8 @@ class Learner:
             self.save_policy(folder)
         elif not folder.is_dir():
             raise TrainError(
-                f"{folder} is missing: it is the policy that rollouts began with, the reference "
-                "of the run's KL; copy it from the run that wrote the checkpoint"
+                f"{folder} is missing: it holds the initial policy, which the run's KL needs as "
+                "its reference; copy it from the run that wrote the checkpoint"
             )
         folder_file_checksums.check(folder)
         if self._reference_of is None:

@@ -290,8 +290,8 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
         has_experts = any(getattr(config.get_text_config(), name, None) for name in EXPERTS)
         if (name := next((name for name in given if given[name]), "")) and not has_experts:
             raise ConfigError(
-                f"rl.{name}={given[name]} is for mixtures of experts, and {config.model_type} has "
-                "no experts: leave it out"
+                f"rl.{name}={given[name]} applies only to mixture-of-experts models, which "
+                f"{config.model_type} is not: remove it"
             )
     if not hasattr(kind, "check_model"):
         return

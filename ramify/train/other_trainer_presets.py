@@ -141,12 +141,12 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     objective = canonical_objective_name(objective)
     rl = run.rl
     if rl is None:
-        raise ConfigError(f"run '{run.name}' has no rl stage, which an objective would set")
+        raise ConfigError(f"run '{run.name}' has no rl stage to set an objective for: set rl")
     if objective not in preset.objectives:
         raise ConfigError(
-            f"{preset.trainer.split()[0]} has no objective {objective}, but "
+            f"{preset.trainer.split()[0]} has no objective {objective}, only "
             f"{', '.join(sorted(preset.objectives))}: choose one of them, or remove --preset "
-            f"{name} for {objective} as its paper has it"
+            f"{name} to use {objective} as in its paper"
         )
     theirs = preset.objectives[objective]
     kind = ALGORITHMS.of(theirs.algorithm["name"])
@@ -185,7 +185,7 @@ def with_preset(run: Run, name: str) -> Run:
     preset = preset_named(name)
     rl = run.rl
     if rl is None:
-        raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage, which it would set")
+        raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage to set it for: set rl")
     named = _named(preset)
     # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
     algorithm = replace_estimator(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))

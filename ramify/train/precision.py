@@ -112,7 +112,7 @@ def _check(run: Run, precision: RunPrecision) -> None:
     unit = max(_UNITS[each] for each in precision.engine_and_trainer)
     if tolerance is not None and tolerance < unit:
         raise ConfigError(
-            f"inference.tolerance={tolerance:g} is less than one rounding ({unit:.2g}) of the "
-            f"precisions, {precision.engine} in the engine and {precision.trainer} in the trainer: "
-            f"raise it, or set {_OPTIONS} to fp32"
+            f"inference.tolerance={tolerance:g} is below the rounding error ({unit:.2g}) of "
+            f"{precision.engine} in the engine and {precision.trainer} in the trainer: raise it, "
+            f"or set {_OPTIONS} to fp32"
         )

@@ -67,7 +67,7 @@ def check_component_names(run: Run) -> None:
     if run.sft.trajectories and not Path(run.sft.trajectories).expanduser().exists():
         raise ConfigError(
             f"sft.trajectories={run.sft.trajectories} does not exist: give a JSONL file, a run's "
-            "folder rollouts, or the store that `ramify demos --out` made"
+            "rollouts folder, or the store that `ramify demos --out` made"
         )
 
 
@@ -116,8 +116,8 @@ def traffic_task(run: Run, task: Task) -> Task:
         return task
     if run.rl is None:
         raise ConfigError(
-            f"task.traffic={run.task.traffic} is learned from by reinforcement learning: give rl, "
-            "or imitate the store's runs with sft.trajectories"
+            f"task.traffic={run.task.traffic} needs reinforcement learning: set rl, or imitate "
+            "the store's runs with sft.trajectories"
         )
     needs, rollout = needs_of(run.rl.algorithm), run.rl.rollout
     reasons = {
@@ -173,9 +173,9 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
     spec = run.policy
     if not spec.path and not spec.tokenizer and scaffold.system:
         raise ConfigError(
-            f"scaffold={run.scaffold} begins with a system message, and the format of a policy "
-            "whose tokenizer is made here (policy.words, or from demonstrations) has none: set "
-            "scaffold=tiny, or give policy.path or policy.tokenizer"
+            f"scaffold={run.scaffold} needs a system message, which a tokenizer made by the run "
+            "(policy.words, or from demonstrations) does not support: set scaffold=tiny, or give "
+            "policy.path or policy.tokenizer"
         )
 
 
@@ -240,24 +240,25 @@ def check_objective(run: Run) -> None:
         usual = usual_policy_losses(name)
         if loss not in usual:
             _log.warn(
-                f"rl.objective={name}, but rl.loss.policy={loss}: the loss of {name} is "
-                f"{' or '.join(usual)}; give the objective as an override, or with with_objective",
+                f"rl.objective={name} has the loss {' or '.join(usual)}, but "
+                f"rl.loss.policy={loss}: to apply the objective, give it as an override, or with "
+                "with_objective",
                 stacklevel=3,
             )
     reduction = getattr(advantage_estimator_of(rl.algorithm), "reduction", None)
     reduction = ALSO.get(str(reduction), reduction)
     if rl.loss.reduction is not None and reduction not in ("constant", "call", "rollout"):
         _log.warn(
-            f"rl.algorithm.reduction={reduction} is not used: rl.loss.policy={loss} averages over "
-            f"each {rl.loss.reduction}, as its paper does; set rl.loss.policy.sequence_mean=false "
-            "to use it",
+            f"rl.algorithm.reduction={reduction} has no effect: rl.loss.policy={loss} averages "
+            f"over each {rl.loss.reduction}, as in its paper; to use it, set "
+            "rl.loss.policy.sequence_mean=false",
             stacklevel=3,
         )
     is_changed = getattr(rl.loss.policy, "sequence_mean", True) is False
     if is_changed and loss in SEQUENCE_MEANS and reduction not in ("call", "rollout"):
         _log.warn(
-            f"rl.loss.policy.sequence_mean=false: the paper of {loss} averages over sequences, and "
-            f"rl.algorithm.reduction={reduction} gives long ones more weight",
+            f"rl.loss.policy.sequence_mean=false differs from the paper of {loss}, which averages "
+            f"over sequences: rl.algorithm.reduction={reduction} gives long ones more weight",
             stacklevel=3,
         )
 
@@ -283,7 +284,7 @@ def check_branches(run: Run) -> None:
         return
     if not needed:
         raise ConfigError(
-            f"rl.algorithm={name} does not compare the lines of a rollout that forks "
+            f"rl.algorithm={name} does not compare the continuations of forked rollouts "
             "(rl.rollout.branch): choose branch, vine or entropy_branch, or set "
             "rl.rollout.branch=null"
         )
@@ -317,9 +318,9 @@ def check_engine_memory(config: Any, dtype: str, device: str) -> None:
     if room and needed > room:
         raise ConfigError(
             f"the engine of this process holds the whole policy: {parameters:,} parameters x "
-            f"{kind.itemsize} bytes = {needed / 1e9:.4g} GB, and its device ({device}) has "
-            f"{room / 1e9:.4g} GB. Ranks hold a part each, so use engines over HTTP, which spread "
-            "it over several devices: inference.engine=vllm, or inference.urls=[…]"
+            f"{kind.itemsize} bytes = {needed / 1e9:.4g} GB, but its device ({device}) has "
+            f"{room / 1e9:.4g} GB: use engines over HTTP, which spread it over several devices: "
+            "inference.engine=vllm, or inference.urls=[…]"
         )
 
 
@@ -352,8 +353,8 @@ def check_inference(run: Run) -> None:
     ):
         raise ConfigError(
             f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be used in "
-            f"training with inference.engine={spec.engine}, which does not report the ids that "
-            "they kept: remove them"
+            f"training with inference.engine={spec.engine}, which does not report the token ids "
+            "that they keep: remove them"
         )
     if run.placement is None or run.placement.kind == "local":
         check_program(spec)
@@ -427,8 +428,8 @@ def check_policies(run: Run) -> None:
     for name, spec in run.policies.items():
         if not name.isidentifier() or name == "policy":
             raise ConfigError(
-                f"policies: '{name}' cannot be the name of another policy: give letters, digits "
-                "and _, and not 'policy'"
+                f"policies: '{name}' cannot name another policy: use letters, digits and _, and "
+                "not 'policy'"
             )
         if spec.policy is not None and not spec.policy.path:
             raise ConfigError(

@@ -266,11 +266,11 @@ class EngineConsistencyChecks:
             hint = f"; {self._limits.hint}" if self._limits.hint else ""
             at = int(np.argmax(differences_T))
             raise TrainError(
-                f"the canary's log-probabilities differ by {largest:.2g} between engine and "
-                f"trainer, {mean:.2g} on average; at most {allowed:.3g} and {allowed / 10:.3g} "
-                f"are allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, "
-                f"at {what} token {at}): they compute different models, or the engine's cache is "
-                f"stale{self._where(engine)}{hint}"
+                f"the canary's log-probabilities differ by up to {largest:.2g} between engine and "
+                f"trainer (allowed: {allowed:.3g}), and by {mean:.2g} on average (allowed: "
+                f"{allowed / 10:.3g}): they compute different models, or the engine's cache is "
+                f"stale{self._where(engine)}; at {what} token {at} the engine gives "
+                f"{theirs_T[at]:.5f} and the trainer {ours_T[at]:.5f}{hint}"
             )
 
     def _where(self, engine: InferenceClient) -> str:
@@ -296,9 +296,9 @@ class EngineConsistencyChecks:
                 path = trajectory.path(call, index) if turn.num_ids is not None else None
                 if path is not None and not self.seen.has_seen(path.ids):
                     raise TrainError(
-                        f"{trajectory.id}/call={call.id}/turn={index}: the trajectory has "
-                        f"{len(path)} ids that the engine was never given together: the run would "
-                        "train on something other than what was sampled"
+                        f"{trajectory.id}/call={call.id}/turn={index}: the engine was never given "
+                        f"these {len(path)} ids as one sequence: the run would train on something "
+                        "other than what was sampled"
                     )
 
     def check_loss_weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:

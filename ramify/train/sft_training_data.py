@@ -82,7 +82,7 @@ def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
             columns = ", ".join(map(str, row))
             raise ConfigError(
                 f"sft.demos={source}, row {number}: not a conversation: {error}; it has the "
-                f"columns {columns}, and needs messages, each with role and content"
+                f"columns {columns}, but needs messages, each with role and content"
             ) from None
 
 

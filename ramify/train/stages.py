@@ -500,7 +500,7 @@ def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> 
         return msgspec.structs.replace(optim, num_steps=num_steps)
     except ConfigError as error:
         raise ConfigError(
-            f"{stage}.{error}: the stage has no more; lower {stage}.optim.warmup_steps, or set "
+            f"{stage}.{error}: lower {stage}.optim.warmup_steps, or set "
             f"{stage}.optim.schedule=constant"
         ) from None
 

@@ -122,7 +122,7 @@ class CallTree:
     def _answer(self, event: ReplyReceived) -> CallNode:
         node = self.nodes[event.call]
         if node.asking < 0:
-            raise KeyError(f"request of call {event.call}, turn {event.turn}")
+            raise KeyError(f"no open request of call {event.call}, turn {event.turn}")
         node.asking, node.is_running = -1, True
         node.num_turns += 1
         node.active_s = event.at_s
@@ -134,7 +134,7 @@ class CallTree:
     def _ran(self, event: CellRan) -> CallNode:
         node = self.nodes[event.call]
         if event.turn >= node.num_turns:
-            raise IndexError(f"turn {event.turn} of call {event.call}")
+            raise IndexError(f"no turn {event.turn} of call {event.call}")
         node.active_s = event.at_s
         self.marked += self.siblings.compare(event.call, event.turn, event.cell)
         return node

@@ -153,8 +153,8 @@ class RunAgain:
         for name, variable in self._lacking[located.key].items():
             if not wanted.keys.get(name):
                 raise ConfigError(
-                    f"{name} has no API key: {variable} is not set where ramify view runs, and no "
-                    "key was given: give one"
+                    f"{name} needs an API key: set {variable} where ramify view runs, or enter a "
+                    "key"
                 )
         own = AsyncExitStack()  # an RLM that has keys of the page ends with its run
         rlm = self._rlms[located.key]
@@ -216,10 +216,7 @@ def _store_of(located: LocatedRun) -> RunStore:
         return located.store
     path = located.run.path
     if located.line is not None or path is None or path.parent.name != "runs":
-        raise StoreError(
-            f"{located.run} is not a journal in a store, where a new run could be kept: only "
-            "stored runs can run again"
-        )
+        raise StoreError(f"{located.run} is not in a store: only runs in a store can be run again")
     return Store(path.parent.parent)
 
 

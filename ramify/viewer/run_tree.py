@@ -233,7 +233,7 @@ class _Reading:
             self._note_token_errors(self._detail, event)
         self._last_line = node.last_line
         if self._detail is None:
-            raise StoreError(f"{self._run} has no line of call {node.id}")
+            raise StoreError(f"{self._run} has no event of call {node.id}")
         return self._detail
 
     def _note_token_errors(self, detail: CallDetail, event: AnyEvent) -> None:

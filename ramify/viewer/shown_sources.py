@@ -86,8 +86,8 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
         raise StoreError("the run has no context")
     if context.chars > MAX_CHARS and not context.files:
         raise StoreError(
-            f"the context has {context.chars:,} characters; a page shows texts of contexts up to "
-            f"{MAX_CHARS:,}"
+            f"the context has {context.chars:,} characters, but a page shows only contexts of up "
+            f"to {MAX_CHARS:,}"
         )
     value = _context(run.source, context)
     text = value.get(key) if isinstance(value, dict) else value if key == "context" else None

@@ -235,7 +235,7 @@ class ViewServer:
         keys = request.query.getall("key", [])
         if not 2 <= len(keys) <= MAX_RUNS:
             raise RequestRejected(
-                f"{request.path} compares 2 to {MAX_RUNS} runs, and got {len(keys)}"
+                f"{request.path} compares 2 to {MAX_RUNS} runs, but got {len(keys)}"
             )
         runs = []
         for key in keys:
@@ -406,7 +406,7 @@ class ViewServer:
         wanted = await _decoded(request, LabelRunsRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(
-                f"{request.path} labels 1 to {MAX_LABELLED:,} runs, and got {len(wanted.keys):,}"
+                f"{request.path} labels 1 to {MAX_LABELLED:,} runs, but got {len(wanted.keys):,}"
             )
         person = wanted.person.strip() or self._person
 

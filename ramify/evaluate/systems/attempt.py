@@ -178,8 +178,8 @@ def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
     more = [name for name in names if getattr(start, name)]
     if more:
         raise ConfigError(
-            f"task '{task.name}', item {item.id}: it has {more[0]}, which only Ramify's engine can "
-            "give a model: compare systems on a task with a question and a text"
+            f"task '{task.name}', item {item.id}: it has {more[0]}, which only Ramify supports: "
+            "compare systems on a task with only a question and a text"
         )
 
 

@@ -191,8 +191,8 @@ def _call(
 COMMAND = SubcommandSpec(
     name="launch",
     about="""\
-Write the files with which a scheduler trains RECIPE: nodes, GPUs, ports, keys, restarts and resume,
-as `ramify cluster plan` places its processes.
+Write the files that train RECIPE under a scheduler, with nodes, GPUs, ports, keys, restarts and
+resume. Processes are placed as in `ramify cluster plan`.
 
 FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8.""",
     run=launch,
@@ -214,7 +214,7 @@ FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8."
         CliOptionSpec(
             "nodes",
             int,
-            "number of nodes: of the recipe's pool, or, without pools, of torchrun",
+            "number of nodes in the recipe's pool, or, if it has no pools, for torchrun",
         ),
         CliOptionSpec(
             "device",
@@ -239,8 +239,8 @@ FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8."
         CliOptionSpec(
             "workdir",
             str,
-            "folder on the nodes from which the recipe's path is valid (default: this folder; "
-            "/shared for k8s)",
+            "working folder on the nodes; the recipe's path is relative to it (default: this "
+            "folder; /shared for k8s)",
             "DIR",
         ),
         CliOptionSpec(

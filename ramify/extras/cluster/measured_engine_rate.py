@@ -111,9 +111,9 @@ def fit(
     served = admit_requests(usable, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
-            f"{len(served)} of {len(requests)} requests tell how fast an engine is: keep more "
-            "rollouts (schedule.save_rollouts_every=1), or measure the engine itself with "
-            "--calibrate MODEL"
+            f"only {len(served)} of {len(requests)} requests can be used to measure engine speed: "
+            "save more rollouts (schedule.save_rollouts_every=1), or measure the engine itself "
+            "with --calibrate MODEL"
         )
     share = hidden / engines
     took, steps, tokens, read = _windows(served, share)

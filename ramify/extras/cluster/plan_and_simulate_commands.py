@@ -67,7 +67,7 @@ def recipe_argument(words: list[str]) -> str:
     ``FIELD=VALUE`` override. Raises UsageError otherwise."""
     recipes = [word for word in words if "=" not in word]
     if len(recipes) != 1:
-        raise UsageError("give one recipe")
+        raise UsageError("give exactly one recipe")
     return recipes[0]
 
 

@@ -143,8 +143,8 @@ def _without_pools(
     ranks = counts.get("other ranks", 0) + 1
     if nodes > 1 and (run.compute.backend != "fsdp" or ranks % nodes):
         raise ConfigError(
-            f"--nodes {nodes}: a recipe without placement.pools has one node, or several with "
-            f"compute.backend=fsdp and compute.shard.ranks, a multiple of the nodes; this one has "
+            f"--nodes {nodes}: without placement.pools, set compute.backend=fsdp and "
+            f"compute.shard.ranks to a multiple of {nodes}; the recipe has "
             f"backend={run.compute.backend} and {ranks} rank{'s' * (ranks > 1)}"
         )
     per_node, gpus = ranks // nodes, 0

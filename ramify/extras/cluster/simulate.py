@@ -365,8 +365,8 @@ def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
     ``engine_devices`` of them. Raises ConfigError if there are too few for one engine."""
     if devices < engine_devices or min(devices, engine_devices) < 1:
         raise ConfigError(
-            f"{devices} devices have no room for an engine of {engine_devices}: give at least as "
-            "many, or give an engine fewer"
+            f"{devices} devices are too few for an engine of {engine_devices}: give more, or "
+            "lower --engine-devices"
         )
     most = devices // engine_devices
     apart = [DeviceSplit(num, devices - num * engine_devices) for num in range(1, most + 1)]

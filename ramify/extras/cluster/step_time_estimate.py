@@ -88,7 +88,7 @@ def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThro
     sampled, learnt = mean("sampled_tokens"), mean("packed_tokens")
     if not learnt:
         raise ConfigError(
-            f"no step of {folder} that counts learnt anything (the first step does not count): "
+            f"no step of {folder} trained the policy, apart from the first, which is not counted: "
             "give a longer run"
         )
     why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"

@@ -193,8 +193,8 @@ def evidence(
             )
     if facts[1] > 2 * papers[0] or not 0 <= distractors <= chars[0] // 150:
         raise ConfigError(
-            f"evidence: facts={tuple(facts)} must fit into {papers[0]} papers, two in each, and "
-            f"distractors={distractors} be from 0 to chars/150"
+            f"evidence: facts={tuple(facts)} must be at most two for each of {papers[0]} papers, "
+            f"and distractors={distractors} from 0 to chars/150"
         )
     make = functools.partial(_make, papers, chars, facts, distractors)
     splits = dict(generated("evidence", make, seed=seed))

@@ -44,7 +44,10 @@ def plant(
     """
     room = chars - sum(len(text) + len(separator) for _, text in facts)
     if room < 0:
-        raise ValueError(f"its facts have {chars - room:,} characters, and the text {chars:,}")
+        raise ValueError(
+            f"its facts have {chars - room:,} characters, but the text only {chars:,}: give a "
+            "longer text"
+        )
     waiting = sorted(facts, key=lambda fact: fact[0])
     waiting.reverse()  # so that the next fact can be popped
     parts: list[str] = []

@@ -79,7 +79,7 @@ class EngineHttpClient:
     ) -> dict[str, Any]:
         where = f"{method} {self.url}{path}"
         if self._is_closed:
-            raise Unreachable(f"{where}: it was given up")
+            raise Unreachable(f"{where}: the connection to this engine was closed")
         route = self._routes.get((method, path))
         if route is None:
             route = route_to(f"{self.url}{path}", self._headers, method, through_proxy=False)
@@ -198,7 +198,7 @@ async def until_up(
                 await process.restart()  # the next try may succeed
                 if process.url != server.url:
                     raise ConfigError(
-                        f"the engine at {server.url} was started again at {process.url}"
+                        f"the engine at {server.url} is gone: it was restarted at {process.url}"
                     ) from None
             if time.monotonic() > deadline:
                 raise ConfigError(
@@ -259,6 +259,6 @@ def _check_numbers(url: str, facts: ServerInfo, dtype: str, window: int) -> None
         )
     if facts.logprobs_mode not in ("", "processed_logprobs"):
         raise ConfigError(
-            f"the engine at {url} returns {facts.logprobs_mode}, which are not those of the "
-            "distribution that was sampled from: start it with --logprobs-mode processed_logprobs"
+            f"the engine at {url} returns {facts.logprobs_mode}, not log-probabilities of the "
+            "sampled distribution: start it with --logprobs-mode processed_logprobs"
         )

@@ -174,5 +174,5 @@ class AvailableEngineUrls:
                     await self._news.wait()
         except TimeoutError:
             raise ConfigError(
-                f"the run did not list it as usable again within {self._wait_s:g} s"
+                f"the run did not start using it again within {self._wait_s:g} s"
             ) from None

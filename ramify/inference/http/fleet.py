@@ -77,7 +77,9 @@ class EngineFleet:
         self._window = policy.window
         self._experts = mixture_shape(policy.model) if spec.report_experts else None
         if spec.report_experts and self._experts is None:
-            raise ConfigError(f"{name} has no experts whose choice could be reported")
+            raise ConfigError(
+                f"{name} is not a mixture-of-experts model, so it has no experts to report"
+            )
         self._key = os.environ.get(spec.key_variable, "")
         remember(spec.key_variable, self._key)
         check_ports(spec)

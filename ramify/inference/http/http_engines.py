@@ -214,8 +214,8 @@ class HttpEngines:
     def _with_defaults(self, sampling: Sampling) -> Sampling:
         if sampling.extra:
             raise ConfigError(
-                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
-                "sampling.extra out"
+                f"{self.name} does not support {', '.join(sorted(sampling.extra))}: remove "
+                "sampling.extra"
             )
         default = self._policy.defaults
         if sampling.temperature is None:

@@ -152,8 +152,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             asked = self.weight_sync_options
             if asked.get("places", False) or not asked.get("layers", True):
                 raise ConfigError(
-                    "inference: vLLM takes whole layers: remove weight_sync_options.places and "
-                    "layers for the weight sync 'delta'"
+                    "inference: the weight sync 'delta' sends vLLM whole layers: remove "
+                    "weight_sync_options.places and layers"
                 )
 
     @property
@@ -178,8 +178,8 @@ def check_version(engine: str, where: str, version: str) -> None:
     low, high = (".".join(map(str, each)) for each in (first, beyond))
     if not found or found < first:
         raise ConfigError(
-            f"{where} is {engine} {version or 'of no version'}, and versions before {low} are not "
-            "supported: run a newer one"
+            f"{where} is {engine} {version or 'of an unknown version'}; versions before {low} are "
+            "not supported: run a newer one"
         )
     if found >= beyond:
         text = (

@@ -53,7 +53,7 @@ class EngineWeightSync:
             await self._open_weight_sync()
         except EnginesDropped:
             raise ConfigError(
-                "an engine was lost while it was prepared for weights: "
+                "an engine was lost while being set up for weight sync: "
                 f"{self._fleet.loss_reasons()}"
             ) from None
 

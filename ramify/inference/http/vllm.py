@@ -237,7 +237,7 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
         raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
     echoed_ids = choice.get("prompt_token_ids")
     if echoed_ids is not None and list(echoed_ids) != list(prompt_ids):
-        raise ValueError("the prompt came back with other ids than it was given")
+        raise ValueError("the prompt came back with different token ids")
     spans, kept = choice.get("versions"), choice.get("kept")
     cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(
         "cached_tokens"

@@ -101,8 +101,8 @@ class DecodeGraphs:
             self._replays[shape] = self._record(compute)
         except RuntimeError as error:
             warnings.warn(
-                f"this device records no CUDA graph ({error}): each step launches its kernels one "
-                "by one, which is slower",
+                f"CUDA graphs cannot be recorded on this device ({error}): each step launches its "
+                "kernels one by one, which is slower",
                 stacklevel=2,
             )
             self._record = lambda work: work

@@ -110,7 +110,9 @@ class LocalClient:
         token. Raises ConfigError if the model has no experts."""
         routers = MixtureRouters.of(self.policy.model)
         if routers is None:
-            raise ConfigError(f"{self.name} has no experts whose choice could be reported")
+            raise ConfigError(
+                f"{self.name} is not a mixture-of-experts model, so it has no experts to report"
+            )
         routers.record()
         self.engine.runner.routers = routers
         self.experts = mixture_shape(self.policy.model)
@@ -241,8 +243,8 @@ class LocalClient:
         sampling = request.sampling
         if sampling.extra:
             raise ConfigError(
-                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave "
-                "sampling.extra out"
+                f"{self.name} does not support {', '.join(sorted(sampling.extra))}: remove "
+                "sampling.extra"
             )
         ids = prompt_ids(self.policy.renderer, request)
         if len(ids) >= self.window:

@@ -155,7 +155,9 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightP
         for name, shape, part in zip(names, shapes, parts, strict=True):
             yield WeightPiece(name, part if len(shape) == 1 else part.view(shape), holds=True)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the table of a tensor bundle does not describe it: {error!r}") from None
+        raise ValueError(
+            f"the table of a tensor bundle does not match its contents: {error!r}"
+        ) from None
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -108,7 +108,7 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if _short(_sum(whole, 0)) != expected[1]:
-        raise ValueError(f"{path} is torn: its bytes differ; {_AGAIN}")
+        raise ValueError(f"{path} is corrupt: its checksum does not match; {_AGAIN}")
     yield from _tensors(whole, path)
 
 
@@ -183,7 +183,9 @@ def _tensors(whole_N: Tensor, path: Path) -> Iterator[WeightPiece]:
             begin, end = (start + place for place in about_tensor["data_offsets"])
             data, kind = whole_N[begin:end], _KINDS[about_tensor["dtype"]]
             if len(data) != math.prod(about_tensor["shape"]) * kind.itemsize:
-                raise ValueError(f"'{name}' has {len(data)} bytes")
+                raise ValueError(
+                    f"'{name}' has {len(data)} bytes, which do not match its type and shape"
+                )
             if begin % kind.itemsize:  # unaligned after a tensor of odd length
                 data = data.clone()
             yield WeightPiece(name, data.view(kind).view(about_tensor["shape"]))
@@ -342,9 +344,9 @@ class FileWeightReceiver:
         folder, pointer = read_pointer(self._folder)
         if pointer.version != info["version"]:
             raise ValueError(
-                f"{self._folder / POINTER} points to version {pointer.version}, but version "
-                f"{info['version']} was requested: another trainer writes to this folder, or its "
-                "disk shows old files"
+                f"{self._folder / POINTER} points to version {pointer.version}, not to the "
+                f"requested {info['version']}: another trainer writes to this folder, or its file "
+                "system shows old files; give each trainer its own folder"
             )
         for name, expected in pointer.files.items():
             yield from read_tensors(folder / name, expected)

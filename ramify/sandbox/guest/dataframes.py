@@ -134,7 +134,7 @@ def _arrow_type(column: Column, children: list[Any]) -> Any:
         case "map":
             (pair,) = children
             return pyarrow.map_(pair.field(0).type, pair.field(1).type)
-    raise ValueError(f"a column of kind {column.kind!r}")
+    raise ValueError(f"unknown column kind {column.kind!r}")
 
 
 def arrow_table(table: Table) -> Any:

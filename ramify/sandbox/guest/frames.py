@@ -217,7 +217,7 @@ def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
     length is wrong."""
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
-        raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
+        raise ProtocolError(f"a frame has version {version}, but {VERSION} is needed")
     if size > len(view) - 5:
         raise ProtocolError(f"a header of {size} bytes in a frame of {len(view)}")
     return view[5 : 5 + size], 5 + size
@@ -231,11 +231,11 @@ def slice_blobs(
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
-            raise ProtocolError(f"a blob of length {str(length)[:40]}")
+            raise ProtocolError(f"invalid blob length {str(length)[:40]}")
         blobs.append(view[start : start + length])
         start += length + -length % alignment
     if start != len(view):
-        raise ProtocolError(f"blobs that end at byte {start} of {len(view)}")
+        raise ProtocolError(f"the blobs end at byte {start}, but the frame at byte {len(view)}")
     return blobs
 
 
@@ -262,7 +262,7 @@ class FrameReader:
             return None
         end = 4 + U32.unpack_from(self.data)[0]
         if end < 9:
-            raise ProtocolError(f"a frame of {end - 4} bytes")
+            raise ProtocolError(f"a frame of {end - 4} bytes is too short")
         if self.have < end:
             if end > _CHUNK and len(self.data) < end:
                 buffer = bytearray(end)
@@ -498,7 +498,7 @@ class HostGuestSharedMemory:
         holds less data."""
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
-            raise ValueError(f"{size:,} bytes in a shared buffer of {HALF_BYTES:,}")
+            raise ValueError(f"{size:,} bytes do not fit in the shared buffer of {HALF_BYTES:,}")
         if self._scratch is None:
             data = memoryview(os.pread(self.fd, size, self._from))
         else:

@@ -309,7 +309,9 @@ class Table:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             if step != 1:
-                raise ValueError("a slice of a table has the step 1: take rows in a loop instead")
+                raise ValueError(
+                    "a slice of a table must have the step 1: take rows in a loop instead"
+                )
             stop = max(start, stop)
             columns = {name: each.sliced(start, stop) for name, each in self._columns.items()}
             return Table(columns, stop - start)

@@ -199,7 +199,8 @@ class ProcessTransport:
                 raise
         except OSError as error:
             raise SandboxError(
-                f"the session cannot be forked: nothing to reach a branch by: {error}"
+                "the session cannot be forked: no connection to the branch could be opened: "
+                f"{error}"
             ) from None
 
     def finish_forking(self, transport: BranchTransport) -> None:

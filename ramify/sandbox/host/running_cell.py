@@ -127,7 +127,9 @@ class PendingHostCalls:
         """Start to answer a call from the cell. If the cell is being stopped, ``stopped`` is the
         reason and the call is refused. Raises ProtocolError for a malformed call."""
         if message.id <= self._last_id:
-            raise ProtocolError(f"call {message.id} after call {self._last_id}")
+            raise ProtocolError(
+                f"call {message.id} arrived out of order, after call {self._last_id}"
+            )
         self._last_id = message.id
         match value:
             case [list() as args, dict() as kwargs] if all(isinstance(key, str) for key in kwargs):

@@ -175,7 +175,7 @@ def parse(
     except ValueLimitError as error:
         raise ProtocolError(str(error)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+        raise ProtocolError(f"invalid frame: {str(error)[:200]}") from None
     lengths = getattr(message, "blobs", ())
     if getattr(message, "shelved", False):
         if end != len(view):
@@ -206,7 +206,7 @@ def shared_blobs(
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
     if shared_buffers.owed is not None:
-        raise ProtocolError("blobs in a shared buffer whose last ones were not read yet")
+        raise ProtocolError("new blobs in a shared buffer whose previous blobs were not read yet")
     shared_buffers.owed = getattr(message, "id", 0)
     try:
         return shared_buffers.take(getattr(message, "blobs", ()))
@@ -222,7 +222,7 @@ def value_of(
     try:
         value = _decoded(data, time.thread_time() + _DECODE_S)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        raise ProtocolError(f"a value that is none: {str(error)[:200]}") from None
+        raise ProtocolError(f"invalid value: {str(error)[:200]}") from None
     if not message.tags:
         return value
     refers = type(message) is HostCallFrame and message.name == REFERRING_CALL
@@ -499,7 +499,9 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
         return (None if note == NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
     if kind is OutputFrame:
         if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_OUTPUT:
-            raise ProtocolError(f"output of {sum(map(len, blobs)):,} bytes in {len(blobs)} blobs")
+            raise ProtocolError(
+                f"invalid output: {sum(map(len, blobs)):,} bytes in {len(blobs)} blobs"
+            )
         return bytes(blobs[0]), 0
     if kind is HostCallFrame or kind is ValueFrame:
         long = sum(map(len, blobs))

@@ -339,7 +339,7 @@ class SocketStream:
                     data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
                 )
         if count != sum(map(len, data)):
-            raise SandboxError("the session does not read what it is sent")
+            raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
         self._is_quick = self.is_lone()

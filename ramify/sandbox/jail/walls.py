@@ -299,7 +299,9 @@ def _no_spaces(
     config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any
 ) -> ReachedIsolation:
     if tier == "B" and not _landlock(config):
-        raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
+        raise OSError(
+            0, "no Landlock, which needs Linux 5.13, and 'landlock' in /sys/kernel/security/lsm"
+        )
     if config["mounts"] and tier == "C":
         raise OSError(0, "no files can be read at this tier, so nothing can be mounted")
     proc = (
@@ -445,13 +447,17 @@ def _answer_trial(listener: int, file: int) -> bool:
     except OSError as error:
         if error.errno == errno.ENOENT:
             return False
-        raise OSError(0, f"seccomp notifications (Linux 5.0): {error.strerror}") from None
+        raise OSError(
+            0, f"seccomp notifications, which need Linux 5.0, failed: {error.strerror}"
+        ) from None
     is_last = requests.asks_for_wire(request)
     if is_last:
         try:
             requests.insert(listener, request.id, file, 3)
         except OSError as error:
-            raise OSError(0, f"seccomp descriptors (Linux 5.9): {error.strerror}") from None
+            raise OSError(
+                0, f"seccomp descriptors, which need Linux 5.9, failed: {error.strerror}"
+            ) from None
     requests.answer_seccomp_notification(listener, request.id, error=0 if is_last else errno.EPERM)
     return not is_last
 

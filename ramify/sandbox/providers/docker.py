@@ -289,7 +289,7 @@ class DockerApiClient:
         except ModelError as error:
             why = " ".join(str(error).removeprefix(f"{_WHERE}: ").split())[:200]
             raise SandboxError(
-                f"the container engine at {self._path} broke off ({what}): {why}"
+                f"the connection to the container engine at {self._path} broke ({what}): {why}"
             ) from None
         finally:
             await pool.close()

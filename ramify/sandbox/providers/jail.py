@@ -382,11 +382,14 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
     allowed."""
     for source, place in mounts:
         if not os.path.exists(source):
-            raise ConfigError(f"sandbox mounts: there is no '{source}' on this machine")
+            raise ConfigError(
+                f"sandbox mounts: '{source}' does not exist on this machine: correct the path"
+            )
         real = os.path.realpath(source)
         if real in _FORBIDDEN or real.startswith(("/proc/", "/sys/", "/dev/")):
             raise ConfigError(
-                f"sandbox mounts: '{source}' is not allowed: give a folder or file with your data"
+                f"sandbox mounts: '{source}' may not be mounted: give a folder or file that holds "
+                "only your data"
             )
         if (
             not os.path.isabs(place)

@@ -163,7 +163,9 @@ class ForkGate:
         if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_id(pid) != pid:
-            raise SandboxError("the session cannot be forked: it has changed its runtime")
+            raise SandboxError(
+                "the session cannot be forked: its code has changed the process that runs it"
+            )
         self._granted.add(pid)
         self._forks[pid] = fork
 

@@ -173,7 +173,8 @@ class JailTransport(ForkableJailTransport):
                 await self.channel.ask({"op": "freeze", "pid": self._pid})
             except SandboxError as error:
                 raise SandboxError(
-                    f"the session cannot be forked: {error}; close the files that it writes"
+                    f"the session cannot be forked: {error}; close the files that it has open for "
+                    "writing"
                 ) from None
             self._is_frozen = True
 

@@ -124,14 +124,14 @@ def _opened_folder(makes: bool = False) -> Iterator[int]:
 def _check_private(found: os.stat_result, is_kind: object) -> None:
     assert callable(is_kind)
     if found.st_uid != os.geteuid() or found.st_mode & 0o022 or not is_kind(found.st_mode):
-        raise PermissionError("others can write here")
+        raise PermissionError("other users can write to it")
 
 
 def _check_parent(found: os.stat_result) -> None:
     """Raise PermissionError if another user could replace the folder of the kept result."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
-        raise PermissionError("others can write here")
+        raise PermissionError("other users can write to it")
 
 
 def _conditions() -> list[str]:

@@ -423,8 +423,8 @@ def _make_room(fds: int) -> None:
     limit = fds * 2 if hard == resource.RLIM_INFINITY else min(fds * 2, hard)
     if limit < fds:
         raise SandboxError(
-            f"{fds} open files are needed but {hard} allowed: raise it (ulimit -n) or run fewer "
-            "sessions"
+            f"{fds} open files are needed, but the limit is {hard}: raise the limit (ulimit -n), "
+            "or run fewer sessions"
         )
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

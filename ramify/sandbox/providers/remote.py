@@ -394,7 +394,7 @@ class RemoteTransport:
             return data
         lines, _, self._line = (self._line + data).rpartition(b"\n")
         if len(self._line) > _MAX_FRAME_BYTES:
-            raise ProtocolError(f"a line of {len(self._line):,} bytes")
+            raise ProtocolError(f"a line of {len(self._line):,} bytes is too long")
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _take(self, data: bytes) -> None:
@@ -410,7 +410,7 @@ class RemoteTransport:
         try:
             message = _decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+            raise ProtocolError(f"invalid frame: {str(error)[:200]}") from None
         if message.op == "data":
             self._received(view[end:])
         elif message.op == "failed":

@@ -248,13 +248,13 @@ def ledger(
     fewest = 200 * (docs[1] if multi else 1)
     if chars is not None and chars < fewest:
         raise ConfigError(
-            f"ledger: chars={chars} holds no question; give at least 200 for each document"
+            f"ledger: chars={chars} is too short for a question: give at least 200 for each "
+            "document"
         )
     if not 0 <= long <= 1 or (long and not fewest <= long_chars[0] <= long_chars[1]):
         raise ConfigError(
-            f"ledger: long={long}, long_chars={tuple(long_chars)}; give a share from 0 to 1, and "
-            "at "
-            "least 200 characters for each document, the smaller number first"
+            f"ledger: long={long}, long_chars={tuple(long_chars)}: long must be from 0 to 1, and "
+            "long_chars two numbers of at least 200 for each document, the smaller first"
         )
     name = "ledger"
     splits: dict[str, Sequence[Item]] = {**generated(name, recipe.make, seed=seed)}

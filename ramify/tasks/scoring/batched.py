@@ -55,8 +55,8 @@ class BatchedReward:
         """
         if (max_batch is not None and max_batch < 1) or concurrency < 1:
             raise ConfigError(
-                f"BatchedReward: max_batch is {max_batch} and concurrency {concurrency}; both are "
-                "at least 1"
+                f"BatchedReward: max_batch={max_batch} and concurrency={concurrency} must be at "
+                "least 1"
             )
         parameters = inspect.signature(function).parameters
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -133,7 +133,7 @@ async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
         except SandboxError as error:
             true(sign in str(error), str(error))
         else:
-            raise ConformanceError(f"forked after {code!r}")
+            raise ConformanceError(f"the session was forked after {code!r}")
         same(cell_values(await probe.cells("1", session=session)), ["1"])
     session = await probe.open()
     task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=echo))
@@ -143,7 +143,7 @@ async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
     except SandboxError as error:
         true("working" in str(error), str(error))
     else:
-        raise ConformanceError("forked while it worked")
+        raise ConformanceError("the session was forked while it worked")
     await task
 
 

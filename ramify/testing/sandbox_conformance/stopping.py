@@ -107,7 +107,7 @@ async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
     except SandboxError as error:
         true("busy" in str(error), str(error))
     else:
-        raise ConformanceError("two cells at once")
+        raise ConformanceError("two cells ran at once")
     ran: CellResult = await task
     same(ran.cell.value, "0.2")
 
@@ -126,7 +126,7 @@ async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
     except SessionDied as error:
         same(error.stdout, "written\n")
     else:
-        raise ConformanceError("it was not killed")
+        raise ConformanceError("the session was not killed")
     try:
         await session.run("1", answer=echo)
     except SessionDied:

@@ -114,9 +114,9 @@ class PerTaskAlgorithm(
         alone = [name for name in trained if name not in branching]
         if branching and alone:
             raise ConfigError(
-                f"by_task: the algorithm of '{branching[0]}' compares the lines of forked rollouts "
-                f"and that of '{alone[0]}' does not, but all rollouts fork or none "
-                "(rl.rollout.branch): give all tasks an estimator over forks, or none"
+                f"by_task: the algorithm of '{branching[0]}' compares the continuations of forked "
+                f"rollouts and that of '{alone[0]}' does not, but either all rollouts fork or "
+                "none do (rl.rollout.branch): give all tasks an estimator over forks, or none"
             )
 
     def of(self, part: str) -> Algorithm:

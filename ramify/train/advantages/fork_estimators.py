@@ -55,14 +55,14 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         super().__post_init__()
         if self.credit not in ("root", "per_role"):
             raise ConfigError(
-                f"rl.algorithm.credit={self.credit}: an estimator with an advantage per turn gives "
-                "a call its turn's (root), or that and its own reward (per_role): choose one"
+                f"rl.algorithm.credit={self.credit} does not work with one advantage per turn: "
+                "use root (a call gets its turn's advantage) or per_role (that plus its own "
+                "reward)"
             )
         if self.length_weight or self.max_rollout_tokens:
             raise ConfigError(
                 "rl.algorithm: length_weight and max_rollout_tokens change the reward of a whole "
-                "rollout, and an estimator with an advantage per turn compares its lines: remove "
-                "them"
+                "rollout, which an estimator with one advantage per turn does not use: remove them"
             )
 
     def of_roots(

@@ -90,8 +90,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         num_steps = self.num_steps
         if self.schedule != "constant" and num_steps is not None and num_steps <= self.num_warmup:
             raise ConfigError(
-                f"optim.schedule={self.schedule} over {num_steps} steps needs more than the "
-                f"{self.num_warmup} of warm-up"
+                f"optim.schedule={self.schedule} needs more steps than the {self.num_warmup} of "
+                f"warm-up, but has {num_steps}"
             )
         if min(self.weight_decay, self.num_warmup, self.final_fraction) < 0:
             raise ConfigError(
@@ -176,8 +176,8 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             self.mesh(self.ranks)
         if not self.timeout_s > 0 or (self.port is not None and self.port > 65535):
             raise ConfigError(
-                f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a "
-                "port"
+                f"compute.shard: timeout_s={self.timeout_s} must be positive, and "
+                f"port={self.port} at most 65535"
             )
 
     def mesh(self, num_ranks: int) -> MeshSizes:

@@ -60,7 +60,7 @@ def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
     """
     if optim.kind == "muon" and shard.tensor > 1:
         raise ConfigError(
-            f"optim.kind=muon needs the whole columns of a matrix on a rank, but "
+            "optim.kind=muon needs whole matrix columns on each rank, but "
             f"compute.shard.tensor={shard.tensor} splits them: use optim.kind=adamw, or tensor=1"
         )
 
@@ -155,7 +155,9 @@ class FsdpBackend:
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            raise ConfigError(f"{folder} holds no state of ranks: {_STATE} is missing") from None
+            raise ConfigError(
+                f"{folder} holds no sharded training state: {_STATE} is missing"
+            ) from None
         there, here = msgspec.json.decode(state["optim"]), self._optim.kind
         packed = self._model.own.model(self._model.key).sharded.packed
         weights, optimizers = self._own.trained_parameters_and_optimizer
@@ -164,8 +166,8 @@ class FsdpBackend:
         )
         if there["kind"] != here:
             raise ConfigError(
-                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
-                f"{here} here"
+                f"{folder} was saved with optim.kind={there['kind']}, but this run has {here}: "
+                "use the same"
             )
         random = [sharded_checkpoint.RandomState(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)

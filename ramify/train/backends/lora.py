@@ -66,7 +66,7 @@ def attach(
             if isinstance(module, nn.Linear)
         }
         raise ConfigError(
-            f"lora.targets={targets}: no linear module has such a name; there are "
+            f"lora.targets={targets}: no linear module has that name: choose from "
             f"{', '.join(sorted(linear))}"
         )
     for module in chosen:

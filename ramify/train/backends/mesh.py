@@ -58,10 +58,9 @@ class MeshSizes(NamedTuple):
         if sizes.experts > 1 and (inside % sizes.experts or sizes.experts % sizes.tensor):
             fit = [n for n in _divisors(inside) if n % sizes.tensor == 0]
             raise ConfigError(
-                f"compute.shard.experts={sizes.experts} does not fit a mesh of {num_ranks} ranks "
-                f"with {sizes.replicas} replicas and tensor={sizes.tensor}: a replica has "
-                f"{num_ranks} / {sizes.replicas} = {inside} ranks, which experts must divide, as "
-                f"a multiple of tensor: {', '.join(map(str, fit))}"
+                f"compute.shard.experts={sizes.experts} must be a multiple of "
+                f"tensor={sizes.tensor} and divide the {inside} ranks of a replica ({num_ranks} / "
+                f"{sizes.replicas}): use one of {', '.join(map(str, fit))}"
             )
         return sizes
 

@@ -65,8 +65,8 @@ class ModelConfigText(msgspec.Struct, frozen=True):
         )
         if stored.restored().to_dict() != config.to_dict():
             raise ConfigError(
-                f"the configuration of {type(config).__name__} does not survive config.json: it "
-                "cannot be given to other ranks"
+                f"a {type(config).__name__} changes when it is saved to config.json and loaded "
+                "again: it cannot be sent to other ranks"
             )
         return stored
 

@@ -138,7 +138,7 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} holds no state of ranks: {FOLDER}/.metadata is missing"
+            f"{folder} holds no sharded training state: {FOLDER}/.metadata is missing"
         ) from None
     return {
         name: tuple(getattr(each, "size", ()))
@@ -164,7 +164,8 @@ def check(folder: Path, trained: ShardedState) -> None:
         saved, ours = there.get(name), shapes.get(name)
         if saved != ours:
             raise ConfigError(
-                f"{folder} is from another model: '{name}' is {saved} there and {ours} here"
+                f"{folder} was saved from a different model: '{name}' is {saved} there, but "
+                f"{ours} in this run"
             )
 
 

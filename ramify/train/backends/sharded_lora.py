@@ -54,7 +54,7 @@ def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
     if not matches:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"lora.targets={lora.targets}: no linear module has such a name; there are {names}"
+            f"lora.targets={lora.targets}: no linear module has that name: choose from {names}"
         )
     return matches
 

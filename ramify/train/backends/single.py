@@ -114,8 +114,8 @@ class SingleBackend:
             compile_layers(self.model, "inductor" if self.compute.compile else None)
         elif self.compute.compile:
             raise ConfigError(
-                f"compute.compile=true is for {', '.join(ARCHITECTURES)}, and this model is a "
-                f"{type(self.model).__name__}: leave it out"
+                f"compute.compile=true supports only {', '.join(ARCHITECTURES)}, but this model "
+                f"is a {type(self.model).__name__}: remove it"
             )
         recompute_layers(self.model, self.compute.recompute)
         self.value_head: nn.Module | None = None
@@ -167,8 +167,8 @@ class SingleBackend:
                 )
         elif weight:
             raise ConfigError(
-                f"loss.router_aux_loss_coef={weight:g} is for a mixture of experts whose routers "
-                f"transformers records, and {self._config.model_type} is none: leave it out"
+                f"loss.router_aux_loss_coef={weight:g} needs a mixture-of-experts model whose "
+                f"routers transformers records, which {self._config.model_type} is not: remove it"
             )
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
@@ -466,20 +466,20 @@ class SingleBackend:
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
             if shapes[0] != shapes[1]:
                 raise ConfigError(
-                    f"{folder} is from another model: '{name}' is {shapes[0]} there and "
-                    f"{shapes[1]} here"
+                    f"{folder} was saved from a different model: '{name}' is {shapes[0]} there, "
+                    f"but {shapes[1]} in this run"
                 )
         if (self.value_head is not None) != bool(state.get("value_head")):
             raise ConfigError(
-                f"{folder} is from a backend "
-                f"{'without' if self.value_head is not None else 'with'} a critic"
+                f"{folder} was saved {'without' if self.value_head is not None else 'with'} a "
+                "critic, unlike this run: use the same algorithm"
             )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))
         if there["kind"] != here["kind"]:
             raise ConfigError(
-                f"{folder} is from another optimizer: optim.kind is {there['kind']} there and "
-                f"{here['kind']} here"
+                f"{folder} was saved with optim.kind={there['kind']}, but this run has "
+                f"{here['kind']}: use the same"
             )
 
 
@@ -490,8 +490,8 @@ def check_window(batch: Batch, window: int) -> None:
     if longest > window:
         names = ", ".join(sorted(batch.sequences.values())[:3])
         raise ConfigError(
-            f"a path of {longest} tokens does not fit the policy's window of {window}; it is one "
-            f"of: {names}"
+            f"a sequence of {longest} tokens does not fit the policy's window of {window}; it is "
+            f"one of: {names}"
         )
 
 

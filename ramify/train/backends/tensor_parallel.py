@@ -86,9 +86,9 @@ class TensorParallelPlan(NamedTuple):
                 continue
             if style not in _ADAPTED:
                 raise ConfigError(
-                    f"policy.lora: '{owner}' is split as '{style}' over compute.shard.tensor, "
-                    f"which its adapter cannot be (these can: {', '.join(_ADAPTED)}): leave it "
-                    "out of lora.targets, or use tensor=1"
+                    f"policy.lora: compute.shard.tensor splits '{owner}' as '{style}', which is "
+                    f"not supported for adapters (only {', '.join(_ADAPTED)} are): leave it out "
+                    "of lora.targets, or use tensor=1"
                 )
             factor = f"{owner}.{_ADAPTED[style]}.default"
             if is_weight:

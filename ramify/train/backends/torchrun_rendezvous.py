@@ -73,9 +73,9 @@ class TorchrunRendezvous:
         self._key = given_key()
         if not world.is_local and self._key is None:
             raise ConfigError(
-                "torchrun started ranks on several machines, and nothing tells them from "
-                f"strangers: set {KEY}, or {KEY_FILE} to a private file, to the same secret for "
-                "all of them (openssl rand -hex 32)"
+                "torchrun started ranks on several machines, which must authenticate each other: "
+                f"set {KEY}, or {KEY_FILE} to a private file, to the same secret for all of them "
+                "(openssl rand -hex 32)"
             )
 
     def listen(self) -> ConnectBackListener:

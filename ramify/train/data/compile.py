@@ -67,9 +67,9 @@ def _of_rollout(
     if remaining:
         call_id, turn = min(remaining)
         raise ValueError(
-            f"{len(remaining)} turns with credit in trajectory {trajectory.id} fit no path, the "
-            f"first being call {call_id}, turn {turn}: such a turn needs token ids, and its "
-            "credit one number per sampled token"
+            f"{len(remaining)} turns with credit in trajectory {trajectory.id} are in no token "
+            f"sequence, the first being call {call_id}, turn {turn}: such a turn needs token ids, "
+            "and its credit one number per sampled token"
         )
 
 
@@ -113,7 +113,7 @@ def _sequence(
     if temperature <= 0 and any(credit.rl for _, credit in credits):
         raise ValueError(
             f"sequence {name} has policy-gradient weights, but was sampled at temperature "
-            f"{temperature:g}"
+            f"{temperature:g}, which must be above 0"
         )
     columns = {name: _column(length, credits, name) for name in ("advantages", *_WEIGHTS)}
     columns["ce"] = _observed(columns["ce"], length, credits, path)

@@ -157,7 +157,8 @@ class TrajectoryTokenizer:
             return call.turns
         if call.fork is not None:
             raise ConfigError(
-                f"call {call.id} continues another call: branches cannot be learned from as text"
+                f"call {call.id} continues another call: branches cannot be trained on as text; "
+                "leave its run out"
             )
         path: list[int] = []
         sampled: list[int] = []

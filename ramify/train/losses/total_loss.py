@@ -136,7 +136,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if "fresh_old" in self.reads and self.old == "sampler":
             raise ConfigError(
                 "loss.old=sampler: corrections and decoupled losses compare the trainer's "
-                "log-probabilities with the sampler's; use auto or pass"
+                "log-probabilities with the sampler's: set loss.old to auto or pass"
             )
 
     @property
@@ -181,8 +181,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             data: dict[str, Any] = msgspec.to_builtins(self)
         except TypeError as error:
             raise ConfigError(
-                f"rl.loss: {error}: make the formula a BaseLossFormula, so that other processes "
-                "can have it"
+                f"rl.loss: {error}: make the formula a BaseLossFormula, which can be sent to "
+                "other processes"
             ) from None
         use_import_locations(self.policy, data["policy"])
         use_import_locations(self.corrections, data["corrections"])

@@ -130,7 +130,8 @@ def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
     if len(set(pools.values())) > 1:
         names = ", ".join(f"{role} in '{pool}'" for role, pool in pools.items())
         raise ConfigError(
-            f"placement.colocate: roles that share slots must be in one pool, but are {names}"
+            "placement.colocate: roles that share slots must be in one pool, but these are in "
+            f"{names}"
         )
     gpus = {role: spec.role(role).gpus for role in group}
     for role, num_gpus in gpus.items():
@@ -138,9 +139,9 @@ def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
         if abs(times - round(times)) > ALMOST:
             listed = ", ".join(f"{name} {value:g}" for name, value in gpus.items())
             raise ConfigError(
-                f"placement.colocate: GPUs per process are {listed}: those of {role} do not divide "
-                f"a slot of {max(gpus.values()):g} evenly; give each process 1 GPU, or all equally "
-                "many"
+                f"placement.colocate: GPUs per process are {listed}: a slot of "
+                f"{max(gpus.values()):g} is not a multiple of {role}'s; give each process 1 GPU, "
+                "or all the same number"
             )
 
 

@@ -181,8 +181,8 @@ class _RunningService:
                 raise ConfigError(f"{self.description} did not accept connections: it {reason}")
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"{self.description} does not accept connections at {self._host}:{self._port} "
-                    f"after {self.spec.start_s:g} s"
+                    f"{self.description} did not accept connections at {self._host}:{self._port} "
+                    f"within {self.spec.start_s:g} s (start_s)"
                 )
             await asyncio.sleep(_POLL_S)
 

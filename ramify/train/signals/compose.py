@@ -81,8 +81,8 @@ class Hybrid(
             )
         if getattr(getattr(self.outcome, "needs", None), "streams", None) and self.w_rl != 1.0:
             raise ConfigError(
-                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages "
-                "are finished after the terms were added: leave it at 1 and weigh the terms"
+                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, which computes its "
+                "advantages only after the terms are added: leave it at 1 and weigh the terms"
             )
 
     @property

@@ -207,7 +207,9 @@ async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: st
     """Ask the judge's model once for each vote and return the texts of the replies. A vote without
     a reply becomes an empty text, which counts as invalid."""
     if view.ask is None:
-        raise RamifyError(f"judge {judge.model} cannot ask its model: this run has no client pool")
+        raise RamifyError(
+            f"judge {judge.model} cannot ask its model: this run has no clients for models"
+        )
     messages = (Message("system", system), Message("user", request))
     sampled = [
         msgspec.structs.replace(judge.sampling, seed=number) for number in range(judge.votes)

@@ -178,7 +178,9 @@ class OutcomeSignal(
     ) -> float:
         if self.rubric is not None:
             if context.asking is None:
-                raise RamifyError("a rubric needs a judge to ask, and this run has no client pool")
+                raise RamifyError(
+                    "a rubric needs a judge to ask, but this run has no clients for models"
+                )
             ask = context.asking(trajectory, "outcome", reading)
             return await self._graded(self.rubric, trajectory, item, ask)
         if not self.verifier:

@@ -117,8 +117,9 @@ class TeacherSignal(
             )
         if self.source == "live" and self.hints is not None:
             _log.warn(
-                "a live teacher (the policy itself, with a hint) eroded or collapsed the policy in "
-                "two of five seeds: source=reference or source=ema is safer",
+                "in our tests, a live teacher (the policy itself, with a hint) degraded or "
+                "collapsed the policy in two of five seeds: source=reference or source=ema is "
+                "safer",
                 stacklevel=2,
             )
 
@@ -258,7 +259,7 @@ class TeacherSignal(
             raise _CannotInsert("no renderer")
         messages = trajectory.conversation(call, turn)[:-1]
         if not messages or messages[-1].role not in ("user", "tool"):
-            raise _CannotInsert("the prompt ends with no message to it")
+            raise _CannotInsert("the prompt does not end with a message to the model")
         last = messages[-1]
         extended = Message(
             last.role,
@@ -272,7 +273,7 @@ class TeacherSignal(
         )
         tail = plain[num_same:]
         if not tail or prompt[-len(tail) :] != tail:
-            raise _CannotInsert("the prompt cannot be written again")
+            raise _CannotInsert("rendering the prompt again gives other token ids")
         return [*prompt[: len(prompt) - len(tail)], *with_hint[num_same:]]
 
     async def _score(

@@ -201,8 +201,8 @@ class ClientScorer:
         values = [logprobs[index - 1] for start, end in row.spans for index in range(start, end)]
         if any(value is None or not math.isfinite(value) or value > 1e-3 for value in values):
             raise RamifyError(
-                f"{self._client.name} returned an invalid log-probability; it is not replaced by "
-                "another number"
+                f"{self._client.name} returned an invalid log-probability: it must be finite and "
+                "at most 0"
             )
         return TokenScores([float(value) for value in values])
 
@@ -376,7 +376,7 @@ class RunTeachers:
     def _scorer(self, name: str, step: int) -> Any:
         if name.startswith("client:"):
             if self._client_of is None:
-                raise ConfigError(f"teacher '{name}': this run cannot connect to its client")
+                raise ConfigError(f"teacher '{name}': this run has no clients for models")
             return ClientScorer(self._client_of(name.removeprefix("client:")))
         policy = self.models.get(name) or self._policy_for(name, step)
         self.models[name] = policy

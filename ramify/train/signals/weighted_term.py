@@ -45,8 +45,8 @@ class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.steps < 1 or self.after < 0:
             raise ConfigError(
-                f"a weight is annealed over at least 1 step, not {self.steps}, and after 0 or "
-                f"more: {self.after}"
+                "a weight needs steps of at least 1 and after of at least 0, but got "
+                f"steps={self.steps} and after={self.after}"
             )
 
     def at(self, step: int) -> float:

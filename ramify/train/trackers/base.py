@@ -220,7 +220,7 @@ def send_folder(
     """
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
-        raise ConfigError(f"tracker '{name}' takes no files: give wandb or mlflow")
+        raise ConfigError(f"tracker '{name}' cannot store files: use wandb or mlflow")
     about = TrackerRunInfo(
         name=title, folder=run_folder, config=flat(config), id=_ids(run_folder).get(name, "")
     )
@@ -231,7 +231,7 @@ def send_folder(
         finally:
             tracker.close(failed=False)
     except Exception as error:  # noqa: BLE001 (each service has its own errors)
-        raise ConfigError(f"tracker '{name}' did not take {folder}: {_short(error)}") from None
+        raise ConfigError(f"tracker '{name}' could not store {folder}: {_short(error)}") from None
     return name
 
 

@@ -67,7 +67,7 @@ class ProgramInterpreterSession:
         """Evaluate a program. Returns its value and its error. One of the two is None."""
         if self._library is None:
             raise SandboxError(
-                "the sandbox of programs was opened for another task: it needs the library "
+                "the programs sandbox was opened for another task: its library of programs is not "
                 "installed"
             )
         program = ToyProgram.read(code)

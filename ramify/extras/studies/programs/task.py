@@ -49,9 +49,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
     meaning of the words is drawn. Raises ConfigError for an invalid number of steps.
     """
     if not 1 <= steps <= NUM_WORDS:
-        raise ConfigError(
-            f"programs: steps={steps}; a problem has 1 to {NUM_WORDS} different words"
-        )
+        raise ConfigError(f"programs: steps={steps} must be from 1 to {NUM_WORDS}")
     ops = library(secret)
 
     def make(rng: random.Random) -> Item:

@@ -162,5 +162,5 @@ def _clean(text: str) -> str:
     """Return ``text`` unchanged. Raises ValueError if it contains a tag without its partner."""
     stray = _TAG.search(text)
     if stray is not None:
-        raise ValueError(f"{stray[0]} has no partner")
+        raise ValueError(f"{stray[0]} has no matching tag")
     return text
