@@ -126,7 +126,7 @@ def test_two_scaffolds_are_compared_over_the_same_items(shell: Shell) -> None:
     assert (second["scaffold"], second["difference"]["value"]) == ("plain.toml", -1)
     for wrong, problem in (
         ("default,none.toml", "the scaffold none.toml cannot be read"),
-        ("default,default", "name each one once"),
+        ("default,default", "a value is repeated: give each only once"),
     ):
         again = tuple(wrong if each == "default,plain.toml" else each for each in asked)
         done = shell.run(*again)

@@ -136,7 +136,7 @@ def test_dry_run_says_how_many_attempts_and_at_most_how_many_dollars(shell: Shel
 def test_wrong_axes_are_refused_before_anything_is_asked(shell: Shell) -> None:
     for arguments, message in (
         (("--lengths", "8q"), "'8q' is not a length: write tokens, as in 8k (8,192)"),
-        (("--lengths", "1k,1k"), "lengths 1024, 1024: name each one once"),
+        (("--lengths", "1k,1k"), "lengths 1024, 1024: a value is repeated: give each only once"),
         (("--lengths", "50"), "suite: tokens=50 is less than 100"),
         (("--modes", "direkt"), "unknown mode 'direkt': did you mean 'direct'"),
         (("--lengths", "1k", "--against", "x"), "remove --against"),

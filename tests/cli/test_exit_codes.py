@@ -44,7 +44,7 @@ WRONG = {
         ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
         (["--resume", "nothing"], "has no runs"),
         (["--from", "2", "q"], "--from needs a run: give --resume RUN too"),
-        (["--resume", "last", "--code", "x.py"], "give --from TURN too"),
+        (["--resume", "last", "--code", "x.py"], "--code needs --from TURN: add it"),
         (["--resume", "last", "--max-depth", "2"], "remove --max-depth"),
     ),
     "map": (
@@ -108,7 +108,7 @@ WRONG = {
         ([*M, "needle", "--out", "o", "--min-reward", "nan"], "--min-reward nan"),
     ),
     "train": (
-        ([], "give one recipe"),
+        ([], "give exactly one recipe"),
         (["nowhere.py"], "nowhere.py is not a recipe"),
         (
             ["broken.py"],
@@ -141,7 +141,7 @@ WRONG = {
         (["--on", "slurm"], "give RECIPE"),
         (["nowhere.py", "--on", "slurm"], "nowhere.py is not a recipe"),
         ([R, "--on", "slurm", "--nodes", "0"], "--nodes 0: give more than 0"),
-        ([R, "--on", "slurm", "--nodes", "2"], "--nodes 2: a recipe without placement.pools"),
+        ([R, "--on", "slurm", "--nodes", "2"], "--nodes 2: without placement.pools"),
         ([R, "--on", "slurm", "--restarts", "-1"], "--restarts -1: give 0 or more"),
         ([R, "--on", "slurm", "--image", "x"], "--image has no meaning for --on slurm"),
         ([R, "--on", "slurm", "--secret", "sk-12"], "--secret sk-12: give the name of a variable"),

@@ -72,7 +72,7 @@ def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:
     model = ("--model", shell.model(SCRIPT))
     for words, why in {
         ("rows.jsonl", "--out", "out.txt"): "the output out.txt has an unknown ending",
-        ("rows.jsonl", "--out", "out.jsonl", "--batch"): "has no batch API",
+        ("rows.jsonl", "--out", "out.jsonl", "--batch"): "batches are not supported",
         ("damaged.parquet", "--out", "out.jsonl"): "is not a Parquet file",
         ("rows.xyz", "--out", "out.jsonl"): "rows.xyz does not exist",
     }.items():

@@ -148,10 +148,10 @@ def test_questions_about_files_are_answered_over_stdio(shell: Shell) -> None:
                 }
                 assert text(await client.call_tool("ask", schema)) == "40000"
                 wrong = {
-                    "../secret.txt": "leads out of what may be read",
-                    str(shell.folder / "secret.txt"): "leads out of what may be read",
-                    "link.txt": "leads out of what may be read",
-                    "../*.txt": "leads out of what may be read",
+                    "../secret.txt": "is outside what may be read",
+                    str(shell.folder / "secret.txt"): "is outside what may be read",
+                    "link.txt": "is outside what may be read",
+                    "../*.txt": "is outside what may be read",
                     "nowhere.txt": "nowhere.txt does not exist in",
                 }
                 for path, says in wrong.items():

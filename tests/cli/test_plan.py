@@ -87,7 +87,10 @@ def test_failed_leaves_are_counted_beside_the_answer(shell: Shell) -> None:
         (["--plan", "classify", "--labels", ""], "the set of labels is empty"),
         (["--plan", "none.json"], "the plan none.json cannot be read: No such file"),
         (["--plan", "bad.json"], "the plan cannot be read: "),
-        (["--plan", "ok.json", "--top", "3"], "--top is for ready plans: edit ok.json"),
+        (
+            ["--plan", "ok.json", "--top", "3"],
+            "--top applies only to ready plans: set it in ok.json instead",
+        ),
         (["--plan", "summarise", "--max-calls", "1"], "may take 3 calls, and the limit is 1 calls"),
         (["--plan", "search", "--top", "0", "--part-tokens", "16"], r"a part .* 48 \(16 tokens\)"),
         (["--by", "words"], r"split: by='words': Invalid enum value 'words': .* lines"),
@@ -119,7 +122,7 @@ def test_ask_has_the_mode_of_a_plan(shell: Shell) -> None:
     assert "1 request" in direct.err
     for more, message in (
         (["--mode", "plans"], "--mode plans is unknown: give auto, free, plan, direct"),
-        (["--mode", "plan", "--no-direct"], "--mode and --direct decide the same"),
+        (["--mode", "plan", "--no-direct"], "--mode and --direct set the same thing"),
         (["--mode", "plan", "--dry-run"], "see a plan with ramify plan"),
         (["--mode", "plan", "--cite"], "--mode plan has no session: remove --cite"),
         (["--mode", "plan", "--scaffold=minimal"], "remove --scaffold, or give --mode free"),

@@ -288,7 +288,7 @@ def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
     [
         ("cots>1", "unknown field cots: fields are cost, tokens"),
         ("when:soon", "when is today, yesterday, an age such as 7d"),
-        ("cost >0.1", "a comparison has no spaces; use cost>0.1"),
+        ("cost >0.1", "a comparison must not contain spaces; use cost>0.1"),
     ],
 )
 def test_unreadable_filter_lists_nothing(stored: Shell, filter: str, said: str) -> None:

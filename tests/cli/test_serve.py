@@ -182,9 +182,9 @@ def test_meter_serves_one_model_and_prints_what_was_spent(shell: Shell) -> None:
     ("words", "message"),
     [
         (["--meter", "openai:m", "--model", "openai:m"], "--meter names the model: remove --model"),
-        (["--meter-record", "a.jsonl"], "--meter-record is about --meter"),
+        (["--meter-record", "a.jsonl"], "--meter-record needs --meter: add it"),
         (["--meter", "openai:m", "--open-to-this-machine"], "each caller of a meter needs a key"),
-        (["--meter", "openai:m", "--sub-model", "openai:n"], "--meter is about one model"),
+        (["--meter", "openai:m", "--sub-model", "openai:n"], "--meter serves one model"),
         (["--meter", "openai:unpriced", "--max-cost", "1"], "has no known price"),
     ],
 )

@@ -245,9 +245,13 @@ def error_body(kind, message):
         (
             message_response([text("x")], None),
             MalformedResponse,
-            "the finish reason None: is it complete?",
+            "the unknown finish reason None: it may be incomplete",
         ),
-        (message_response([text("x")], "x"), MalformedResponse, "the finish reason 'x': is it"),
+        (
+            message_response([text("x")], "x"),
+            MalformedResponse,
+            "the unknown finish reason 'x': it may be",
+        ),
     ],
 )
 def test_bad_response_raises_matching_error(answer, error, says):

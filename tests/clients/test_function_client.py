@@ -41,7 +41,5 @@ def test_error_of_the_function_is_the_callers() -> None:
     def reply(messages):
         return messages[7].content
 
-    with pytest.raises(
-        ConfigError, match=r"expert:python raised IndexError.*: repair the function"
-    ):
+    with pytest.raises(ConfigError, match=r"expert:python raised IndexError.*: fix the function"):
         answered(reply)

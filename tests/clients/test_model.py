@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two addresses": (
         lambda: Model("openai:m@http://h/v1", base_url="http://h/v1"),
-        "a second address",
+        "the name already has a URL",
     ),
     "a broken header": (lambda: Model("openai:m", headers={"a b": "c"}), "not the name of an HTTP"),
     "a broken value": (
@@ -199,7 +199,7 @@ def test_a_key_is_shown_nowhere(tmp_path: Any) -> None:
             pickle.dumps(model)
         with pytest.raises(ramify.SandboxError):
             SharedContext(model)
-        with pytest.raises(AttributeError, match="does not change"):
+        with pytest.raises(AttributeError, match="a Model is immutable"):
             model.alias = "other"
         assert copy.deepcopy(model) is model
 

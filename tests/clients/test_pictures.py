@@ -27,7 +27,7 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 def read(digest):
     if digest != PICTURE.digest:
-        raise Refused("a picture is not there any more")
+        raise Refused("a picture is no longer available")
     return DATA
 
 
@@ -135,7 +135,7 @@ def test_a_picture_that_is_gone_is_an_error_that_costs_nothing():
             pool = RateLimitedClientPool(keys={"openai": "k"}, base_urls={"openai": server.url})
             lost = msgspec.structs.replace(PICTURE, digest="0" * 64)
             books = Books()
-            with pytest.raises(Refused, match="not there any more"):
+            with pytest.raises(Refused, match="no longer available"):
                 await pool.ask(
                     pool.client("openai:gpt-4o"),
                     asking(Message("user", "?", pictures=(lost,))),

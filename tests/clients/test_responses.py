@@ -116,10 +116,10 @@ def test_reply_status_maps_to_finish_reason(answer: Any, finish: str, stopped_by
         (
             body(TEXT, status="in_progress"),
             MalformedResponse,
-            "status 'in_progress' : is it complete?",
+            "status 'in_progress' : it may be incomplete",
         ),
         (body(TEXT, status=None), MalformedResponse, "status None"),
-        (body({**TEXT, "status": "incomplete"}), MalformedResponse, "is it complete?"),
+        (body({**TEXT, "status": "incomplete"}), MalformedResponse, "it may be incomplete"),
         (body(), MalformedResponse, "is it a responses endpoint?"),
         (body({"type": "message", "content": "x"}), MalformedResponse, "not a list of parts"),
         (body(TEXT, status="failed"), ServerFailed, "status 'failed'"),

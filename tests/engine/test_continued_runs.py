@@ -186,7 +186,7 @@ def test_fork_can_edit_a_prompt_and_records_it(tmp_path: Path) -> None:
             ({"prompt": "x" * 1_000_000}, "the edited prompt has about .* tokens, and the window"),
             ({"prompt": "  "}, "an edited message of the prompt is empty"),
             ({"prompt": ["a", "b"]}, "turn 3 of the root adds 1 messages .* 2 edited ones"),
-            ({"prompt": "a", "code": "b"}, "give one of the two"),
+            ({"prompt": "a", "code": "b"}, "not both: give one"),
             ({"call": "0.9"}, "the run has no call 0.9"),
             ({"call": "0.0", "code": "1"}, "call 0.0 is a plain call, which runs no code"),
         ):
@@ -237,7 +237,7 @@ def test_estimate_fork_reports_calls_and_tokens(tmp_path: Path) -> None:
             asked = await r.estimate_fork(origin.run_id, 4)
             ran = await r.estimate_fork(origin.run_id, 4, code="1")
             with pytest.raises(
-                ConfigError, match=r"may take .* tokens, and the run may take 9,000"
+                ConfigError, match=r"could take .* tokens, too many for the run's limit of 9,000"
             ):
                 await r.estimate_fork(
                     origin.run_id, 4, prompt="more " * 200, limits=Limits(max_tokens=9000)

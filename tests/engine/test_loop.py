@@ -367,9 +367,9 @@ def test_direct_always_is_refused_for_what_only_a_session_can_do() -> None:
         (
             {"tools": {"look": len}},
             {},
-            "the question or its input has tools, such as sql over a table, or prepares a session",
+            "the tools or session setup that this question or its input needs, such as sql over a table",
         ),
-        ({"branches": 2}, {}, "which has neither branches nor a next question"),
+        ({"branches": 2}, {}, "without branches or follow-up questions"),
         ({}, {"direct": "allways"}, "direct is 'allways': give True, False or 'always'"),
     ):
         model = client([])
@@ -431,7 +431,7 @@ def test_unusable_sandbox_is_refused_before_any_request(
         (
             JailSpec(mounts=((str(tmp_path / "none"), "/data"),)),
             ConfigError,
-            "sandbox mounts: there is no '.*none'",
+            "sandbox mounts: '.*none' does not exist on this machine",
         ),
         (
             SandboxSpec(packages=("no_such_package",)),

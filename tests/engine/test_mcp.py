@@ -138,7 +138,7 @@ def test_two_servers_have_separate_names_and_environments(
         assert asyncio.run(tools["sums_secret"]()) == "from-here"
         assert [each.split()[0] for each in tools.servers] == ["TOKEN=", "TOKEN="]
         assert len(tools) == 14
-    with pytest.raises(RuntimeError, match="is not connected any more"):
+    with pytest.raises(RuntimeError, match="is no longer connected"):
         asyncio.run(tools["secret"]())
 
 

@@ -238,7 +238,7 @@ def test_third_session_death_ends_call_with_best_answer_so_far() -> None:
         result = r.completion("text", "?")
     assert (result.stop, result.answer) == (Stop.ERROR, "half")
     assert result.error is not None
-    assert result.error.startswith("call 0 lost 3 sessions; the last cell says: SessionDied: ")
+    assert result.error.startswith("call 0 lost its session 3 times; last error: SessionDied: ")
     assert [cell.died for turn in result.trajectory.root.turns for cell in turn.cells] == [
         False,
         True,

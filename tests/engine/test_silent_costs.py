@@ -33,7 +33,7 @@ def test_parts_that_are_not_text_are_refused(context: Any) -> None:
     model = client(["a cat"])
     with (
         rlm(model) as r,
-        pytest.raises(ConfigError, match="of messages only text is read") as error,
+        pytest.raises(ConfigError, match="only text is read from messages") as error,
     ):
         r.completion(context, "What is it?")
     assert model.requests == []

@@ -57,7 +57,7 @@ def test_callback_on_the_event_loop_cannot_block_on_it() -> None:
 
     with (
         rlm(["one"]) as r,
-        pytest.warns(UserWarning, match="cannot wait for it: use the async form"),
+        pytest.warns(UserWarning, match="cannot make a blocking call: use the async form"),
     ):
         assert r.completion("A question?", on_event=ask_again).response == "one"
     other.close()

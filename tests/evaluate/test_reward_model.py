@@ -159,7 +159,7 @@ def test_key_is_sent_and_not_shown(server: Server, monkeypatch: pytest.MonkeyPat
         ("http://gpu1:8000", {}, "its path is none of classify, pooling, predict"),
         ("http://gpu1/x", {"form": "clasify"}, "unknown form 'clasify': did you mean 'classify'"),
         ("http://gpu1/classify", {"key_variable": "NO_KEY"}, "variable NO_KEY is not set"),
-        ("http://gpu1/classify", {"label": "good"}, "numbers without names: give label="),
+        ("http://gpu1/classify", {"label": "good"}, "unnamed scores: give label="),
         ("http://gpu1/classify", {"max_batch": 0}, "max_batch is 0"),
     ],
 )

@@ -42,7 +42,7 @@ def test_share_interval_matches_reference_values(
 
 
 def test_share_of_zero_attempts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 of 0 attempts cannot have succeeded"):
+    with pytest.raises(ConfigError, match="0 successes in 0 attempts is impossible"):
         share_with_interval(0, 0)
 
 

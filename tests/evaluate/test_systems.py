@@ -105,8 +105,8 @@ def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("cat {context_file}", r"has no \{question\}.*add \{question\}"),
-        ("cat {question} {contex_file}", "no value for {contex_file}: .*context_file"),
-        ("no-such-program {question}", "'no-such-program' is not a program here: install it"),
+        ("cat {question} {contex_file}", "unknown placeholder {contex_file}: .*context_file"),
+        ("no-such-program {question}", "the program 'no-such-program' was not found: install it"),
         ("rlm", "'rlm' is not a system: .*'rlms'"),
         ("", "'' is not a system"),
     ],

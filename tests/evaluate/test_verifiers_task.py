@@ -215,7 +215,7 @@ def test_splits_are_disjoint_and_bad_input_is_named() -> None:
         ({"env": Sums}, "give an Env class"),
         ({"config": {"agnet": {}}}, "agnet"),
         ({"config": {"agent": {"max_turns": "many"}}}, "max_turns"),
-        ({"config": {"taskset": {"id": "x"}}}, "has its configuration already"),
+        ({"config": {"taskset": {"id": "x"}}}, "already has its configuration"),
         ({"judge": "gpt-5"}, "base URL of a server"),
         ({"runtime": "chroot"}, "runtime"),
     ):

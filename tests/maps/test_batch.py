@@ -323,7 +323,7 @@ def test_what_has_no_batch_is_refused_at_once(tmp_path: Path) -> None:
 
     run(work, "openai", tmp_path)
     store = ramify.Store(tmp_path / "store")
-    with pytest.raises(ConfigError, match="no batch API that is known"):
+    with pytest.raises(ConfigError, match="batches are not supported"):
         ramify.map("Which?", ["a"], testing.ScriptedClient(["x"]), batch=True, store=store)
 
 

@@ -258,7 +258,7 @@ def test_rows_that_fail_have_their_error_and_the_others_continue(tmp_path: Path)
     first, second, third, fourth, fifth = result.table
     assert first == {"text": "the word is a", "answer": "a", "error": None}
     assert second["error"].startswith("t.jsonl, line 2 is not JSON")
-    assert third["error"] == "the row has nothing in text"
+    assert third["error"] == "the row has no value in text"
     assert "too long" in fourth["error"]
     assert fifth["error"].startswith("t.jsonl, line 5 is not JSON: maximum recursion depth")
     assert (result.num_answered, result.num_failed, result.stop) == (1, 4, "done")
@@ -474,7 +474,7 @@ def test_files_without_rows_say_what_to_give(
 def test_standard_input_and_output_are_no_files(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="write them into a file"):
         ask(Path("-"))
-    with pytest.raises(ConfigError, match="an output is a file"):
+    with pytest.raises(ConfigError, match="the output must be a file"):
         ask(texts(1), out=Path("-"))
     with pytest.raises(ConfigError, match="is a folder"):
         ask(texts(1), out=tmp_path)

@@ -321,7 +321,7 @@ def test_a_node_with_another_version_is_named_before_anything_is_asked(
     finally:
         cluster.nodes.remove()
     assert (process.returncode, stdout, stderr.count("\n")) == (2, "", 1), stderr
-    assert "has ramify 0.0.9, and this work was begun with ramify" in stderr
+    assert "runs ramify 0.0.9, but this run was started with" in stderr
     assert cluster.model.asked.total() == num
     assert list((cluster.folder / "versions").iterdir()) == []
     assert not any(
@@ -355,7 +355,7 @@ def test_an_address_without_a_cluster_is_one_sentence() -> None:
     event_loop_thread.run(server.__aenter__())
     try:
         address = server.url.removeprefix("http://").removesuffix("/v1")
-        with pytest.raises(ConfigError, match=f"^what listens at {address} is not the head of"):
+        with pytest.raises(ConfigError, match=f"^the server at {address} is not the head of"):
             RayClusterConnection(address).join()
     finally:
         event_loop_thread.run(server.__aexit__())
@@ -387,7 +387,7 @@ def test_a_file_that_is_read_again_has_the_same_parts(tmp_path: Path, name: str)
 
 def test_rows_that_no_worker_can_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.db").touch()
-    with pytest.raises(SourceError, match="SQLite is read on one machine"):
+    with pytest.raises(SourceError, match="SQLite cannot be read on a cluster"):
         row_files_of_urls([str(tmp_path / "rows.db")])
     with pytest.raises(SourceError, match="does not exist"):
         row_files_of_urls([str(tmp_path / "none.jsonl")])

@@ -71,7 +71,7 @@ def test_it_is_listed_shown_and_deleted(tmp_path: Path) -> None:
     ]
     row = shell.run("show", f"{ID}:1")
     assert row.code != 0
-    assert "ran on a Ray cluster, and its output has the answers without the replies" in row.err
+    assert "ran on a Ray cluster, whose output has the answers but not the replies" in row.err
     assert shell.run("runs", "rm", ID).code == 0
     assert not path.exists()
     assert list((home / RAY_MAPS).iterdir()) == []
@@ -85,7 +85,7 @@ def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
     first = out / "part-00000-000000.jsonl"
     first.write_text(first.read_text().replace("yes", "maybe"))
     assert table.refresh().rows[0].answer == "maybe"
-    with pytest.raises(StoreError, match="answers without the replies"):
+    with pytest.raises(StoreError, match="the answers but not the replies"):
         row_events(table, 0)
     first.write_text("")
     with pytest.raises(StoreError, match=f"^the parts of map {ID} cannot be read: .* has no rows"):

@@ -282,7 +282,7 @@ def test_missing_folder_is_refused(name: str) -> None:
 
 def test_folder_of_adapters_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds adapters without their model: merge them"):
+    with pytest.raises(ConfigError, match="holds adapters without their base model: merge them"):
         load_policy(tmp_path)
 
 

@@ -35,7 +35,7 @@ def test_damaged_card_is_named_and_nothing_in_it_is_ignored(
     text = str(caught.value)
     assert says in text
     assert str(tmp_path / FILE) in text
-    assert "correct it, or remove the file" in text
+    assert "correct the file, or remove it" in text
 
 
 def test_card_that_cannot_be_read_does_not_count_as_absent(tmp_path: Path) -> None:

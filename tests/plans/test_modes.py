@@ -124,7 +124,7 @@ def test_a_conversation_is_a_session() -> None:
     with (
         RLM(ScriptedClient(SESSION)) as rlm,
         rlm.conversation(LARGE, mode="plan") as talk,
-        pytest.raises(ConfigError, match="a conversation is held in a session"),
+        pytest.raises(ConfigError, match="a conversation needs a session"),
     ):
         talk.ask(QUESTION)
 

@@ -85,7 +85,7 @@ def test_rows_of_a_list_are_lines() -> None:
 def test_pictures_are_refused() -> None:
     keys = ("picture", "name", "kind", "width", "height", "bytes")
     picture = {**dict.fromkeys(keys, 1), "picture": "0" * 64}
-    with pytest.raises(ConfigError, match="the context has pictures: name only texts"):
+    with pytest.raises(ConfigError, match="the context has pictures: leave them out"):
         plans.SplitText().parts({"a.png": picture, "b.txt": "text"})
 
 
@@ -108,7 +108,7 @@ def test_an_overlap_repeats_whole_lines() -> None:
     [
         ({"tokens": 3}, "tokens=3: give 16 or more"),
         ({"overlap": 3000}, "more than half of 4000"),
-        ({"separator": "^a"}, "give by='records'"),
+        ({"separator": "^a"}, "separator works only with by='records'"),
         ({"by": "records", "separator": "(a"}, r"pattern '\(a' is not understood"),
     ],
 )
@@ -135,12 +135,10 @@ def test_tables_keep_the_names_of_their_columns() -> None:
     ]  # fmt: skip
     assert second.text == "== c.csv ==\nn\n5\n"
     for options, message in (
-        ({"by": "records"}, "a header is the first line of a table: give by='lines'"),
-        ({"overlap": 4}, "a header is the first line of a table: give by='lines'"),
+        ({"by": "records"}, "header works only with by='lines' and no overlap"),
+        ({"overlap": 4}, "header works only with by='lines' and no overlap"),
     ):
         with pytest.raises(ConfigError, match=message):
             plans.SplitText(**{"by": "lines", "tokens": 16, "header": True, **options})
-    with pytest.raises(
-        ConfigError, match="the first line of the table names its columns in 60 bytes"
-    ):
+    with pytest.raises(ConfigError, match="the header line of the table has 60 bytes"):
         plans.SplitText("lines", 16, header=True).parts("x" * 60 + "\n1\n")

@@ -67,7 +67,7 @@ HEADER_THAT_IS_NONE = "it broke the protocol: a frame that is none"
         (framed(b"\xff\xfe"), HEADER_THAT_IS_NONE),
         (framed({"op": "data"}, bytes(3 << 20)), "it broke the protocol: a frame of 3,145,7"),
         (b"\x02\0\0\0\1\0", "it broke the protocol: a frame of 2 bytes"),
-        (b"\x09\0\0\0\x09\0\0\0\0{}{}", "it broke the protocol: a frame of version 9"),
+        (b"\x09\0\0\0\x09\0\0\0\0{}{}", "it broke the protocol: a frame has version 9"),
         (b"\x09\0\0\0\x01\xff\0\0\0{}{}", "it broke the protocol: a header of 255 bytes"),
         (framed({"op": "ended", "status": -9}, b"last words"), "killed by signal 9"),
         (framed({"op": "ended"}), "it closed its connection to the host"),

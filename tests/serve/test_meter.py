@@ -286,7 +286,7 @@ def test_seats_are_opened_over_http() -> None:
                 base_url=opened["base_url"], api_key=opened["key"], max_retries=0
             ) as client:
                 await ask(client)
-                with pytest.raises(openai.PermissionDeniedError, match="opens and ends no seats"):
+                with pytest.raises(openai.PermissionDeniedError, match="cannot open or end seats"):
                     await client.post("/../seats", body={"name": "x"}, cast_to=object)
             listed: Any = await owner.get("/seats", cast_to=object)
             by_name = {row["name"]: row for row in listed["seats"]}

@@ -210,7 +210,7 @@ def test_decompression_bombs_are_refused(tmp_path: Path, make: Callable[[], byte
     began = time.perf_counter()
     try:
         with pytest.raises(
-            SourceError, match=r"unpacks to over 250 times its size, as a bomb would"
+            SourceError, match=r"unpacks to over 250 times its size, as a zip bomb would"
         ):
             load([path])
         with pytest.raises(
@@ -232,7 +232,7 @@ def test_bomb_is_noted_beside_others_and_nothing_of_it_is_loaded(tmp_path: Path)
         loaded = load(paths)
         assert loaded.context == {"a.txt": "a"}
         assert [problem.name for problem in loaded.problems] == ["bomb.zip"]
-        assert "as a bomb would: unpack it yourself" in loaded.problems[0].reason
+        assert "as a zip bomb would: unpack it yourself" in loaded.problems[0].reason
 
 
 def test_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

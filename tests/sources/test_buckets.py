@@ -281,7 +281,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     assert "names no account: set AZURE_STORAGE_ACCOUNT_NAME" in refused("az://box/a.txt")
-    assert "has a pattern as its bucket" in refused("s3://b*/a.txt")
+    assert "has a pattern in its bucket name" in refused("s3://b*/a.txt")
 
 
 def test_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -120,6 +120,6 @@ def test_follow_fails_if_journal_is_cut_replaced_or_gone(store: Store, how: str)
                     path.rename(path.with_suffix(".old"))
                     path.write_bytes(path.with_suffix(".old").read_bytes() * 2)
 
-    words = "cannot read" if how == "gone" else "was cut or replaced"
+    words = "cannot read" if how == "gone" else "was truncated or replaced"
     with pytest.raises(StoreError, match=words):
         asyncio.run(asyncio.wait_for(main(), 100))

@@ -77,7 +77,7 @@ def test_verdicts_become_a_score_while_people_agree() -> None:
     back = review.with_verdict("ana", None, "correct")
     assert back == HumanRunReview(("odd",), "n", {"f1": 0.5})
     assert not HumanRunReview(verdicts={"ana": "not sure"}).is_empty()
-    with pytest.raises(ConfigError, match="a person's name has 1 to 60 characters"):
+    with pytest.raises(ConfigError, match="a person's name must have 1 to 60 characters"):
         review.with_verdict(" ", "right", "correct")
 
 

@@ -149,5 +149,5 @@ def test_wrong_functions_and_bounds_are_refused() -> None:
         ConfigError, match="has the parameters answer, item; it needs `completions`"
     ):
         BatchedReward(lambda answer, item: [1.0])
-    with pytest.raises(ConfigError, match="max_batch is 0"):
+    with pytest.raises(ConfigError, match="max_batch=0"):
         BatchedReward(lambda completions: [1.0], max_batch=0)

@@ -133,7 +133,7 @@ def test_empty_context_becomes_none() -> None:
         ),
         (
             '{"question": 5, "answer": 1}',
-            "x.jsonl, line 1: column 'question' is 5; a question is a text or a list of messages",
+            "x.jsonl, line 1: column 'question' is 5: a question must be a string or a list of messages",
         ),
         ('{"question": "a?", "answer": null}', "x.jsonl, line 1: column 'answer' is empty"),
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),

@@ -226,10 +226,10 @@ def test_ledger_over_ten_million_characters(multi: float) -> None:
         ),
         ({"rows": (3, 9)}, "rows=\\(3, 9\\); give at least 4"),
         ({"docs": (3, 2), "multi": 1.0}, "docs=\\(3, 2\\)"),
-        ({"chars": 100}, "chars=100 holds no question"),
-        ({"long": 1.5}, "long=1.5, long_chars=\\(10000, 3000000\\); give a share from 0 to 1"),
-        ({"long": 0.1, "multi": 0.5, "long_chars": (500, 900)}, "at least 200 characters for each"),
-        ({"long": 0.1, "long_chars": (900, 500)}, "the smaller number first"),
+        ({"chars": 100}, "chars=100 is too short for a question"),
+        ({"long": 1.5}, "long=1.5, long_chars=\\(10000, 3000000\\): long must be from 0 to 1"),
+        ({"long": 0.1, "multi": 0.5, "long_chars": (500, 900)}, "at least 200 for each"),
+        ({"long": 0.1, "long_chars": (900, 500)}, "the smaller first"),
     ],
 )
 def test_invalid_ledger_options_are_rejected(options: dict[str, Any], message: str) -> None:

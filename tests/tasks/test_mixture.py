@@ -113,12 +113,15 @@ def test_task_may_be_in_two_parts_but_items_not_in_train_and_test(tmp_path: Path
     [
         ({}, "parts is {}: give each task a name, as in"),
         ([1], r"parts is \[1\]: give each task a name"),
-        ({"a:b": {"task": "ledger"}}, "without ':' and '.' in a name"),
+        ({"a:b": {"task": "ledger"}}, "the names of parts must not contain ':' or '.'"),
         ({"a": "ledger"}, "part 'a' is 'ledger': .* give a task with its options"),
         ({"a": {"task": "ledger", "reward": 0}}, "reward=0 is a factor .* must be above 0"),
         ({"a": {"task": "ledger", "weight": 0}}, "all weights are 0, so there is nothing to train"),
-        ({"a": {"task": "ledger", "weight": -1}}, "must be numbers from 0"),
-        ({"a": {"task": "ledger"}, "b": {"task": "needle", "weight": 1e-5}}, "'b' .* no place in"),
+        ({"a": {"task": "ledger", "weight": -1}}, "must be finite numbers, at least 0"),
+        (
+            {"a": {"task": "ledger"}, "b": {"task": "needle", "weight": 1e-5}},
+            "'b' .* is too small to get one of every",
+        ),
         ({"a": {"task": "ledgr"}}, "did you mean 'ledger'"),
         ({"a": {"tusk": "ledger"}}, "part 'a' is .*tusk"),
         ({"a": {"task": "ledger", "pool": "nowhere"}}, "its pool nowhere does not exist"),

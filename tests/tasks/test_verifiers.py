@@ -178,7 +178,7 @@ def test_tasksets_with_unusable_rewards_or_setup_code_are_rejected() -> None:
     task = from_verifiers(Halves(vf.TasksetConfig()))
     item = task.splits["test"][0]
     with pytest.raises(
-        RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, and there is none"
+        RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, but there is none"
     ):
         score_trajectory(task, item, answered(item, "x"))
 

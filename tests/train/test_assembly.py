@@ -96,7 +96,7 @@ def changed(part: str, **fields: Any) -> Run:
         ),
         (
             changed("warmup", optim=LATE),
-            "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up",
+            "warmup.optim.schedule=linear needs more steps than the 30 of warm-up, but has 2",
         ),
         (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
         (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),

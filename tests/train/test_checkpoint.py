@@ -190,5 +190,5 @@ def test_find_returns_the_checkpoint_to_resume(tmp_path: Path) -> None:
 
 def test_checkpoint_of_a_later_version_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"step": 1, "schema_version": 99}')
-    with pytest.raises(StoreError, match="later version"):
+    with pytest.raises(StoreError, match="newer version"):
         read_state(tmp_path)

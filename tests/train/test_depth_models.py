@@ -169,7 +169,7 @@ def test_resumed_run_keeps_its_spent_budget(monkeypatch: pytest.MonkeyPatch) -> 
         await models.close()
         return str(error.value)
 
-    assert "it is the budget of the frozen models" in asyncio.run(refused())
+    assert "the budget of the frozen models" in asyncio.run(refused())
 
 
 WORKERS = PlacementSpec(rollouts=RoleSpec(count=1))

@@ -176,5 +176,7 @@ def test_unsupported_architecture_is_rejected() -> None:
     run = small(deterministic=True)
     shape = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512}
     policy = msgspec.structs.replace(run.policy, shape=shape)
-    with pytest.raises(ConfigError, match=r"^deterministic=true: a GPT2LMHeadModel cannot"):
+    with pytest.raises(
+        ConfigError, match=r"^deterministic=true is not supported for GPT2LMHeadModel"
+    ):
         assemble(msgspec.structs.replace(run, policy=policy))

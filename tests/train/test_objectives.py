@@ -122,7 +122,7 @@ def test_names_of_another_kind_are_explained() -> None:
         rl_of("rl.objective=GSOP")
     without = Run(policy=train.PolicySpec(path="tiny"), sft=train.SftSpec(demos="ledger"))
     for preset in (None, "trl"):
-        with pytest.raises(ConfigError, match="has no rl stage, which an objective would set"):
+        with pytest.raises(ConfigError, match="has no rl stage to set an objective for"):
             override(without, ["rl.objective=gspo"], override_choices(preset))
 
 

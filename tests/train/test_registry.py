@@ -174,7 +174,7 @@ def test_unusable_classes_and_taken_names_are_not_registered() -> None:
         ConfigError, match=r"must be a msgspec\.Struct with tag_field='name', tag='other'"
     ):
         POLICY_LOSSES.register("other")(PpoClip)
-    with pytest.raises(ConfigError, match="has no name; known:"):
+    with pytest.raises(ConfigError, match="has no key 'name': give one of"):
         POLICY_LOSSES.build({"clip_low": 1})
 
 

@@ -131,7 +131,7 @@ def test_old_output_matrix_is_detected_even_if_samples_hide_it(
         checked.seen.client.old = old  # type: ignore[attr-defined]
         with pytest.raises(
             TrainError,
-            match=r"-\d+\.\d+ by the engine, -\d+\.\d+ by the trainer, at scored token .* the last good version is 3",
+            match=r"at scored token \d+ the engine gives -\d+\.\d+ and the trainer -\d+\.\d+.* the last good version is 3",
         ):
             await checked.check_engines(SingleBackend(made.policy), at_once)
 
@@ -263,7 +263,7 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
     checked.ids(groups)
     with pytest.raises(
         TrainError,
-        match=r"step=0/group=0/rollout=0/call=0/turn=0: the trajectory has \d+ ids that the engine",
+        match=r"step=0/group=0/rollout=0/call=0/turn=0: the engine was never given these \d+ ids",
     ):
         checked.ids(groups)  # the ids of earlier steps are forgotten
     groups = roll_out(made, checked.seen)

@@ -256,7 +256,7 @@ def test_traffic_is_scored_from_the_command_line(tmp_path: Path) -> None:
     )
     assert "must be a finite number" in told("--by", "checks.py:unnumbered")
     assert "score by one of --correction" in told()
-    assert "--max-cost is about --judge" in told("--by", "checks.py:verified", "--max-cost", "2")
+    assert "--max-cost needs --judge" in told("--by", "checks.py:verified", "--max-cost", "2")
     assert "is not a regular expression" in told("--correction", "(")
     task = TrafficTask(even, tmp_path / "traffic", group=1, temperature=1.0)
     assert [sorted(each.rewards) for each in task.replies].count(["accepted", "correct"]) == 4

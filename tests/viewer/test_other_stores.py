@@ -164,7 +164,9 @@ def test_a_store_with_its_required_methods_alone_keeps_no_reviews() -> None:
         journal.append(event)
     journal.close()
     assert store.review("one").is_empty()
-    with pytest.raises(ramify.StoreError, match="keeps no reviews: run one cannot have one"):
+    with pytest.raises(
+        ramify.StoreError, match="does not store reviews, so run one cannot be reviewed"
+    ):
         store.write_review("one", HumanRunReview(("good",)))
 
 
@@ -249,9 +251,9 @@ def test_terminal_shows_the_store_that_the_environment_names(tmp_path: Path) -> 
         (
             "kept.py:kept",
             "runs check --all",
-            "ramify runs check needs the files of a folder, which",
+            "ramify runs check works only with a store in a folder, which",
         ),
-        ("kept.py:no_store", "runs", "it made a int: give a class that inherits from ramify"),
+        ("kept.py:no_store", "runs", "it created a int: give a class that inherits from ramify"),
         ("kept.py:none", "runs", "kept.py"),
         ("sqlit", "runs", "unknown store 'sqlit'"),
     ):

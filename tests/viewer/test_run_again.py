@@ -185,7 +185,7 @@ def test_page_that_is_open_to_this_machine_cannot_start_runs(origin: Origin) -> 
         path = origin.store.root / "alone.jsonl"
         path.write_bytes(JOURNAL.read_bytes())
         status, answer = await get("/api/again", key="p0/alone.jsonl", id="0", turn=0)
-        assert (status, "only stored runs can run again" in answer["error"]["message"]) == (
+        assert (status, "only runs in a store can be run again" in answer["error"]["message"]) == (
             404,
             True,
         )
@@ -231,8 +231,8 @@ def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
         status, told = await get("/api/again", key=run, id="0.1", turn=0)
         assert (status, told["keys"]) == (200, [{"model": "house:m", "variable": "HOUSE_KEY"}])
         for keys, words in (
-            ({}, "house:m has no API key: HOUSE_KEY is not set where ramify view runs"),
-            ({"house:m": ""}, "has no API key"),
+            ({}, "house:m needs an API key: set HOUSE_KEY where ramify view runs"),
+            ({"house:m": ""}, "needs an API key"),
             ({"house:m": f"{KEY} {KEY}"}, "api_key has spaces or characters that no key has"),
             ({"house:m": 7}, "Expected `str`, got `int`"),
         ):

@@ -193,7 +193,7 @@ def test_unreadable_filter_shows_its_reason_and_no_run(
     with served(many) as server, tab(browser) as shown:
         page = shown.open(server.url)
         page.locator("#filter").fill("cost > 0.1")
-        page.locator(".filter-fix", has_text="a comparison has no spaces").wait_for()
+        page.locator(".filter-fix", has_text="a comparison must not contain spaces").wait_for()
         assert page.locator(".run-row:visible").count() == 0
         assert "The filter cannot be read." in text(page, ".empty")
         photograph(page, "runs-unreadable-filter", tmp_path)

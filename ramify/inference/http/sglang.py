@@ -35,8 +35,8 @@ class SglangEngineClient(BaseEngineClient):
             check_version("sglang", self.url, version)
         elif about["ramify_protocol"] != PROTOCOL:
             raise ConfigError(
-                f"{self.url} uses protocol {about['ramify_protocol']}, but this Ramify uses "
-                f"{PROTOCOL}: install the same version on both sides"
+                f"{self.url} speaks protocol {about['ramify_protocol']}, but this is protocol "
+                f"{PROTOCOL}: install the same version of ramify on both sides"
             )
         window = (
             about.get("max_model_len")

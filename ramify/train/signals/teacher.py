@@ -259,7 +259,7 @@ class TeacherSignal(
             raise _CannotInsert("no renderer")
         messages = trajectory.conversation(call, turn)[:-1]
         if not messages or messages[-1].role not in ("user", "tool"):
-            raise _CannotInsert("the prompt does not end with a message to the model")
+            raise _CannotInsert("the prompt ends with no message to it")
         last = messages[-1]
         extended = Message(
             last.role,
@@ -273,7 +273,7 @@ class TeacherSignal(
         )
         tail = plain[num_same:]
         if not tail or prompt[-len(tail) :] != tail:
-            raise _CannotInsert("rendering the prompt again gives other token ids")
+            raise _CannotInsert("the prompt cannot be written again")
         return [*prompt[: len(prompt) - len(tail)], *with_hint[num_same:]]
 
     async def _score(

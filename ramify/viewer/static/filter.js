@@ -16,7 +16,7 @@ import { fill, h } from "./dom.js";
  * @property {Record<string, (row: any) => string>} texts lines of it are values of their own
  * @property {Record<string, (row: any) => number | null | undefined>} [times] in Unix time
  * @property {(row: any) => string} words where a part without a field is looked for
- * @property {string[]} [groups] the texts that rows are grouped by
+ * @property {string[]} [groups] the texts that rows can only be grouped by
  */
 
 /** @typedef {{ start: number, end: number, words: string, fix: string }} Problem */
@@ -190,12 +190,12 @@ function fieldNames({ numbers, times = {}, texts }) {
 }
 
 function groupProblem(groups) {
-  return { words: `rows are grouped by ${alternatives(groups)}`, fix: `group:${groups[0]}` };
+  return { words: `rows can only be grouped by ${alternatives(groups)}`, fix: `group:${groups[0]}` };
 }
 
 function sortProblem(fields, by) {
   const known = fieldNames(fields);
-  return { words: `rows are sorted by ${alternatives(known)}`, fix: `sort:${nearest(by, known)}` };
+  return { words: `rows can only be sorted by ${alternatives(known)}`, fix: `sort:${nearest(by, known)}` };
 }
 
 function alternatives(names) {
@@ -213,7 +213,7 @@ function spacedPart(text, fields) {
       return {
         start: index,
         end: index + part.length,
-        words: "a comparison has no spaces",
+        words: "a comparison must not contain spaces",
         fix: `${name}${sign}${value}`,
       };
   return null;

@@ -191,7 +191,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
         zero_variance.write(
             step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0}
         )
-    with pytest.raises(ConfigError, match=r"no step of .* that counts learnt anything"):
+    with pytest.raises(ConfigError, match=r"no step of .* trained the policy"):
         plan(placed(), ClusterPlanOptions(measured=tmp_path))
     with pytest.raises(
         ConfigError, match=r"--measured .*nowhere is not a run's folder: it has no metrics\.jsonl"
@@ -279,7 +279,7 @@ def test_plan_command_prints_json_or_text(
     assert "  placement slot 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
         plan_command.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
-    with pytest.raises(UsageError, match="give one recipe"):
+    with pytest.raises(UsageError, match="give exactly one recipe"):
         plan_command.call(["rl.steps=1"])
     with pytest.raises(UsageError, match="--mfu 3: give a fraction above 0 and at most 1"):
         plan_command.call([str(recipe), "--mfu", "3"])

@@ -70,7 +70,7 @@ def test_time_waiting_for_a_slot_is_excluded() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"^0 of 9 requests tell how fast .*schedule\.save_rollouts_every=1.* --calibrate",
+        match=r"^only 0 of 9 requests can be used to measure engine speed: .*schedule\.save_rollouts_every=1.* --calibrate",
     ):
         fit([MeasuredRequest(0.0, 1.0, 5, 0)] * 9, slots=4)
 

@@ -180,7 +180,7 @@ def test_training_time_falls_with_ranks_by_scaling_efficiency() -> None:
 def test_best_device_split_is_chosen() -> None:
     assert splits(3) == [DeviceSplit(1, 2), DeviceSplit(2, 1), DeviceSplit(3, 3, shared=True)]
     assert splits(4, 2) == [DeviceSplit(1, 2), DeviceSplit(2, 4, shared=True)]
-    with pytest.raises(ConfigError, match="1 devices have no room for an engine of 2"):
+    with pytest.raises(ConfigError, match="1 devices are too few for an engine of 2"):
         splits(1, 2)
     measured = inputs_for(*[[20] * 8] * 3, learn_s=1.0)
     measured.sizes = msgspec.structs.replace(SIZES, items=4, group=8, slots=4, concurrency=32)

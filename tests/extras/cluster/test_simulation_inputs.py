@@ -255,7 +255,8 @@ def test_simulate_command_prints_predictions(
 def test_impossible_or_too_many_settings_are_refused(tmp_path: Path) -> None:
     run = str(folder(tmp_path / "run"))
     with pytest.raises(
-        ConfigError, match="3 devices have no room for an engine of 4: give at least as many"
+        ConfigError,
+        match="3 devices are too few for an engine of 4: give more, or lower --engine-devices",
     ):
         SIMULATE.call([run, "--devices", "3", "--engine-devices", "4"])
     with pytest.raises(

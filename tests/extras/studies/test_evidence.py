@@ -132,7 +132,7 @@ def test_judge_adds_a_second_reward() -> None:
     [
         ({"papers": (1, 3)}, r"papers=\(1, 3\); give at least 2"),
         ({"chars": (100, 200)}, "give at least 1500"),
-        ({"facts": (1, 9)}, "must fit into 4 papers"),
+        ({"facts": (1, 9)}, "must be at most two for each of 4 papers"),
         ({"test": [{"id": "1", "qas": []}]}, "no question with evidence"),
     ],
 )

@@ -292,7 +292,10 @@ def test_model_without_experts_is_refused() -> None:
     from tests.inference.helpers import policy
 
     spec = InferenceSpec(urls=("http://127.0.0.1:1",), report_experts=True)
-    with pytest.raises(ConfigError, match="engines has no experts whose choice could be reported"):
+    with pytest.raises(
+        ConfigError,
+        match="engines is not a mixture-of-experts model, so it has no experts to report",
+    ):
         HttpEngines(policy(), spec, name="engines")
 
 

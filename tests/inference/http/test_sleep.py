@@ -222,7 +222,7 @@ def test_engine_with_dropped_weights_answers_only_after_new_ones() -> None:
             status, content = await fetch_json(*asked)
             assert (status, content["error"]["message"]) == (
                 503,
-                "the engine was not ready for 0.05 s: the server sleeps (kv_cache, scheduling, "
+                "the engine did not become ready within 0.05 s: the server sleeps (kv_cache, scheduling, "
                 "weights): POST /wake_up",
             )
             status, content = await fetch_json(f"{made.url}/start_weight_update", {})

@@ -31,7 +31,7 @@ from tests.inference.http.engine_world import other_server, run, world
         (
             "vllm",
             {"version": "0.11.0"},
-            r"is vllm 0\.11\.0, and versions before 0\.29 are not supported: run a newer one",
+            r"is vllm 0\.11\.0; versions before 0\.29 are not supported: run a newer one",
         ),
         (
             "vllm",
@@ -52,7 +52,7 @@ from tests.inference.http.engine_world import other_server, run, world
         (
             "sglang",
             {"version": "0.4.1"},
-            r"is sglang 0\.4\.1, and versions before 0\.5\.23 are not",
+            r"is sglang 0\.4\.1; versions before 0\.5\.23 are not",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_engine_process_that_fails_to_start_is_reported(tmp_path: Path) -> None:
         ({"engine": "sglang", "weight_sync": "shared"}, "SGLang takes weights from files"),
         (
             {"engine": "vllm", "weight_sync": "delta", "weight_sync_options": {"places": True}},
-            "vLLM takes whole layers",
+            "the weight sync 'delta' sends vLLM whole layers",
         ),
         ({"request_s": 0}, "must be positive"),
     ],

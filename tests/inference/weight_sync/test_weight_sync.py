@@ -204,7 +204,7 @@ def test_small_tensors_of_a_delta_are_bundled() -> None:
             {"names": 1, "shapes": 2},
         ):
             with pytest.raises(
-                ValueError, match="the table of a tensor bundle does not describe it"
+                ValueError, match="the table of a tensor bundle does not match its contents"
             ):
                 list(receivers[0].unpack_chunk({**chunk.info, "together": {"::together-0": wrong}}))
 

@@ -159,8 +159,8 @@ def test_router_aux_loss_coef_is_rejected_for_dense_models():
     with pytest.raises(ConfigError) as refused:
         SingleBackend(policy(), compute=EXACT).forward_backward(batches, loss)
     assert str(refused.value) == (
-        "loss.router_aux_loss_coef=0.3 is for a mixture of experts whose routers transformers "
-        "records, and qwen3 is none: leave it out"
+        "loss.router_aux_loss_coef=0.3 needs a mixture-of-experts model whose routers "
+        "transformers records, which qwen3 is not: remove it"
     )
     with pytest.raises(ConfigError, match=r"coef=-1 cannot be negative"):
         LossSpec(router_aux_loss_coef=-1.0)

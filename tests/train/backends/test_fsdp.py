@@ -288,7 +288,7 @@ def test_loading_mismatched_checkpoint_is_rejected(
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
         spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"nowhere holds no state of ranks: trainer\.pt is missing"
+        ConfigError, match=r"nowhere holds no sharded training state: trainer\.pt is missing"
     ):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
@@ -379,7 +379,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
         spread(ranks).backend().load(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"lora.targets=\('qproj',\): no linear module has such a name; there are down_proj",
+        match=r"lora.targets=\('qproj',\): no linear module has that name: choose from down_proj",
     ):
         ranks.shard_model(
             CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",))

@@ -249,7 +249,7 @@ def test_critic_is_saved_and_loaded_and_missing_critic_is_rejected(tmp_path: Any
         each.tolist() for each in backend.values(batches)
     ]
     SingleBackend(policy(), critic=True).save(tmp_path / "shared")
-    with pytest.raises(ConfigError, match="is from a backend with a critic"):
+    with pytest.raises(ConfigError, match="was saved with a critic, unlike this run"):
         SingleBackend(policy()).load(tmp_path / "shared")
     with pytest.raises(ConfigError, match="this backend has no critic"):
         SingleBackend(policy()).values(batches)

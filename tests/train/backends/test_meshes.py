@@ -158,9 +158,8 @@ def test_embedded_engine_too_large_for_its_device_is_rejected():
         check_engine_memory(config, "float32", "cpu")
     assert re.fullmatch(
         r"the engine of this process holds the whole policy: [\d,]+ parameters x 4 bytes = "
-        r"[\d.e+]+ GB, and its device \(cpu\) has [\d.]+ GB. Ranks hold a part each, so use "
-        r"engines over HTTP, which spread it over several devices: inference.engine=vllm, or "
-        r"inference.urls=\[…\]",
+        r"[\d.e+]+ GB, but its device \(cpu\) has [\d.]+ GB: use engines over HTTP, which spread "
+        r"it over several devices: inference.engine=vllm, or inference.urls=\[…\]",
         str(refused.value),
     )
     check_engine_memory(CONFIG, "auto", "cpu")
@@ -219,9 +218,9 @@ def test_adapter_on_layer_with_unsupported_split_is_rejected():
     with pytest.raises(ConfigError) as refused:
         FsdpTrainedModel.check_model(CONFIG, spec, "cpu", lora, [])
     assert str(refused.value) == (
-        "policy.lora: 'model.layers.0.mlp.up_proj' is split as 'packed_colwise' over "
-        "compute.shard.tensor, which its adapter cannot be (these can: colwise, "
-        "colwise_gather_output, rowwise): leave it out of lora.targets, or use tensor=1"
+        "policy.lora: compute.shard.tensor splits 'model.layers.0.mlp.up_proj' as "
+        "'packed_colwise', which is not supported for adapters (only colwise, "
+        "colwise_gather_output, rowwise are): leave it out of lora.targets, or use tensor=1"
     )
     FsdpTrainedModel.check_model(
         CONFIG, spec, "cpu", msgspec.structs.replace(lora, targets=("q_proj",)), []
@@ -230,7 +229,7 @@ def test_adapter_on_layer_with_unsupported_split_is_rejected():
 
 def test_muon_is_rejected_with_tensor_parallelism():
     spec = ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2, tensor=2))
-    with pytest.raises(ConfigError, match="muon needs the whole columns"):
+    with pytest.raises(ConfigError, match="muon needs whole matrix columns"):
         FsdpTrainedModel.check_model(CONFIG, spec, "cpu", None, [OptimizerSpec(kind="muon")])
 
 
@@ -243,9 +242,8 @@ def test_muon_is_rejected_with_tensor_parallelism():
         ),
         (
             {"ranks": 8, "tensor": 2, "experts": 3},
-            "compute.shard.experts=3 does not fit a mesh of 8 ranks with 1 replicas and tensor=2: "
-            "a replica has 8 / 1 = 8 ranks, which experts must divide, as a multiple of tensor: "
-            "2, 4, 8",
+            "compute.shard.experts=3 must be a multiple of tensor=2 and divide the 8 ranks of a "
+            "replica (8 / 1): use one of 2, 4, 8",
         ),
         ({"tensor": 0}, "compute.shard.tensor=0 must be at least 1"),
     ],

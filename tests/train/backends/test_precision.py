@@ -112,7 +112,7 @@ def test_incompatible_precisions_are_rejected() -> None:
         inference=InferenceSpec(urls=("http://a",), tolerance=1e-3),
     )
     with pytest.raises(
-        ConfigError, match=r"^inference\.tolerance=0\.001 is less than one rounding"
+        ConfigError, match=r"^inference\.tolerance=0\.001 is below the rounding error"
     ):
         precision_of(near, "float32", "cpu")
 

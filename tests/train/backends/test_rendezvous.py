@@ -109,7 +109,7 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
         member(0, 1, False)
     file.write_text(KEY + "\n")
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="is open to other users: chmod 600"):
+    with pytest.raises(ConfigError, match="is accessible to other users: run chmod 600"):
         member(0, 1, False)
     file.chmod(0o600)
     assert member(1, 1, False).find().key == KEY.encode()  # type: ignore[union-attr]
@@ -158,7 +158,9 @@ def test_wait_fails_with_the_reason_once_a_rank_has_ended() -> None:
         host.store.wait(["never"], timedelta(seconds=600))
     assert time.monotonic() - began < 300
     host.close()
-    with pytest.raises(torch.distributed.DistNetworkError, match="rank 0, which has the store"):
+    with pytest.raises(
+        torch.distributed.DistNetworkError, match="rank 0, which hosts the rendezvous store"
+    ):
         other.check(["x"])
     channel.close()
 
@@ -206,6 +208,6 @@ def test_group_proves_its_key_over_every_connection(keys: str, tmp_path: Path) -
     if keys == "aaa":
         assert told == ["proved 3.0"] * 3
     else:
-        refused = "the process in the place of rank 2 does not have this run's key"
+        refused = "another program connected as rank 2 without this run's key"
         assert all(text.startswith(refused) for text in told[:2]), told
-        assert "does not have this run's key" in told[2]
+        assert "without this run's key" in told[2]

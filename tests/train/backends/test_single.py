@@ -146,7 +146,7 @@ def test_compile_option_names_the_compiler_of_each_layer():
 
 
 def test_compiling_another_model_is_rejected():
-    with pytest.raises(ConfigError, match="this model is a GPT2LMHeadModel: leave it out"):
+    with pytest.raises(ConfigError, match="this model is a GPT2LMHeadModel: remove it"):
         SingleBackend(policy(GPT2), compute=ComputeSpec(compile=True))
 
 
@@ -373,7 +373,7 @@ def test_learning_rate_schedules():
     ]
     assert [OptimizerSpec(lr=3.0).lr_at(step) for step in (0, 100)] == [3.0, 3.0]
     with pytest.raises(
-        ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"
+        ConfigError, match=r"schedule=linear needs more steps than the 5 of warm-up, but has 5"
     ):
         OptimizerSpec(schedule="linear", warmup_steps=5, num_steps=5)
     with pytest.raises(ConfigError, match=r"optim.lr=-1 must be a finite number, at least 0"):

@@ -118,7 +118,7 @@ def test_inconsistent_credit_is_rejected():
         token_sequences([rollout({("0", 0): rl(1)}, plain)])
     with pytest.raises(
         ValueError,
-        match="1 turns with credit in trajectory t fit no path, the first being call 0, turn 1",
+        match="1 turns with credit in trajectory t are in no token sequence, the first being call 0, turn 1",
     ):
         token_sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))

@@ -172,8 +172,8 @@ def test_large_slots_are_placed_before_small_ones() -> None:
                 colocate=(("trainer", "inference"),),
             ),
             {"trainer": 4, "inference": 2},
-            "GPUs per process are trainer 2, inference 3: those of trainer do not divide a slot "
-            "of 3 evenly",
+            "GPUs per process are trainer 2, inference 3: a slot of 3 is not a multiple of "
+            "trainer's",
         ),
         (
             PlacementSpec(

@@ -463,5 +463,5 @@ def test_invalid_teacher_options_are_rejected() -> None:
         TeacherSignal(template="x")
     with pytest.raises(ConfigError, match="evidence=-1 must be above 0"):
         TeacherSignal(evidence=-1)
-    with pytest.warns(UserWarning, match="a live teacher .* eroded or collapsed"):
+    with pytest.warns(UserWarning, match="a live teacher .* degraded or collapsed"):
         teacher_with_hints(HINT, source="live")
