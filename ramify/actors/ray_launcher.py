@@ -330,8 +330,9 @@ def check_bundles(
         if sum(needed) > sum(available) + 1e-9:
             terms = " + ".join(f"{value:g}" for value in needed if value)
             raise ConfigError(
-                f"placement: the slots need {terms} = {sum(needed):g} {unit}, but {where} has "
-                f"{sum(needed):g} = {sum(available):g}: request less, or add nodes"
+                f"placement: the slots do not fit {where}: {terms} = {sum(needed):g} {unit}, but "
+                f"it has {' + '.join(f'{value:g}' for value in available) or 0} = "
+                f"{sum(available):g}: request less, or add nodes"
             )
     for pool, needs in all_needs:
         if not any(needs.fits_in(node) for node in nodes):

@@ -241,7 +241,9 @@ def _sizes(text: str) -> list[int]:
     for word in filter(None, (part.strip() for part in text.split(","))):
         number, thousand = (word[:-1], 1_000) if word[-1:] in "kK" else (word, 1)
         if not number.isdecimal() or to_text_tokens(int(number) * thousand) < _MIN_TEXT:
-            raise UsageError(f"--sizes {text}: '{word}' is not a number of tokens from 1,334 up")
+            raise UsageError(
+                f"--sizes {text}: '{word}' is not a number of tokens of at least 1,334"
+            )
         found.append(int(number) * thousand)
     if len(set(found)) < max(1, len(found)):
         raise UsageError(f"--sizes {text}: give at least one size, and each only once")

@@ -136,7 +136,7 @@ def report(
 def check_k(k: int, attempts: int) -> None:
     """Raise ConfigError if there are too few attempts at each item to compute pass@k."""
     if k < 1:
-        raise ConfigError(f"pass@{k}: k is at least 1")
+        raise ConfigError(f"pass@{k}: k must be at least 1")
     if k > attempts:
         raise ConfigError(
             f"pass@{k} needs at least {k} attempts at each item (n), and there are {attempts}: "

@@ -108,7 +108,7 @@ class RowQuestionMaker:
         if not any(text.strip() for text in texts.values()):
             names = ", ".join(self.shown[:5])
             raise InvalidRowError(
-                f"the row has nothing in {names}" if names else "the row is empty"
+                f"the row has no value in {names}" if names else "the row is empty"
             )
         return texts[self.shown[0]] if len(self.shown) == 1 else texts
 

@@ -343,7 +343,7 @@ class GeneratedSplit(Sequence[Item]):
             shown = ":".join("" if bound is None else str(bound) for bound in bounds)
         raise ConfigError(
             f"{self.task}/{self.split} is endless, and [{shown}] counts from its end: give both "
-            "bounds, from 0 up, as in [0:100], or give the task a size"
+            "bounds of at least 0, as in [0:100], or give the task a size"
         )
 
     def __iter__(self) -> Iterator[Item]:

@@ -187,7 +187,7 @@ def seed_of(item: Item) -> int:
         return int.from_bytes(hashlib.sha256(item.id.encode()).digest()[:4], "big") >> 1
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ConfigError(
-            f"item {item.id}: its seed is {seed!r:.60}; give a whole number from 0 up"
+            f"item {item.id}: its seed is {seed!r:.60}; give a whole number of at least 0"
         )
     return seed
 

@@ -172,7 +172,7 @@ def test_message_of_another_type_is_an_error() -> None:
         other.sendall(len(pickled).to_bytes(8, "little") + pickled)
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)
-        with pytest.raises(TypeError, match="a Executed is not part of any message"):
+        with pytest.raises(TypeError, match="a Executed cannot be sent in a message"):
             theirs.send(Executed())
 
 

@@ -268,10 +268,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no agent": ({"reward": one, "items": ROWS}, "has no agent: give command="),
     "no reward": ({"agent": ask, "items": ROWS}, "has no reward: give a function"),
     "no items": ({"agent": ask, "reward": one}, "has no items: give a file of rows"),
-    "two agents": ({"agent": ask, "command": "a", "reward": one, "items": ROWS}, "give one"),
+    "two agents": ({"agent": ask, "command": "a", "reward": one, "items": ROWS}, "give only one"),
     "program": (
         {"command": "no-such-program {id}", "reward": one, "items": ROWS},
-        "'no-such-program' is not a program here",
+        "the program 'no-such-program' was not found",
     ),
     "placeholder": (
         {"command": "echo {item_fil}", "reward": one, "items": ROWS},

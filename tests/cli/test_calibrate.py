@@ -81,7 +81,10 @@ def _num_replies(shell: Shell) -> int:
     [
         (["nothing"], "model 'nothing' has no provider: write provider:model"),
         (["opnai:gpt"], "opnai"),
-        (["offline:default", "--sizes", "500"], "'500' is not a number of tokens from 1,334 up"),
+        (
+            ["offline:default", "--sizes", "500"],
+            "'500' is not a number of tokens of at least 1,334",
+        ),
         (["offline:default", "--sizes", "2k,2000"], "give at least one size, and each only once"),
         (["offline:default", "--sizes", "900k"], "does not fit the window of offline:default"),
         (["offline:default", "--items", "0"], "--items 0: give at least 1"),

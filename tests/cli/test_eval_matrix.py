@@ -150,7 +150,7 @@ def test_wrong_axes_are_refused_before_anything_is_asked(shell: Shell) -> None:
     for suite, arguments, message in (
         ("needle,legder", (), "unknown task 'legder': did you mean 'ledger'"),
         ("legder", ("--lengths", "1k"), "unknown task 'legder': did you mean 'ledger'"),
-        ("needle", ("--yes",), "--yes: only with --lengths"),
+        ("needle", ("--yes",), "--yes: only for a matrix: add --lengths"),
         ("mixture", ("--lengths", "1k"), "mixture has no lengths (an option 'tokens')"),
     ):
         done = shell.run("eval", suite, *arguments, *words)

@@ -77,7 +77,7 @@ WRONG = {
         ([*M, "nedle"], "unknown task 'nedle'"),
         ([*M, "needle", "--items", "0"], "evaluate 0 items"),
         ([*M, "needle", "--n", "-1"], "with -1 attempts"),
-        ([*M, "needle", "--k", "0"], "pass@0: k is at least 1"),
+        ([*M, "needle", "--k", "0"], "pass@0: k must be at least 1"),
         ([*M, "needle", "--k", "2"], "pass@2 needs at least 2 attempts"),
         ([*M, "needle", "--concurrency", "0"], "--concurrency 0: give at least 1"),
         ([*M, "needle", "--split", "x"], "no split 'x'"),
@@ -108,7 +108,7 @@ WRONG = {
         ([*M, "needle", "--out", "o", "--min-reward", "nan"], "--min-reward nan"),
     ),
     "train": (
-        ([], "give exactly one recipe"),
+        ([], "give one recipe"),
         (["nowhere.py"], "nowhere.py is not a recipe"),
         (
             ["broken.py"],

@@ -99,7 +99,7 @@ def test_show_prints_call_tree_and_transcript(stored: Shell) -> None:
     assert [without_time(line) for line in tree[2:]] == [*body[:8], body[-1]]
     turn = stored.run("show", run, "--turn", "2").out.splitlines()
     assert turn[-2:] == ["--- cell 1 ---", "| FINAL(2)"]
-    assert "has 2 turns, not 3" in stored.run("show", run, "--turn", "3").err
+    assert "has no turn 3: it has 2 turns" in stored.run("show", run, "--turn", "3").err
 
 
 def without_time(line: str) -> str:

@@ -125,7 +125,7 @@ def test_the_scripted_server_sees_pictures_and_refuses_a_wrong_format():
 
     assert run(main(PICTURE)) == PICTURE.digest
     wrong = msgspec.structs.replace(PICTURE, kind="png")
-    with pytest.raises(Refused, match="a picture of image/jpeg is sent as 'data:image/png'"):
+    with pytest.raises(Refused, match="a picture of type image/jpeg was sent as 'data:image/png'"):
         run(main(wrong))
 
 

@@ -129,7 +129,7 @@ def test_transient_failures_are_retried(server: Server) -> None:
     ("failures", "message"),
     [
         ([503] * 5, "reward model .*/classify answered 503"),
-        ([b"{}"] * 5, "its reply is not that of /classify"),
+        ([b"{}"] * 5, "its reply does not have the form of /classify"),
         ([400], "400"),
     ],
 )

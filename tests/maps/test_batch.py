@@ -317,7 +317,7 @@ def test_what_has_no_batch_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="a batch of 0 rows"):
             await map.ask(2, batch_rows=0)
         map.model = ramify.Model("groq:m", base_url=map.server.url, price=PRICE)
-        with pytest.raises(ConfigError, match="no batch API of Groq is known"):
+        with pytest.raises(ConfigError, match="batches are not supported for Groq"):
             await map.ask(2)
         assert map.server.log == []
 

@@ -205,7 +205,9 @@ def test_mismatched_configuration_error_names_the_first_difference(tmp_path: Pat
         made(Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=8, tie_word_embeddings=True)),
         tmp_path,
     )
-    with pytest.raises(ConfigError, match="another configuration: hidden_size: 32 here, 64 there"):
+    with pytest.raises(
+        ConfigError, match="a different configuration: hidden_size: 32 here, 64 there"
+    ):
         load_into(policy, tmp_path)
     save_policy(made(GPT2), tmp_path / "other")
     with pytest.raises(ConfigError, match="model_type: 'qwen3' here, 'gpt2' there"):

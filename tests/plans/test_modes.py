@@ -106,8 +106,8 @@ def test_a_mode_can_be_asked_for() -> None:
     [
         ({"mode": "plans"}, "unknown mode 'plans': did you mean 'plan'"),
         ({"mode": 3}, "mode is a int: give a mode"),
-        ({"mode": "plan", "direct": False}, "mode='plan' and direct decide the same"),
-        ({"mode": "auto", "strategy": reply}, "mode='auto' and strategy decide the same"),
+        ({"mode": "plan", "direct": False}, "mode='plan' and direct set the same thing"),
+        ({"mode": "auto", "strategy": reply}, "mode='auto' and strategy set the same thing"),
         ({"mode": "plan", "cite": True}, "a strategy cannot be combined with citations"),
     ],
 )

@@ -107,7 +107,7 @@ def test_accepted_weaker_sandbox_gives_warning(
         (
             "C",
             (),
-            "tier B: no Landlock (Linux 5.13, ",
+            "tier B: no Landlock, which needs Linux 5.13, ",
             "for tier B use a kernel with Landlock (Linux 5.13 or later",
         ),
     ],

@@ -70,7 +70,7 @@ def test_valid_response_is_parsed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_response_raises_one_line_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        SandboxError, match=r"the container engine at .* broke off \(list images\): "
+        SandboxError, match=r"the connection to the container engine at .* broke \(list images\): "
     ) as caught:
         ask_engine(tmp_path, MALFORMED[name])
     assert "\n" not in str(caught.value)
@@ -131,7 +131,7 @@ def test_response_that_is_not_a_stream_is_refused(tmp_path: Path) -> None:
         (LINE + b"Content-Length: 2\r\n\r\n[]", "does not become a plain stream"),
         (UPGRADED[:40], "the connection broke before the reply was whole"),
     ):
-        with pytest.raises(SandboxError, match=rf"broke off \(attach to a container\): .*{text}"):
+        with pytest.raises(SandboxError, match=rf"broke \(attach to a container\): .*{text}"):
             asyncio.run(asyncio.wait_for(attached(tmp_path, answer), 100))
     missing = b'HTTP/1.1 404 Not Found\r\nContent-Length: 19\r\n\r\n{"message": "gone"}'
     with pytest.raises(DockerEngineError, match="could not attach to a container: gone"):

@@ -54,7 +54,7 @@ async def opened(box: HostileBox) -> None:
         await sandbox.close()
 
 
-HEADER_THAT_IS_NONE = "it broke the protocol: a frame that is none"
+HEADER_THAT_IS_NONE = "it broke the protocol: invalid frame"
 
 
 @pytest.mark.parametrize(

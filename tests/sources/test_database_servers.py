@@ -262,14 +262,14 @@ def test_tls_to_postgresql_is_as_the_url_says(postgres: str):
     [
         ("mysql://db/shop?ssl-mode=MAYBE", "write one of DISABLED, PREFERRED"),
         ("mysql://db/shop?ssl-key=k.pem", "ssl-key without ssl-cert"),
-        ("mysql://db/shop?local_infile=1", "'local-infile', which is not obeyed here"),
-        ("mysql://db/shop?init_command=DROP", "'init-command', which is not obeyed here"),
+        ("mysql://db/shop?local_infile=1", "'local-infile', which is not supported"),
+        ("mysql://db/shop?init_command=DROP", "'init-command', which is not supported"),
         ("mysql://db/shop?sslmode=require", "only these TLS options are: ssl-mode"),
         ("postgresql://db/shop?options=-c%20x=y", "'options', which is not supported"),
-        ("postgresql://db/shop?host=/tmp", "'host', which is not obeyed here"),
-        ("postgresql://db/shop?password=s3cret", "give passwords in PGPASSWORD"),
-        ("mysql://db/shop?passwd=s3cret", "give passwords in MYSQL_PWD"),
-        ("mysql://db/shop?ssl-key-password=s3cret", "give passwords in MYSQL_PWD"),
+        ("postgresql://db/shop?host=/tmp", "'host', which is not supported"),
+        ("postgresql://db/shop?password=s3cret", "remove it and set PGPASSWORD"),
+        ("mysql://db/shop?passwd=s3cret", "remove it and set MYSQL_PWD"),
+        ("mysql://db/shop?ssl-key-password=s3cret", "remove it and set MYSQL_PWD"),
     ],
 )
 def test_an_option_is_obeyed_or_refused(address: str, expected: str):

@@ -255,7 +255,7 @@ def test_a_file_of_unknown_size_ends_at_the_limit(site: SiteServer, is_packed: b
 
 def test_a_body_that_breaks_off_is_not_a_shorter_file(site: SiteServer):
     site.pages["/cut.txt"] = 200, {"Content-Length": "1000", "Connection": "close"}, b"only this"
-    assert f"{site.url}/cut.txt broke off" in refused(f"{site.url}/cut.txt")
+    assert f"{site.url}/cut.txt was cut off" in refused(f"{site.url}/cut.txt")
 
 
 # --- answers that are no files

@@ -168,7 +168,7 @@ def test_reuse_of_replies_needs_a_folder() -> None:
     store = MemoryStore()
     with (
         rlm([code("FINAL(1)")], store=store) as r,
-        pytest.raises(ConfigError, match=r"which a MemoryStore does not have: RLM\(…, store="),
+        pytest.raises(ConfigError, match=r"which a MemoryStore is not: RLM\(…, store="),
     ):
         r.completion("text", "?", cache=True)
     assert store.ids() == []

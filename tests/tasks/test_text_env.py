@@ -304,7 +304,9 @@ def test_seed_of_the_metadata_is_used() -> None:
     assert asyncio.run(task.prepare(item)).about.startswith(
         played_by_the_library("CartPole-v1", 7, [])[0]
     )
-    with pytest.raises(ConfigError, match="item a: its seed is -1; give a whole number from 0 up"):
+    with pytest.raises(
+        ConfigError, match="item a: its seed is -1; give a whole number of at least 0"
+    ):
         seed_of(Item("?", id="a", metadata={"seed": -1}))
 
 

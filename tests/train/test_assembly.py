@@ -98,11 +98,11 @@ def changed(part: str, **fields: Any) -> Run:
             changed("warmup", optim=LATE),
             "warmup.optim.schedule=linear needs more steps than the 30 of warm-up, but has 2",
         ),
-        (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
+        (changed("sft", optim=LATE), "sft.optim.schedule=linear needs more steps than"),
         (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
         (
             changed("rl", critic=CriticSpec(model="own", optim=LATE)),
-            "rl.critic.optim.schedule=linear over 8 steps",
+            "rl.critic.optim.schedule=linear needs more steps than the 30 of warm-up, but has 8",
         ),
         (
             msgspec.structs.replace(small(), sft=None),

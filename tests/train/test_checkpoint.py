@@ -49,7 +49,7 @@ def test_full_disk_during_torch_save_is_named(tmp_path: Path) -> None:
     def full(path: Path) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
-    with pytest.raises(StoreError, match=r"torch.save failed, and \d+ MiB are free on its disk"):
+    with pytest.raises(StoreError, match=r"torch.save failed \(\d+ MiB are free on its disk\)"):
         checkpoints.save(TrainingProgress(step=2), {"backend": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
 

@@ -153,7 +153,9 @@ def test_canary_reports_different_rounding_in_deterministic_runs() -> None:
         TokenIdHashingClient(client), made.policy.model.named_parameters, PROMPT, limits
     )
     try:
-        with pytest.raises(TrainError, match=r"at most 0 and 0 are allowed.*deterministic=false$"):
+        with pytest.raises(
+            TrainError, match=r"\(allowed: 0\), and by .* \(allowed: 0\).*deterministic=false$"
+        ):
             asyncio.run(check.check_engines(SingleBackend(made.policy, compute=FIXED), at_once))
     finally:
         asyncio.run(client.close())

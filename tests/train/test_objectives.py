@@ -146,7 +146,7 @@ def test_loss_alone_averages_per_sequence_where_the_trainer_does() -> None:
 
 
 def test_objective_that_a_trainer_lacks_is_refused_with_those_that_it_has() -> None:
-    with pytest.raises(ConfigError, match="prime-rl has no objective gspo, but dppo, grpo, maxrl"):
+    with pytest.raises(ConfigError, match="prime-rl has no objective gspo, only dppo, grpo, maxrl"):
         rl_of("rl.objective=gspo", preset="prime_rl")
     assert rl_of(preset="prime_rl") == rl_of(preset="PRIME")
     for name, preset in PRESETS.items():
@@ -177,13 +177,13 @@ class NoCritic:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rl.loss.policy=gspo", "rl.algorithm.reduction=token"), "reduction=token is not used"),
+        (("rl.loss.policy=gspo", "rl.algorithm.reduction=token"), "reduction=token has no effect"),
         (("rl.objective=sapo", "rl.loss.policy.sequence_mean=false"), None),
         (
             ("rl.objective=sapo", "rl.loss.policy.sequence_mean=false", "rl.algorithm=grpo"),
-            "paper of sapo averages over sequences",
+            "paper of sapo, which averages over sequences",
         ),
-        (("rl.objective=gspo", "rl.loss.policy=ppo_clip"), "the loss of gspo is gspo"),
+        (("rl.objective=gspo", "rl.loss.policy=ppo_clip"), "rl.objective=gspo has the loss gspo"),
         (("rl.objective=gspo",), None),
         (("rl.loss.policy=gmpo",), None),
     ],

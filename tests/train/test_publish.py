@@ -181,7 +181,7 @@ def test_wandb_keeps_the_folder_as_an_artefact(
         (["RUN", "full/file"], "full/file is a file: give a folder, or hf://OWNER/NAME"),
         (["RUN", "hf://mine"], "hf://mine: give hf://OWNER/NAME"),
         (["RUN", "x", "--private"], "--private has no meaning for the folder x"),
-        (["RUN", "x", "--track", "tensorboard"], "tracker 'tensorboard' takes no files"),
+        (["RUN", "x", "--track", "tensorboard"], "tracker 'tensorboard' cannot store files"),
         (["RUN", "x", "--track", "wandv"], "did you mean 'wandb'"),
     ],
 )

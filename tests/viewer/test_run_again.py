@@ -147,7 +147,7 @@ def test_invalid_edits_are_refused_before_any_model_request(origin: Origin) -> N
         num = len(origin.model.requests)
         for edit, status, words in (
             ({"prompt": ["x" * 900_000]}, 400, "tokens, and the window of "),
-            ({"prompt": ["x"], "max_cost": 1e-6}, 400, "may cost $"),
+            ({"prompt": ["x"], "max_cost": 1e-6}, 400, "could cost $"),
             ({"prompt": [" "]}, 400, "an edited message of the prompt is empty"),
             ({"code": "1"}, 400, "call 0.1 is a plain call, which runs no code"),
             ({"turn": 7}, 400, "turn 8 cannot be forked"),

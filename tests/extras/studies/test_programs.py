@@ -221,7 +221,7 @@ def test_word_tokenizer_has_one_token_per_word() -> None:
         "@f12",
     ]
     assert UNKNOWN in tokenizer.decode(renderer.prompt([Message("user", "50 apples")]))
-    with pytest.raises(ConfigError, match="distinct"):
+    with pytest.raises(ConfigError, match="repeated or reserved"):
         word_tokenizer(["a", "b", "a"])
 
 

@@ -282,10 +282,10 @@ def test_loading_mismatched_checkpoint_is_rejected(
     other = ranks.shard_model(wider, policy(wider).model.state_dict())
     with pytest.raises(
         ConfigError,
-        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)",
+        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there, but \(32, 64\)",
     ):
         other.backend().load(tmp_path)
-    with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
+    with pytest.raises(ConfigError, match=r"saved with optim\.kind=adamw, but this run has muon"):
         spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(
         ConfigError, match=r"nowhere holds no sharded training state: trainer\.pt is missing"
@@ -374,7 +374,7 @@ def test_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     second.load(tmp_path)
     assert first.forward_backward(batches, LOSS) == second.forward_backward(batches, LOSS)
     with pytest.raises(
-        ConfigError, match=r"'model.embed_tokens.weight' is None there and \(61, 32\) here"
+        ConfigError, match=r"'model.embed_tokens.weight' is None there, but \(61, 32\) in this run"
     ):
         spread(ranks).backend().load(tmp_path)
     with pytest.raises(

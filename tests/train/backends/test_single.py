@@ -278,10 +278,10 @@ def test_loading_mismatched_checkpoint_is_rejected(tmp_path: Path):
     wider.intermediate_size = 64
     with pytest.raises(
         ConfigError,
-        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\) here",
+        match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there, but \(32, 64\) in this run",
     ):
         SingleBackend(policy(wider)).load(tmp_path)
-    with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
+    with pytest.raises(ConfigError, match=r"saved with optim\.kind=adamw, but this run has muon"):
         SingleBackend(policy(), OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no trainer state: backend\.pt is missing"):
         SingleBackend(policy()).load(tmp_path / "nowhere")
@@ -352,7 +352,7 @@ def test_path_longer_than_the_window_is_rejected():
     long = row("long", [1], 130, np.random.default_rng(0))
     with pytest.raises(
         ConfigError,
-        match="path of 131 tokens does not fit the policy's window of 128; it is one of: long",
+        match="a sequence of 131 tokens does not fit the policy's window of 128; it is one of: long",
     ):
         SingleBackend(policy()).forward_backward(pack([long]), LOSS)
 

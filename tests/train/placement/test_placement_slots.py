@@ -162,7 +162,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
                 pools={"main": NodePool(cpus=64, memory_gb=100)}, trainer=RoleSpec(memory_gb=60)
             ),
             {"trainer": 2},
-            "trainer 2 x 60 = 120 GB, and it has 1 x 100 = 100",
+            "trainer 2 x 60 = 120 GB, but it has 1 x 100 = 100",
         ),
         (
             PlacementSpec(
@@ -185,7 +185,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
             ),
             {"trainer": 8, "inference": 3, "rollouts": 4},
             "'main': 2 trainer and inference and rollouts 3 x 2 + 2 trainer and rollouts 1 x 2 = 8 "
-            "GPUs, and it has 1 x 6 = 6",
+            "GPUs, but it has 1 x 6 = 6",
         ),
         (
             PlacementSpec(
@@ -262,7 +262,7 @@ def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> 
 
     spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
     for kind in ("local", "ray"):
-        with pytest.raises(ConfigError, match="trainer 2 x 2 = 4 CPUs, and it has 1 x 3 = 3"):
+        with pytest.raises(ConfigError, match="trainer 2 x 2 = 4 CPUs, but it has 1 x 3 = 3"):
             train(with_placement(placed(spec, ranks=2), kind), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -285,7 +285,7 @@ def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
     }
     check_bundles(asked, [SlotResources(2, 4, 9), SlotResources(2, 4, 9)], "the cluster")
     with pytest.raises(
-        ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, and it has 1 \+ 1 = 2"
+        ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, but it has 1 \+ 1 = 2"
     ):
         check_bundles(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
     with pytest.raises(

@@ -100,7 +100,7 @@ def test_service_is_reached_at_its_address_and_counts_as_a_slot(tmp_path: Path) 
         (RoleInstanceId("judge", 0),),
     ]
     with pytest.raises(
-        ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"
+        ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, but it has 1 x 1 = 1"
     ):
         plan_placement(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
 
