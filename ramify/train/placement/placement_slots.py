@@ -160,8 +160,8 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
             )
             raise ConfigError(
                 f"placement: the roles do not fit the pool '{name}': {terms} = {total:g} {unit}, "
-                f"but it has {pool.nodes} x {getattr(node, field):g} = {available:g}: request less, "
-                "or add nodes"
+                f"but it has {pool.nodes} x {getattr(node, field):g} = {available:g}: request "
+                "less, or add nodes"
             )
 
 

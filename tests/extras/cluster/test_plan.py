@@ -107,7 +107,7 @@ def test_number_of_nodes_can_be_given_for_the_only_pool() -> None:
         inference=InferenceSpec(num=4),
     )
     with pytest.raises(
-        ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, and it has 1 x 2 = 2"
+        ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, but it has 1 x 2 = 2"
     ):
         plan(four)
     assert [
@@ -277,7 +277,7 @@ def test_plan_command_prints_json_or_text(
     assert found["placement_slots"][0]["members"] == [["trainer", 0], ["inference", 0]]
     assert plan_command.call([str(recipe)]) == 0
     assert "  placement slot 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
+    with pytest.raises(ConfigError, match="= 2 GPUs, but it has 1 x 1 = 1"):
         plan_command.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
     with pytest.raises(UsageError, match="give exactly one recipe"):
         plan_command.call(["rl.steps=1"])
