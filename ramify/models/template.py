@@ -340,7 +340,7 @@ class TemplateRenderer:
         text = self._template.text([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
-            raise ConfigError(f"the chat template leaves out a reply's content: {text[:80]!r}")
+            raise ConfigError(f"the chat template drops a reply's content: {text[:80]!r}")
         return gain
 
     def _why_unstable(self) -> str:

@@ -274,7 +274,7 @@ class MeteringProxy:
         name = http.match_info["name"]
         seat = self.seats.get(name)
         if seat is None or name == DEFAULT_SEAT:
-            raise RequestRejected(f"there is no seat {name!r:.80} to end", status=404)
+            raise RequestRejected(f"no seat {name!r:.80} is open", status=404)
         await self._close(seat)
         return web.json_response(_state(seat))
 

@@ -159,7 +159,7 @@ def _render(pdf: bytes, request: PdfPageRenderRequest) -> bytes:
     try:
         if not 1 <= request.page <= len(document):
             raise ValueError(
-                f"there is no page {request.page:,}: it has pages 1 to {len(document):,}"
+                f"page {request.page:,} does not exist: it has pages 1 to {len(document):,}"
             )
         page = document[request.page - 1]
         width, height = page.get_size()

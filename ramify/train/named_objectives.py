@@ -246,7 +246,7 @@ def canonical_objective_name(name: str) -> str:
     found = ALIASES.get(lower, ALGORITHMS.canonical(lower))
     if found not in OBJECTIVES and ALGORITHMS.canonical(lower) in ALGORITHMS:
         raise ConfigError(
-            f"there is no objective '{name}', but an estimator of that name: set "
+            f"objective '{name}' does not exist, but an estimator of that name does: set "
             f"rl.algorithm={ALGORITHMS.canonical(lower)}"
         )
     if found not in OBJECTIVES:

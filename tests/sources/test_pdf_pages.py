@@ -105,8 +105,8 @@ def test_a_long_scan_and_one_in_a_folder_say_how_to_look_at_them(tmp_path):
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        ((3,), "r.pdf: there is no page 3: it has pages 1 to 2"),
-        ((0,), "there is no page 0: it has pages 1 to 2"),
+        ((3,), "r.pdf: page 3 does not exist: it has pages 1 to 2"),
+        ((0,), "page 0 does not exist: it has pages 1 to 2"),
         ((1, "s.pdf"), "name one of the PDFs, such as r.pdf"),
         ((1, None, 5), "width is 5: give 100 to 4,000 pixels"),
         ((1, None, 10**9), "give 100 to 4,000 pixels"),
