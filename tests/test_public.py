@@ -276,6 +276,6 @@ def test_docstring_examples_of_public_names_pass(
 def test_old_public_names_still_work_with_a_warning(package: str) -> None:
     namespace = importlib.import_module(package)
     for old, new in PUBLIC_NAMES[package].items():
-        with pytest.warns(OldNameWarning, match=f"{package}.{old} is called {package}.{new} here"):
+        with pytest.warns(OldNameWarning, match=f"{package}.{old} is now called {package}.{new}"):
             assert getattr(namespace, old) is getattr(namespace, new)
         assert old not in dir(namespace)

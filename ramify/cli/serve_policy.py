@@ -164,7 +164,7 @@ COMMAND = SubcommandSpec(
         *RECORD_OPTIONS,
     ),
     epilog=(
-        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or "
-        "'tiny' (a small test model)."
+        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or the small "
+        "model tiny."
     ),
 )

@@ -256,7 +256,7 @@ class MeteringProxy:
             try:
                 wanted = msgspec.json.decode(body, type=OpenModelAccessRequest)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise RequestRejected(f"invalid seat request: {error}") from None
+                raise RequestRejected(f"not a request for a seat: {error}") from None
         limits = {
             name: value
             for name in PerItemBudget.__struct_fields__

@@ -160,7 +160,7 @@ def test_key_is_sent_and_not_shown(server: Server, monkeypatch: pytest.MonkeyPat
         ("http://gpu1/x", {"form": "clasify"}, "unknown form 'clasify': did you mean 'classify'"),
         ("http://gpu1/classify", {"key_variable": "NO_KEY"}, "variable NO_KEY is not set"),
         ("http://gpu1/classify", {"label": "good"}, "unnamed scores: give label="),
-        ("http://gpu1/classify", {"max_batch": 0}, "max_batch is 0"),
+        ("http://gpu1/classify", {"max_batch": 0}, "max_batch=0"),
     ],
 )
 def test_wrong_options_are_refused(url: str, options: dict[str, Any], message: str) -> None:

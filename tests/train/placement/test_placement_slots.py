@@ -146,7 +146,7 @@ def test_large_slots_are_placed_before_small_ones() -> None:
                 inference=RoleSpec(gpus=2),
             ),
             {"trainer": 8, "inference": 2},
-            "the roles do not fit the pool 'main': trainer 8 x 1 + inference 2 x 2 = 12 GPUs, and "
+            "the roles do not fit the pool 'main': trainer 8 x 1 + inference 2 x 2 = 12 GPUs, but "
             "it has 2 x 4 = 8",
         ),
         (
