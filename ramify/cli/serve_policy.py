@@ -164,7 +164,7 @@ COMMAND = SubcommandSpec(
         *RECORD_OPTIONS,
     ),
     epilog=(
-        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or the small "
-        "model tiny."
+        "FOLDER is a checkpoint in Hugging Face format, a model in the Hugging Face cache, or the "
+        "small model tiny."
     ),
 )
