@@ -79,8 +79,8 @@ def test_endless_split_rejects_indices_from_its_end(index: Any, shown: str) -> N
     with pytest.raises(ConfigError) as caught:
         train[index]
     assert str(caught.value) == (
-        f"teal/train is endless, and [{shown}] counts from its end: give both bounds, from 0 "
-        "up, as in [0:100], or give the task a size"
+        f"teal/train is endless, and [{shown}] counts from its end: give both bounds of "
+        "at least 0, as in [0:100], or give the task a size"
     )
     assert train[4:0:-2] == [train[4], train[2]]
     assert train[1::-1] == [train[1], train[0]]
