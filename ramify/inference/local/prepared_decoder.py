@@ -77,9 +77,10 @@ class PreparedDecoder:
         attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the
-        tokens with the indices ``rows_N``. If weights cannot be copied, the original model computes
-        them."""
+        """Return the hidden states that ``logits`` takes: [T, D] for all tokens, or [N, D] for the
+        tokens with the indices ``rows_N``. They are normalized, but the weight of the final norm is
+        multiplied into the output matrix. The next call overwrites them. If weights cannot be
+        copied, the original model computes all of it."""
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
         num = len(ids_T)
@@ -111,10 +112,9 @@ class PreparedDecoder:
             h_TD = _with_product(h_TD, o_TD, layer.o, layer.o_bias)
             gate_up = _product(room.norm(h_TD), layer.gate_up, layer.gate_up_bias, room.gate_up)
             gate_TM, up_TM = gate_up.chunk(2, -1)
-            inner_TM = F.silu(gate_TM, inplace=True).mul_(up_TM)
+            inner_TM = torch.mul(F.silu(gate_TM, inplace=True), up_TM, out=room.inner)
             h_TD = _with_product(h_TD, inner_TM, layer.down, layer.down_bias)
-        normed_ND: Tensor = self._model.model.norm(h_TD)
-        return normed_ND[:num]
+        return room.norm(h_TD)[:num]
 
     def logits(self, h_ND: Tensor) -> Tensor:
         """Return the fp32 logits [N, V] for N hidden states."""
@@ -147,7 +147,7 @@ class PreparedDecoder:
     def _prepare(self) -> None:
         shape = self._model.shape
         self._layers = [_prepared(layer, shape) for layer in self._model.model.layers]
-        self._output_DV = _stored(self._model.lm_head.weight)
+        self._output_DV = _stored(self._model.lm_head.weight * self._model.model.norm.weight)
 
     def _workspace(self, num: int) -> _Workspace:
         """Return buffers for the intermediate results of ``num`` tokens, or a few more if that
@@ -278,16 +278,17 @@ class _Workspace:
     def width(shape: DenseShape) -> int:
         """Return how many floating-point numbers the buffers need per token."""
         heads = shape.num_heads + 2 * shape.num_kv_heads
-        return shape.width + heads * (shape.head_size + 1) + 2 * shape.mlp_width + 1
+        return shape.width + heads * (shape.head_size + 1) + 3 * shape.mlp_width + 1
 
     def __init__(self, storage: Tensor, num: int, shape: DenseShape) -> None:
         self.num_rows = num
         heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
         rotated = heads + kv_heads
         # Queries and keys come first: complex numbers begin at an even place.
-        widths = ((rotated + kv_heads) * size, shape.width, 2 * shape.mlp_width, 1, rotated)
+        mlp_width = shape.mlp_width
+        widths = ((rotated + kv_heads) * size, shape.width, 2 * mlp_width, mlp_width, 1, rotated)
         parts = torch.split(storage[: num * sum(widths)], [num * each for each in widths])
-        qkv, normed, gate_up, rms, head_rms = (
+        qkv, normed, gate_up, inner, rms, head_rms = (
             part.view(num, width) for part, width in zip(parts, widths, strict=True)
         )
         by_head = qkv.view(num, rotated + kv_heads, size)
@@ -296,7 +297,7 @@ class _Workspace:
         self.v = by_head[:, rotated:]
         self.pairs = torch.view_as_complex(by_head[:, :rotated].view(num, rotated, size // 2, 2))
         """Queries and keys as complex numbers, [T, H + K, d / 2]."""
-        self.gate_up = gate_up
+        self.gate_up, self.inner = gate_up, inner
         self._normed, self._rms = normed, rms
         self._rotated, self._head_rms = by_head[:, :rotated], head_rms[..., None]
         self._eps = torch.full((), shape.norm_eps)
