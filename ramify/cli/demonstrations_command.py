@@ -244,9 +244,8 @@ class _Demonstrations:
                 with run_deadline_watchdog("the same command", self._screen.close_live_view):
                     return asyncio.run(making)
             except KeyboardInterrupt:
-                self._screen.notes.say(
-                    f"ramify: stopped after {progress.done:,} attempts; the same command continues"
-                )
+                num = pluralize(progress.done, "attempt")
+                self._screen.notes.say(f"ramify: stopped after {num}; the same command continues")
                 return None
 
     def _summary(

@@ -20,7 +20,7 @@ from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
 from ramify.cli.parser import ExitCode, SubcommandSpec
 from ramify.cli.settings import config_path, fill, unknown_variables
-from ramify.cli.terminal_text import size
+from ramify.cli.terminal_text import pluralize, size
 from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
 from ramify.install_command import install_command
@@ -155,7 +155,7 @@ def _store() -> Iterator[str]:
     from ramify.store.store import Store
 
     store = Store()
-    yield f"{store.root}, {len(store.runs()):,} runs, {size(store.size())}"
+    yield f"{store.root}, {pluralize(len(store.runs()), 'run')}, {size(store.size())}"
 
 
 _PARTS = {

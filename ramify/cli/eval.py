@@ -433,7 +433,7 @@ class _Command:
                 evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
             hint = f"; continue with: {command}" if command else ""
-            self._notes.say(f"ramify: stopped after {progress.done:,} attempts{hint}")
+            self._notes.say(f"ramify: stopped after {pluralize(progress.done, 'attempt')}{hint}")
             return ExitCode.STOPPED
         self._screen.close_live_view()
         return self._shown(evaluation, record, other)

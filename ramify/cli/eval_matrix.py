@@ -187,7 +187,7 @@ class EvalMatrixCommand:
             except KeyboardInterrupt:
                 hint = f"; continue with: {command}" if command and progress else ""
                 num = progress[0].done if progress else 0
-                self._notes.say(f"ramify: stopped after {num:,} attempts{hint}")
+                self._notes.say(f"ramify: stopped after {pluralize(num, 'attempt')}{hint}")
                 return ExitCode.STOPPED
             self._screen.close_live_view()
             return self._shown(plan, evaluations, is_stored=records is not None)

@@ -301,7 +301,7 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
         for hours in (whole.hours.value, whole.hours.low, whole.hours.high)
     )
     parts = [
-        f"{whole.num_rows:,} rows, {pluralize(whole.num_questions, 'question')}",
+        f"{pluralize(whole.num_rows, 'row')}, {pluralize(whole.num_questions, 'question')}",
         "cost unknown"
         if cost is None
         else f"{_dollars(cost.value)} ({_dollars(cost.low)} to {_dollars(cost.high)})",

@@ -204,6 +204,11 @@ def _lines(
     steps = ", ".join(f"{step.step} {step.calls:,}" for step in cost.steps if step.calls)
     how = "exactly" if cost.is_exact else "at most"
     yield f"calls    {how} {cost.calls:,}" + f" ({steps})" * bool(steps)
+    if cost.steps and not cost.calls:
+        yield (
+            "reason   no part of the context passes the plan's filter, so the answer would be "
+            "empty: ask in words that the context has, or read every part (search: --top 0)"
+        )
     yield (
         f"tokens   at most {format_count(cost.input_tokens)} in, "
         f"{format_count(cost.output_tokens)} out"

@@ -83,6 +83,8 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
     summaries = wanted.apply(stored)
     if words and not summaries:
         print(f"none of {pluralize(len(stored), 'run')} matches {' '.join(words)}", file=sys.stderr)
+        for line in wanted.unknown_values(stored):
+            print(line, file=sys.stderr)
     if wanted.group:
         _print_groups(wanted.groups(summaries), wanted.group, as_json=bool(json))
         return ExitCode.ANSWERED

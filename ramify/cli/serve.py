@@ -33,7 +33,7 @@ from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, unknown_variables
 from ramify.cli.stop_signals import add_stop_handler, run_deadline_watchdog
 from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import StderrMessageWriter, write_stderr
+from ramify.cli.terminal_text import StderrMessageWriter, pluralize, write_stderr
 from ramify.cli.traffic_recording_options import (
     RECORD_OPTIONS,
     open_recorder,
@@ -250,8 +250,9 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) 
             await stack.enter_async_context(server)
         announce(server.name, server.url, server.address, server.key)
         if left := await asyncio.to_thread(server.unfinished_runs):
+            num = pluralize(len(left), "run")
             notes.say(
-                f"ramify: {len(left)} runs ended with their server, before they had an answer; a "
+                f"ramify: {num} ended with their server, before they had an answer; a "
                 f"client continues its own with ramify.resume, and you with: ramify ask --resume "
                 f"{left[-1]}"
             )
@@ -262,8 +263,8 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) 
         stopping_now = asyncio.ensure_future(second_stop.wait())
         if server.num_runs:
             notes.say(
-                f"ramify: {server.num_runs} runs may continue for up to {grace_s:g} s; Ctrl-C "
-                "again to end now"
+                f"ramify: {pluralize(server.num_runs, 'run')} may continue for up to "
+                f"{grace_s:g} s; Ctrl-C again to end now"
             )
         await asyncio.wait({draining, stopping_now}, return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, stopping_now):

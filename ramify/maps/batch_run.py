@@ -43,6 +43,7 @@ from ramify.errors import (
     Unreachable,
     can_be_fixed,
 )
+from ramify.format_quantities import pluralize
 from ramify.logging import ComponentLogger
 from ramify.maps.map_journal import (
     BatchAccepted,
@@ -264,7 +265,7 @@ class MapBatchJobs:
             amounts.append(f"${most.cost:.3g} of ${limit.cost - spent.cost:.3g}")
         return ConfigError(
             f"a batch reserves the most that all its rows can use before it is uploaded: "
-            f"{num:,} rows may take {' and '.join(amounts)} that are left: raise the "
+            f"{pluralize(num, 'row')} may take {' and '.join(amounts)} that are left: raise the "
             f"limit{shorter}; nothing was uploaded"
         )
 

@@ -24,6 +24,7 @@ import msgspec
 
 from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
+from ramify.format_quantities import pluralize
 from ramify.install_command import install_command
 from ramify.sources.database_urls import PASSWORD_VARIABLES, DatabaseAddress, parse_address
 from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
@@ -79,7 +80,8 @@ def read_server(url: str, loading: SourceCollector) -> None:
     head = f'{product} database {name!r}. Query it with sql("SELECT …", db={name!r}), in its '
     head += "dialect, with %s for parameters.\n\n"
     loading.spend(len(text), name)
-    loading.add(name, head + text, "server", len(text), f"{product}: {num_tables} tables")
+    detail = f"{product}: {pluralize(num_tables, 'table')}"
+    loading.add(name, head + text, "server", len(text), detail)
 
 
 def query_server(

@@ -23,6 +23,7 @@ import msgspec
 from ramify.format_quantities import pluralize
 from ramify.sources.csv_records import csv_delimiter
 from ramify.sources.loaded_sources import (
+    MISNAMED,
     NOT_UTF8,
     SourceCollector,
     UnreadableSource,
@@ -123,6 +124,10 @@ _TEXT_KINDS = {
     "ipynb": "notebook",
 }
 """Suffix of a text-based document format -> kind of the document."""
+_PACKED = "zip tar gz tgz bz2 xz zst 7z"
+_BINARY = "pdf png jpg jpeg webp parquet arrow feather sqlite duckdb"
+_NEVER_TEXT = frozenset(_PACKED_KINDS).union(_PACKED.split(), _BINARY.split())
+"""Suffixes of formats whose files are never plain text."""
 _OFFICE = (".ods", ".odp")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 BINARY_SUFFIXES = frozenset(
@@ -232,6 +237,9 @@ _MAX_PARSED_CHARS = 20_000_000
 def read(file: SourceFile, loading: SourceCollector) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
+    stem, _, suffix = file.name.lower().rpartition("/")[2].rpartition(".")
+    if text and stem and suffix in _NEVER_TEXT:
+        detail = f"{MISNAMED} .{suffix}"
     if kind in ("csv", "jsonl") and loading.has_tools:
         from ramify.sources.session_tables import add_text_table
 

@@ -269,7 +269,10 @@ def _read_path(
         if path == _STDIN:
             stream = stdin if stdin is not None else sys.stdin.buffer
             with loading.undo_if_oversized():
-                read_file(SourceFile(label, _drain(stream, shown, loading), is_named=True), loading)
+                data = _drain(stream, shown, loading)
+                if not data and not is_alone:
+                    raise UnreadableSource("is empty")
+                read_file(SourceFile(label, data, is_named=True), loading)
         elif os.path.isdir(path):
             from ramify.sources.folder import read_folder
 

@@ -34,6 +34,8 @@ MIN_SEARCHED_CHARS = 100_000
 """Minimum characters of text in a context for which sessions get ``search`` and ``chunks``."""
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Note on a text that may have been decoded wrongly."""
+MISNAMED = "plain text, although its name ends in"
+"""Note on a text whose name is that of another format, such as ``report.pdf``."""
 NO_TABLE = "not a table for sql"
 """Note on a CSV or JSONL file that ``sql`` cannot query, before the reason."""
 NO_DUCKDB = "the extra inputs is not installed"
@@ -197,7 +199,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 "columns, rows and samples"
             )
         if self.problems:
-            lines.append(f"Not loaded: {len(self.problems):,} files ({_by_suffix(self.problems)})")
+            num = pluralize(len(self.problems), "file")
+            lines.append(f"Not loaded: {num} ({_by_suffix(self.problems)})")
         return "\n".join(lines)
 
     @property
@@ -258,9 +261,11 @@ class LoadedContext(msgspec.Struct, frozen=True):
             f"not loaded ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in reasons.items()
         ]
-        lines += [f"{item.name}: {item.detail}" for item in self.items if NOT_UTF8 in item.detail][
-            :_SHOWN
-        ]
+        lines += [
+            f"{item.name}: {item.detail}"
+            for item in self.items
+            if NOT_UTF8 in item.detail or MISNAMED in item.detail
+        ][:_SHOWN]
         no_tables: dict[str, list[str]] = {}
         for item in self.items:
             _, note, reason = item.detail.partition(f"{NO_TABLE} (")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.format_quantities import pluralize
 from ramify.install_command import install_command
 from ramify.nearest_name import nearest_name
 from ramify.sources.file_kinds import SourceFile
@@ -118,7 +119,7 @@ def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> Non
     if num_pages > MAX_PICTURES or not file.is_named:
         keep(file, loading)
         loading.needs_session = True
-        text = f"{file.name!r} has {num_pages:,} pages and no text: it may be a scan. "
+        text = f"{file.name!r} has {pluralize(num_pages, 'page')} and no text: it may be a scan. "
         text += f"page_picture(number, {file.name!r}) returns the picture of a page."
         loading.add(file.name, text, "pdf", len(file.data), detail)
         return

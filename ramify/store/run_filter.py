@@ -20,7 +20,7 @@ from functools import cmp_to_key
 from math import inf
 from typing import NamedTuple
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, did_you_mean
 from ramify.nearest_name import nearest_name
 from ramify.store.summary import RunSummary
 
@@ -38,6 +38,8 @@ class RunFilter(NamedTuple):
     is_descending: bool = False
     group: str = ""
     """Field to group by; empty for no groups."""
+    values: tuple[tuple[str, str], ...] = ()
+    """Field and value of each condition that a text contains a value."""
 
     @property
     def narrows(self) -> bool:
@@ -62,6 +64,19 @@ class RunFilter(NamedTuple):
 
         return sorted(found, key=cmp_to_key(compare))
 
+    def unknown_values(self, runs: Iterable[RunSummary]) -> list[str]:
+        """Return a sentence for each value that no run has, such as ``no run has stop:eror: did you
+        mean 'error'? known: error, final``.
+        """
+        runs = list(runs)
+        said = []
+        for name, value in self.values:
+            known = {each for run in runs for each in _TEXTS[name](run).lower().split("\n") if each}
+            named = value.replace(" ", "_")
+            if known and not any(value in each or named in each for each in known):
+                said.append(f"no run has {name}:{value}: {did_you_mean(value, known)}")
+        return said
+
     def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
         """Group the runs by the filter's field. Returns pairs of a value and its runs, with the
         most frequent value first.
@@ -81,6 +96,7 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
     clock = time.time() if now is None else now
     _check_spaces(text)
     conditions: list[Condition] = []
+    values: list[tuple[str, str]] = []
     sort, is_descending, group = "", False, ""
     for match in _PART.finditer(text):
         part, (minus, name, sign, raw) = match[0], match.groups("")
@@ -103,7 +119,9 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
         else:
             holds = _condition(part, name, sign, value, clock) if name else _has_words(value)
             conditions.append(_negated(holds) if minus else holds)
-    return RunFilter(tuple(conditions), sort, is_descending, group)
+            if name in _SHORT and value != "none" and not minus:
+                values.append((name, value))
+    return RunFilter(tuple(conditions), sort, is_descending, group, tuple(values))
 
 
 # --- fields of runs
@@ -154,6 +172,8 @@ _TEXTS: Mapping[str, Text] = {
 }
 FIELDS = (*_NUMBERS, *_TIMES, *_TEXTS)
 """Names of all fields that a filter can use."""
+_SHORT = ("origin", "task", "model", "stop", "label")
+"""Text fields with few values, which an explanation can list."""
 GROUPS = ("origin", "task", "model", "stop", "label", "question")
 """Fields by which runs can be grouped."""
 

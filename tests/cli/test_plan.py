@@ -42,6 +42,19 @@ def test_the_cost_of_a_plan_is_unknown_if_the_model_has_no_price(shell: Shell) -
     assert (done.code, "dollars  unknown: " in done.out) == (0, True)
 
 
+def test_a_plan_that_asks_nothing_says_why(shell: Shell) -> None:
+    shell.write("mail.txt", MAIL * 20)
+    why = "reason   no part of the context passes the plan's filter, so the answer would be empty"
+    for question, more, asks in (
+        ("Find complaint", ("--top", "1"), False),
+        ("When is noon?", ("--top", "1"), True),
+        ("Find complaint", ("--top", "0"), True),
+    ):
+        options = ("--plan", "search", "--part-tokens", "16", "--model", shell.model(SCRIPT), *more)
+        done = shell.run("plan", question, "mail.txt", *options)
+        assert ("calls    exactly 0\n" in done.out, why in done.out) == (not asks, not asks)
+
+
 def test_the_plan_runs_is_shown_and_can_be_resumed(shell: Shell) -> None:
     done = planned(shell, "--labels", "spam,ham", "--yes")
     assert (done.code, done.out) == (0, "2 are spam\n")

@@ -281,6 +281,12 @@ def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
     nothing = stored.run("runs", "when<2020")
     assert nothing.out.splitlines() == ["\t".join(COLUMNS)]
     assert nothing.err == "none of 2 runs matches when<2020\n"
+    wrong = stored.run("runs", "stop:fnal", "calls>1")
+    assert wrong.err == (
+        "none of 2 runs matches stop:fnal calls>1\n"
+        "no run has stop:fnal: did you mean 'final'? known: final\n"
+    )
+    assert stored.run("runs", "stop:final", "calls>999").err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -445,6 +445,30 @@ def test_importing_load_imports_no_format_readers():
     assert done.stdout == "[]\n"
 
 
+def test_plain_text_with_the_name_of_another_format_is_noted(tmp_path: Path):
+    write_tree(tmp_path, {"a.PDF": "no PDF", "b.xlsx": "no sheet", "c.txt": "c", "pdf": "x"})
+    loaded = load(tmp_path)
+    assert {item.name: item.detail for item in loaded.items} == {
+        "a.PDF": "plain text, although its name ends in .pdf",
+        "b.xlsx": "plain text, although its name ends in .xlsx",
+        "c.txt": "",
+        "pdf": "",
+    }
+    assert loaded.warnings() == [
+        "a.PDF: plain text, although its name ends in .pdf",
+        "b.xlsx: plain text, although its name ends in .xlsx",
+    ]
+
+
+def test_empty_standard_input_beside_a_file_is_noted(tmp_path: Path):
+    write_tree(tmp_path, {"a.txt": "a"})
+    loaded = load([tmp_path / "a.txt", "-"], stdin=io.BytesIO())
+    assert loaded.context == {"a.txt": "a"}
+    assert loaded.warnings() == ["not loaded (1), is empty: stdin"]
+    with pytest.raises(SourceError, match=r"stdin is empty; .*--strict"):
+        load([tmp_path / "a.txt", "-"], stdin=io.BytesIO(), strict=True)
+
+
 def test_control_characters_in_names_are_replaced(tmp_path: Path):
     write_tree(tmp_path, {"a\x1b[31m\nb.csv": '"x\ny",z\n1,2\n', "c.txt": "c"})
     loaded = load([tmp_path])
