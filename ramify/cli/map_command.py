@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error, write_stderr
 from ramify.logging import hold_warnings_for_run
 from ramify.maps.api import map_limits
+from ramify.maps.estimate import MIN_FOR_INTERVAL, EstimatedAmount
 from ramify.maps.map_run import MapResult, MapRun, MapSpec
 from ramify.maps.open_row_source import open_paths
 
@@ -295,25 +296,31 @@ def _print_sample(result: MapResult, *, prints_rows: bool) -> None:
     whole = result.estimate
     if whole is None:
         return
-    cost = whole.cost
-    time, low, high = (
-        terminal_text.seconds(3600 * hours)
-        for hours in (whole.hours.value, whole.hours.low, whole.hours.high)
-    )
     parts = [
         f"{pluralize(whole.num_rows, 'row')}, {pluralize(whole.num_questions, 'question')}",
-        "cost unknown"
-        if cost is None
-        else f"{_dollars(cost.value)} ({_dollars(cost.low)} to {_dollars(cost.high)})",
+        "cost unknown" if whole.cost is None else _with_interval(whole.cost, _dollars),
     ]
     if whole.is_batch:
         parts.append("in batches, each within a day")
     else:
         parts += [
-            f"{time} ({low} to {high}) with one worker",
+            f"{_with_interval(whole.hours, _hours)} with one worker",
             f"{pluralize(whole.workers_for_an_hour, 'worker')} for an hour",
         ]
-    print(f"all: {' · '.join(parts)}; from {pluralize(whole.num_sampled, 'question')}, 95 %")
+    sampled = pluralize(whole.num_sampled, "question")
+    is_few = whole.num_sampled < min(MIN_FOR_INTERVAL, whole.num_questions)
+    interval = "too few for an interval" if is_few else "95 %"
+    print(f"all: {' · '.join(parts)}; from {sampled}, {interval}")
+
+
+def _with_interval(amount: EstimatedAmount, form: Callable[[float], str]) -> str:
+    if amount.low is None or amount.high is None:
+        return f"about {form(amount.value)}"
+    return f"{form(amount.value)} ({form(amount.low)} to {form(amount.high)})"
+
+
+def _hours(hours: float) -> str:
+    return terminal_text.seconds(3600 * hours)
 
 
 def _dollars(amount: float) -> str:

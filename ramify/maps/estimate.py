@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import msgspec
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
-_MIN_FOR_LINE = 8
-"""Minimum sample size for fitting a line. A smaller sample gives only a mean."""
+MIN_FOR_INTERVAL = 8
+"""Minimum sample size for a fitted line and an interval. A smaller sample gives only a mean."""
 _MIN_ROUNDS = 4
 """Minimum ratio of sample size to concurrency at which the duration is estimated from the rate at
 which rows were finished. For smaller samples it is estimated from the times of single rows."""
@@ -30,11 +30,12 @@ _NUM_BLOCKS = 8
 
 
 class EstimatedAmount(msgspec.Struct, frozen=True):
-    """An estimated amount with its 95 % confidence interval."""
+    """An estimated amount with its 95 % confidence interval. The bounds are None if the sample does
+    not determine an interval."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
 
 class MeasuredRowCost(msgspec.Struct, frozen=True):
@@ -93,7 +94,8 @@ def estimate(
     chars = [row.chars for row in rows]
     cost = extrapolate_total([row.cost for row in rows], chars, num_questions, num_chars)
     seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
-    hours = EstimatedAmount(seconds.value / 3600, seconds.low / 3600, seconds.high / 3600)
+    low, high = (None if s is None else s / 3600 for s in (seconds.low, seconds.high))
+    hours = EstimatedAmount(seconds.value / 3600, low, high)
     return MapEstimate(
         num_rows,
         num_questions,
@@ -114,11 +116,13 @@ def extrapolate_total(
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)
     slope, degrees = 0.0, max(1, num - 1)
-    if num >= _MIN_FOR_LINE and spread:
+    if num >= MIN_FOR_INTERVAL and spread:
         products = ((size - mean_size) * value for size, value in zip(sizes, values, strict=True))
         slope, degrees = math.fsum(products) / spread, num - 2
     away = size_of_all / num_all - mean_size
     value = num_all * (mean + slope * away)
+    if num < min(MIN_FOR_INTERVAL, num_all):
+        return EstimatedAmount(value)
     rest = math.fsum(
         (value - mean - slope * (size - mean_size)) ** 2
         for size, value in zip(sizes, values, strict=True)
@@ -145,9 +149,11 @@ def _seconds(
     steady = new[len(new) // 4 :]
     each_s = (steady[-1].cpu_s - steady[0].cpu_s) / (len(steady) - 1) if len(steady) > 1 else 0.0
     busy = each_s * num_questions + read_s
-    parts = (waited.value, waited.low, waited.high)
-    value, low, high = (max(part / concurrency, busy) for part in parts)
-    return EstimatedAmount(value, low, high)
+    value = max(waited.value / concurrency, busy)
+    # The CPU time is measured as a whole, so it has no interval.
+    if waited.low is None or waited.high is None or busy >= waited.high / concurrency:
+        return EstimatedAmount(value)
+    return EstimatedAmount(value, max(waited.low / concurrency, busy), waited.high / concurrency)
 
 
 def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:

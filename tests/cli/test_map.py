@@ -66,6 +66,18 @@ def test_rows_that_cannot_be_asked_are_counted_alike_everywhere(shell: Shell) ->
     assert "--retry-failed" not in empty.err
 
 
+def test_a_sample_of_few_rows_has_no_interval(shell: Shell) -> None:
+    shell.write("rows.jsonl", "".join(f'{{"text": "fire {number}"}}\n' for number in range(30)))
+    options = ("--model", shell.model(SCRIPT), "--out", "out.jsonl")
+    few = shell.run("map", "Is it urgent?", "rows.jsonl", "--try", "3", *options).out
+    assert "; from 3 questions, too few for an interval" in few
+    assert "about $0.00 · about " in few
+    assert " to " not in few
+    more = shell.run("map", "Is it urgent?", "rows.jsonl", "--try", "20", *options).out
+    assert "$0.00 ($0.00 to $0.00)" in more
+    assert "; from 20 questions, 95 %" in more
+
+
 def test_a_refused_map_leaves_nothing_behind(shell: Shell) -> None:
     shell.write("damaged.parquet", "no parquet")
     shell.write("rows.jsonl", ROWS)

@@ -9,7 +9,7 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.maps.estimate import MeasuredRowCost, estimate, extrapolate_total
+from ramify.maps.estimate import EstimatedAmount, MeasuredRowCost, estimate, extrapolate_total
 
 PRICE = ramify.Price(input=1.0, output=2.0)
 
@@ -30,6 +30,25 @@ def test_the_interval_of_a_mean_covers_the_sum_as_often_as_it_says() -> None:
         amount = extrapolate_total(sample, [1] * 40, 500, 500)
         hits += amount.low <= sum(values) <= amount.high
     assert 0.88 <= hits / 400 <= 0.99
+
+
+@pytest.mark.parametrize("num", [1, 3, 7])
+def test_few_questions_give_no_interval(num: int) -> None:
+    assert extrapolate_total([1.0] * num, [1] * num, 50, 50) == EstimatedAmount(50.0)
+    rows = [MeasuredRowCost(10, 0.01, 2.0, 2.0, 0.0) for _ in range(num)]
+    whole = estimate(rows, 50, 50, 500, 4, 0.1, is_priced=True)
+    assert (whole.hours.low, whole.hours.high) == (None, None)
+    assert whole.cost is not None
+    assert (whole.cost.low, whole.cost.high) == (None, None)
+    every = estimate(rows, num, num, 10 * num, 4, 0.1, is_priced=True)
+    assert every.cost is not None
+    assert every.cost.low == every.cost.high == pytest.approx(every.cost.value)
+
+
+def test_time_of_the_cpu_has_no_interval() -> None:
+    rows = [MeasuredRowCost(10, 0.0, 2.0, 2.0, float(number)) for number in range(10)]
+    busy = estimate(rows, 1000, 1000, 10_000, 4, 3.0, is_priced=False).hours
+    assert busy == EstimatedAmount(pytest.approx(1003 / 3600), None, None)
 
 
 def test_the_rate_of_a_large_sample_gives_the_time() -> None:
