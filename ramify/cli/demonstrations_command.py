@@ -244,8 +244,8 @@ class _Demonstrations:
                 with run_deadline_watchdog("the same command", self._screen.close_live_view):
                     return asyncio.run(making)
             except KeyboardInterrupt:
-                num = pluralize(progress.done, "attempt")
-                self._screen.notes.say(f"ramify: stopped after {num}; the same command continues")
+                attempts = pluralize(progress.done, "attempt")
+                self._screen.notes.say(f"ramify: stopped after {attempts}; the same command continues")
                 return None
 
     def _summary(
