@@ -245,7 +245,9 @@ class _Demonstrations:
                     return asyncio.run(making)
             except KeyboardInterrupt:
                 attempts = pluralize(progress.done, "attempt")
-                self._screen.notes.say(f"ramify: stopped after {attempts}; the same command continues")
+                self._screen.notes.say(
+                    f"ramify: stopped after {attempts}; the same command continues"
+                )
                 return None
 
     def _summary(
