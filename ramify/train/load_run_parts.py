@@ -43,6 +43,7 @@ from ramify.train.preflight import (
     check_engine_memory,
     check_inference,
     check_prompts,
+    check_reply_fits,
     check_schedules,
     note_missing_template,
     note_rewritten_history,
@@ -158,6 +159,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     # Engine and trainer of a deterministic run share weights in fp32.
     dtype = "float32" if run.deterministic else precision.engine
     policy = policy_of(run, demonstrations, dtype, checkpoint, scaffold.tools())
+    if not run.policy.path:
+        check_reply_fits(run, policy.window, "by its demonstrations; policy.shape sets it")
     direct = _answers_directly(run, demonstrations, scaffold, checkpoint)
     policy.card = trained_policy_settings(run, policy, direct=direct)
     if isinstance(task, TrafficTask):

@@ -2,7 +2,7 @@
 model or a model trained from scratch.
 
     option                       checkpoint             from scratch
-    rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    1e-3
+    rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    3e-4
     sft.optim.lr, warmup.…       1e-5, adapters 1e-4    1e-3
     *.optim.betas                0.9, 0.999             0.9, 0.98
     *.optim.warmup_steps         a tenth, at most 10    0
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 _log = ComponentLogger("train")
 _RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
 """Usual learning rates for a checkpoint, by stage: of all weights, and of adapters."""
+_FROM_SCRATCH_RATES = {"warmup": 1e-3, "sft": 1e-3, "rl": 3e-4}
+"""Usual learning rates for a policy from scratch, by stage. A policy that has just learned to
+imitate is certain of what it does, and at 1e-3 a few updates of ``rl`` unlearn it."""
 _HIGH = 10
 """Factor above the usual learning rate from which on a learning rate is reported."""
 S = TypeVar("S", bound=msgspec.Struct)
@@ -50,11 +53,13 @@ def with_policy_defaults(run: Run) -> Run:
     Raises ConfigError if the run sets ``policy.thinking``, but the model has no such switch."""
     policy = _policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
+    betas = (0.9, 0.999) if is_checkpoint else (0.9, 0.98)
+    warmup_steps = None if is_checkpoint else 0
     stages: dict[str, Any] = {}
     for name in _RATES:
         stage = getattr(run, name)
         if stage is not None:
-            usual = usual_rate(run, name) if is_checkpoint else None
+            usual = OptimizerSpec(lr=usual_rate(run, name), betas=betas, warmup_steps=warmup_steps)
             stages[name] = _changed(stage, optim=_optim(stage.optim, usual))
             if name == "rl" and stage.critic.optim is not None:
                 critic = _changed(stage.critic, optim=_optim(stage.critic.optim, usual))
@@ -80,13 +85,15 @@ def usual_warmup(num_steps: int) -> int:
 
 
 def usual_rate(run: Run, stage: str) -> float:
-    """Return the usual learning rate for training a checkpoint in the given stage."""
+    """Return the usual learning rate for training the run's policy in the given stage."""
+    if not is_pretrained(run.policy):
+        return _FROM_SCRATCH_RATES[stage]
     return _RATES[stage][run.policy.lora is not None]
 
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
     """Log the defaults that were filled in for the policy, and warn about learning rates that are
-    high for a checkpoint. A resumed run does not log the defaults again."""
+    high for it. A resumed run does not log the defaults again."""
     kind = "a pretrained checkpoint" if is_pretrained(run.policy) else "trained from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
@@ -103,16 +110,15 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
             f"{', '.join(found)}"
         )
         _log.info("policy_defaults", text, shown=True)
-    if not is_pretrained(run.policy):
-        return
+    what = "checkpoints" if is_pretrained(run.policy) else "policies from scratch"
     for name in _RATES:
         stage = getattr(run, name)
         usual = usual_rate(run, name)
         if stage is not None and stage.optim.lr >= _HIGH * usual * (1 - 1e-9):
             text = (
                 f"{name}.optim.lr={stage.optim.lr:g} is {stage.optim.lr / usual:.3g} times what "
-                f"checkpoints usually tolerate: {usual:g} is usual"
-                + (" with adapters" if run.policy.lora is not None else "")
+                f"{what} usually tolerate: {usual:g} is usual"
+                + (" with adapters" if run.policy.lora and is_pretrained(run.policy) else "")
             )
             _log.warning("high_learning_rate", text, shown=True, stage=name)
 
@@ -186,17 +192,14 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
         return None
 
 
-def _optim(optim: OptimizerSpec, usual: float | None) -> OptimizerSpec:
-    """Fill in the optimizer options that were not set. ``usual`` is the usual learning rate for a
-    checkpoint; None if the policy is trained from scratch. For a checkpoint, the warm-up stays
-    unset until ``stages.scheduled`` knows the number of steps."""
-    values: dict[str, Any] = {}
-    if optim.lr is None:
-        values["lr"] = 1e-3 if usual is None else usual
-    if optim.betas is None:
-        values["betas"] = (0.9, 0.98) if usual is None else (0.9, 0.999)
-    if optim.warmup_steps is None and usual is None:
-        values["warmup_steps"] = 0
+def _optim(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
+    """Fill in the optimizer options that were not set from the ``usual`` ones. For a checkpoint,
+    the warm-up stays unset until ``stages.scheduled`` knows the number of steps."""
+    values: dict[str, Any] = {
+        name: getattr(usual, name)
+        for name in ("lr", "betas", "warmup_steps")
+        if getattr(optim, name) is None
+    }
     return _changed(optim, **values)
 
 

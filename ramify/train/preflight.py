@@ -34,7 +34,7 @@ from ramify.train.advantages.base import needs_of
 from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.token_loss_weights import ALSO
 from ramify.train.backends.base import BACKENDS
-from ramify.train.config import Run
+from ramify.train.config import EvaluateSpec, Run
 from ramify.train.data.sft_data import DEMOS
 from ramify.train.losses import SEQUENCE_MEANS
 from ramify.train.named_objectives import advantage_estimator_of, why_impossible
@@ -100,7 +100,13 @@ def check_policy_files(run: Run) -> None:
             except ConfigError as error:
                 raise ConfigError(f"policy.tokenizer={spec.tokenizer}: {error}") from None
     check_model_type(config, where)
-    window, reply = window_in(config), run.limits.max_reply_tokens
+    check_reply_fits(run, window_in(config), where)
+
+
+def check_reply_fits(run: Run, window: int | None, where: str) -> None:
+    """Raise ConfigError if the longest reply leaves no room for a prompt in the policy's ``window``
+    of tokens. ``where`` is where the window is set."""
+    reply = run.limits.max_reply_tokens
     if window is not None and reply >= window and reply != Limits().max_reply_tokens:
         raise ConfigError(
             f"limits.max_reply_tokens={reply} leaves no room for a prompt: the policy's window has "
@@ -198,6 +204,7 @@ def check_splits_and_references(run: Run, task: Task) -> None:
             )
         run.rl.algorithm.check(task.tasks, task.trained)
     check_objective(run)
+    _check_sizes(run, task)
     if (
         run.rl is not None
         and run.rl.sample.settled_share is not None
@@ -222,6 +229,40 @@ def check_splits_and_references(run: Run, task: Task) -> None:
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
         )
+
+
+def _check_sizes(run: Run, task: Task) -> None:
+    """Raise ConfigError if a step is divided into more minibatches than it has rollouts. Logs a
+    warning if a step or an evaluation asks for more items than the task has."""
+    if run.rl is not None:
+        sample, group = run.rl.sample, run.rl.rollout.group
+        most = (sample.max_items or sample.items) * group
+        if sample.minibatches > most:
+            raise ConfigError(
+                f"rl.sample.minibatches={sample.minibatches} divide the rollouts of a step, which "
+                f"has at most {most}: give at most that many, or raise rl.sample.items or "
+                "rl.rollout.group"
+            )
+        num = len(items_of(task, "train"))
+        if sample.items > num:
+            _log.warn(
+                f"rl.sample.items={sample.items}: the split train has {num} items, so each step "
+                f"asks some of them {-(-sample.items // num)} times",
+                stacklevel=3,
+            )
+    for name, splits in (
+        ("num", dict.fromkeys((*run.evaluate.first, *run.evaluate.final))),
+        ("validation", ("validation",)),
+    ):
+        given = getattr(run.evaluate, name)
+        sizes = {split: len(items_of(task, split)) for split in splits}
+        sizes = {split: num for split, num in sizes.items() if given and num < given}
+        if sizes and given != getattr(EvaluateSpec(), name):
+            shown = ", ".join(f"{split} {num}" for split, num in sizes.items())
+            _log.warn(
+                f"evaluate.{name}={given}: there are fewer items ({shown}), and all are used",
+                stacklevel=3,
+            )
 
 
 def check_objective(run: Run) -> None:

@@ -51,6 +51,9 @@ _MIN_POSITIONS = 32
 """Minimum number of positions for which bitwise equality is meaningful."""
 _NUM_COMPARED = 1024
 """Number of values compared per matrix."""
+_BROKEN = -50.0
+"""Mean log-probability of the canary's tokens below which the policy's weights are broken. Chance
+is about -12 with 150,000 tokens."""
 _NUM_SAMPLES = 6
 """Number of canary replies sampled at once in a deterministic run."""
 
@@ -264,13 +267,19 @@ class EngineConsistencyChecks:
         self.worst = max(self.worst, largest)
         if not (largest <= allowed and mean <= allowed / 10):
             hint = f"; {self._limits.hint}" if self._limits.hint else ""
+            why = "they compute different models, or the engine's cache is stale"
+            if not np.isfinite(ours_T).all() or float(ours_T.mean()) < _BROKEN:
+                why = (
+                    "the trainer's own values are those of a policy that predicts no text any "
+                    "more, so an update has broken its weights: lower the stage's optim.lr, or set "
+                    "optim.max_grad_norm"
+                )
             at = int(np.argmax(differences_T))
             raise TrainError(
                 f"the canary's log-probabilities differ by up to {largest:.2g} between engine and "
                 f"trainer (allowed: {allowed:.3g}), and by {mean:.2g} on average (allowed: "
-                f"{allowed / 10:.3g}): they compute different models, or the engine's cache is "
-                f"stale{self._where(engine)}; at {what} token {at} the engine gives "
-                f"{theirs_T[at]:.5f} and the trainer {ours_T[at]:.5f}{hint}"
+                f"{allowed / 10:.3g}): {why}{self._where(engine)}; at {what} token {at} the engine "
+                f"gives {theirs_T[at]:.5f} and the trainer {ours_T[at]:.5f}{hint}"
             )
 
     def _where(self, engine: InferenceClient) -> str:

@@ -93,6 +93,12 @@ def _trajectory(id: str, row: _Row) -> Trajectory:
         raise ValueError(
             "its first message is the assistant's" if any(learned) else "it has no reply to learn"
         )
+    for number, (each, is_learned) in enumerate(zip(messages, learned, strict=True)):
+        if is_learned and not (each.content or each.reasoning or each.tool_calls):
+            raise ValueError(
+                f"the reply in message {number} is empty, and would teach to say nothing: give it "
+                'a text, or "weight": 0'
+            )
     call = Call("0", "rlm", "demonstrator", 0, messages[0].content)
     call.turns = list(_turns(messages, learned))
     call.stop = Stop.FINAL

@@ -16,6 +16,7 @@ the record grows.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -297,8 +298,8 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     for number, tree in _rollouts(path, problems):
         trajectories.append(tree)
         rows.append(_sample(tree, f"{key}:{number}"))
-    # Rollouts without a reward, such as failed ones, come first.
-    rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
+    # Rollouts without a reward, such as failed ones, come last.
+    rows.sort(key=lambda row: math.inf if row["reward"] is None else -row["reward"])
     return {
         "step": step,
         "path": str(path),

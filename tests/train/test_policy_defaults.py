@@ -61,9 +61,9 @@ def test_defaults_for_each_kind_of_policy(checkpoints: Path) -> None:
     path, lora = str(checkpoints / "qwen3"), LoraSpec(rank=4)
     plain = str(checkpoints / "llama3")
     scratch, usual = (0.9, 0.98), (0.9, 0.999)
-    assert found(PolicySpec(shape=SHAPE)) == (1e-3, scratch, 0, 128, None, None)
-    assert found(PolicySpec(shape=SHAPE, lora=lora)) == (1e-3, scratch, 0, 128, None, 8.0)
-    assert found(PolicySpec(path="tiny")) == (1e-3, scratch, 0, 128, None, None)
+    assert found(PolicySpec(shape=SHAPE)) == (3e-4, scratch, 0, 128, None, None)
+    assert found(PolicySpec(shape=SHAPE, lora=lora)) == (3e-4, scratch, 0, 128, None, 8.0)
+    assert found(PolicySpec(path="tiny")) == (3e-4, scratch, 0, 128, None, None)
     assert found(PolicySpec(path=path)) == (1e-6, usual, 4, 1024, False, None)
     assert found(PolicySpec(path=plain)) == (1e-6, usual, 4, 1024, None, None)
     thinking = PolicySpec(path=path, thinking=True, lora=lora)
@@ -151,6 +151,20 @@ def test_high_learning_rate_gives_a_warning_with_the_usual_rate(
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == warns
     assert all(text.endswith(f"checkpoints usually tolerate: {usual}") for text in found)
+
+
+@pytest.mark.parametrize(("rate", "says"), [(2e-3, []), (3e-3, ["10"]), (5.0, ["1.67e+04"])])
+def test_high_learning_rate_of_a_policy_from_scratch_gives_a_warning(
+    rate: float, says: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = with_policy_defaults(run_of(PolicySpec(shape=SHAPE), optim=OptimizerSpec(lr=rate)))
+    with caplog.at_level(logging.WARNING, "ramify.train"):
+        report_policy_defaults(run, run)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rl.optim.lr={rate:g} is {times} times what policies from scratch usually tolerate: "
+        "0.0003 is usual"
+        for times in says
+    ]
 
 
 def test_thinking_is_rejected_for_templates_without_it(checkpoints: Path) -> None:

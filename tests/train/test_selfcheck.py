@@ -100,6 +100,26 @@ def test_stale_engine_cache_is_detected(made: RunParts) -> None:
         asyncio.run(client.close())
 
 
+def test_broken_weights_are_not_blamed_on_the_engine(made: RunParts) -> None:
+    """A learning rate that is far too high breaks the weights, and rounding grows with them."""
+    policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
+    client = LocalClient(policy, name="local:broken")
+
+    async def run() -> None:
+        checked = check(made, client, policy.model)
+        await checked.check_engines(SingleBackend(policy), at_once)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter *= 1e3
+        with pytest.raises(TrainError, match=r"update has broken its weights: lower the stage's"):
+            await checked.check_engines(SingleBackend(policy), at_once)
+
+    try:
+        asyncio.run(run())
+    finally:
+        asyncio.run(client.close())
+
+
 class OldMatrixEngine:
     """An engine without a fingerprint that samples correctly but scores with an old output matrix;
     its samples are almost certain and hide the fault."""

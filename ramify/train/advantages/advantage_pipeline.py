@@ -68,8 +68,8 @@ EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 NO_ADVANTAGE = 1e-9
 """Largest absolute value of an advantage that counts as zero."""
-_MOST_NAMED = 3
-"""Maximum number of unusable rollouts per step that are reported by name."""
+_MOST_REASONS = 3
+"""Maximum number of reasons per step for which unusable rollouts are reported."""
 
 
 _credit_of = functools.cache(CREDITS.of)
@@ -383,23 +383,32 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Return messages about the rollouts that were left out, with reasons. The first few are named,
-    and the others only counted.
+    """Return messages about the rollouts that were left out, one for each reason, with their number
+    and the name of one of them. The first few reasons are given.
 
     Rollouts that the task could not score are reported by the stage (``score_failure_counts.py``).
     """
+    by_reason: dict[str, list[str]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            if not trajectory.score_error and (why := why_unscored(trajectory)):
+                by_reason.setdefault(why, []).append(_short_name(trajectory.id))
     notes = [
-        f"{trajectory.id} is left out of its group: it {why}"
-        for group in groups
-        for trajectory in group.trajectories
-        if not trajectory.score_error and (why := why_unscored(trajectory))
+        f"{names[0]} is left out of its group: it {why}"
+        if len(names) == 1
+        else f"{len(names)} rollouts are left out of their groups, such as {names[0]}: it {why}"
+        for why, names in by_reason.items()
     ]
-    more = len(notes) - _MOST_NAMED
-    return (
-        [*notes[:_MOST_NAMED], f"{more} more rollouts are left out for such reasons"]
-        if more > 1
-        else notes
-    )
+    more = sum(len(names) for names in list(by_reason.values())[_MOST_REASONS:])
+    others = [f"{more} more are left out for other reasons"] if more else []
+    return [*notes[:_MOST_REASONS], *others]
+
+
+def _short_name(id: str) -> str:
+    """Return the name of a rollout within its step. The message about it names the step, which is
+    counted through all stages, while the rollout's id counts those of its stage."""
+    step, _, name = id.partition("/")
+    return name if name and step.startswith("step=") else id
 
 
 def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:

@@ -67,8 +67,8 @@ function resultOf(each) {
 /** @type {Record<string, { words: string, key: (item: any) => number | string }>} */
 const SORTS = {
   "": { words: "in the order of the task", key: (item) => item.index },
-  worst: { words: "worst first", key: (item) => item.mean ?? 2 },
-  best: { words: "best first", key: (item) => -(item.mean ?? -1) },
+  worst: { words: "worst first", key: (item) => item.mean ?? Infinity },
+  best: { words: "best first", key: (item) => -(item.mean ?? -Infinity) },
   mixed: {
     words: "most mixed first",
     key: (item) => (item.mean === null ? 1 : Math.abs(item.mean - 0.5)),

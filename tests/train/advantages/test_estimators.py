@@ -461,19 +461,19 @@ def test_non_finite_or_missing_reward_is_noted_and_left_out_of_its_group() -> No
     ]
 
 
-def test_notes_on_failed_rollouts_are_limited_and_the_rest_counted() -> None:
-    found = DrGRPO().assign_advantages(
-        [
-            group(
-                *(with_id(f"{n}", tree(reward=None)) for n in range(9)),
-                *roots(1, 0)[0].trajectories,
-            )
-        ],
-        {},
-    )
+def test_notes_on_failed_rollouts_are_one_line_for_each_reason() -> None:
+    """A step of a run reports its rollouts within a line that names the step."""
+    failed = [with_id(f"step=4/group=2/rollout={n}", tree(reward=None)) for n in range(20)]
+    for number, each in enumerate(failed[10:]):
+        each.errors.append(f"reason {min(number, 4)}")
+    found = DrGRPO().assign_advantages([group(*failed, *roots(1, 0)[0].trajectories)], {})
     assert len(found.rollouts) == 2
-    assert found.notes[0] == "0 is left out of its group: it has no call"
-    assert found.notes[3:] == ["6 more rollouts are left out for such reasons"]
+    assert found.notes == [
+        "10 rollouts are left out of their groups, such as group=2/rollout=0: it has no call",
+        "group=2/rollout=10 is left out of its group: it has no call: reason 0",
+        "group=2/rollout=11 is left out of its group: it has no call: reason 1",
+        "8 more are left out for other reasons",
+    ]
 
 
 def test_every_estimator_can_mask_cut_replies() -> None:
