@@ -43,8 +43,9 @@ _RATES = {"warmup": (1e-5, 1e-4), "sft": (1e-5, 1e-4), "rl": (1e-6, 1e-5)}
 _FROM_SCRATCH_RATES = {"warmup": 1e-3, "sft": 1e-3, "rl": 3e-4}
 """Usual learning rates for a policy from scratch, by stage. A policy that has just learned to
 imitate is certain of what it does, and at 1e-3 a few updates of ``rl`` unlearn it."""
-_HIGH = 10
-"""Factor above the usual learning rate from which on a learning rate is reported."""
+_HIGH, _HIGH_FROM_SCRATCH = 10, 100
+"""Factors above the usual learning rate from which on a learning rate is reported. Small policies
+from scratch were trained well at 30 times the usual one."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -110,11 +111,13 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
             f"{', '.join(found)}"
         )
         _log.info("policy_defaults", text, shown=True)
-    what = "checkpoints" if is_pretrained(run.policy) else "policies from scratch"
+    what, high = "checkpoints", _HIGH
+    if not is_pretrained(run.policy):
+        what, high = "policies from scratch", _HIGH_FROM_SCRATCH
     for name in _RATES:
         stage = getattr(run, name)
         usual = usual_rate(run, name)
-        if stage is not None and stage.optim.lr >= _HIGH * usual * (1 - 1e-9):
+        if stage is not None and stage.optim.lr >= high * usual * (1 - 1e-9):
             text = (
                 f"{name}.optim.lr={stage.optim.lr:g} is {stage.optim.lr / usual:.3g} times what "
                 f"{what} usually tolerate: {usual:g} is usual"

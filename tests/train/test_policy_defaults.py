@@ -153,7 +153,7 @@ def test_high_learning_rate_gives_a_warning_with_the_usual_rate(
     assert all(text.endswith(f"checkpoints usually tolerate: {usual}") for text in found)
 
 
-@pytest.mark.parametrize(("rate", "says"), [(2e-3, []), (3e-3, ["10"]), (5.0, ["1.67e+04"])])
+@pytest.mark.parametrize(("rate", "says"), [(2e-2, []), (3e-2, ["100"]), (5.0, ["1.67e+04"])])
 def test_high_learning_rate_of_a_policy_from_scratch_gives_a_warning(
     rate: float, says: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
