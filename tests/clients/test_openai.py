@@ -334,19 +334,19 @@ LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
             choice({"content": "x"}, finish_reason=None),
             200,
             MalformedResponse,
-            "the finish reason None",
+            "the unknown finish reason None",
         ),
         (
             choice({"content": "x"}, finish_reason="odd"),
             200,
             MalformedResponse,
-            "the finish reason 'odd'",
+            "the unknown finish reason 'odd'",
         ),
         (
             choice({"content": "x"}, finish_reason=""),
             200,
             MalformedResponse,
-            "the finish reason ''",
+            "the unknown finish reason ''",
         ),
         (
             choice({"content": "x"}, finish_reason=7),

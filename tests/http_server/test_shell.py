@@ -319,5 +319,5 @@ def test_address_of_this_machine_alone_can_be_open() -> None:
 
     run(test)
     for address in ({"host": "0.0.0.0"}, {"host": "example.org"}, {"socket": Path("x")}):
-        with pytest.raises(ConfigError, match="remove --open-to-this-machine"):
+        with pytest.raises(ConfigError, match="cannot be used with --open-to-this-machine"):
             ListenAddress(**address, is_open=True)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def test_message_text_never_becomes_a_marker(name: str, marker: str) -> None:
 
 
 def test_a_tokenizer_without_the_templates_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no token '<\|im_end\|>'"):
+    with pytest.raises(ConfigError, match=r"needs the token '<\|im_end\|>'"):
         renderer_of(tokenizer_of("chatml", without="<|im_end|>"))
 
 

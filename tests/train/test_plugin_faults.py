@@ -126,9 +126,11 @@ def test_loss_without_gradient_or_per_token_shape_is_refused(
 
 
 def test_part_without_required_methods_is_refused_at_the_start(plugin: str) -> None:
-    with pytest.raises(ConfigError, match=r"rl.loss.policy: NoClipped has no clipped\(\)"):
+    with pytest.raises(ConfigError, match=r"rl.loss.policy: NoClipped has no method clipped\(\)"):
         LossSpec(policy=f"{plugin}:NoClipped")
-    with pytest.raises(ConfigError, match=r"rl.algorithm: Nothing has no assign_advantages\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"rl.algorithm: Nothing has no method assign_advantages\(\)"
+    ):
         RlSpec(algorithm=f"{plugin}:Nothing")
     with pytest.raises(ConfigError, match=r"Empty has no formula: define compare\(\)"):
         RlSpec(algorithm=f"{plugin}:Empty")

@@ -148,7 +148,7 @@ def test_schedules_use_the_length_of_their_stage() -> None:
     assert warm.optim.num_steps == 9
     with pytest.raises(
         ConfigError,
-        match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps",
+        match=r"^warmup\.optim\.schedule=linear needs .* but has 9: lower warmup\.optim\.warmup_steps",
     ):
         RandomStringWarmUpStage(
             9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0

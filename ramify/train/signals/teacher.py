@@ -117,9 +117,8 @@ class TeacherSignal(
             )
         if self.source == "live" and self.hints is not None:
             _log.warn(
-                "in our tests, a live teacher (the policy itself, with a hint) degraded or "
-                "collapsed the policy in two of five seeds: source=reference or source=ema is "
-                "safer",
+                "a live teacher (the policy itself, with a hint) degraded or collapsed the policy "
+                "in two of five seeds of our tests: source=reference or source=ema is safer",
                 stacklevel=2,
             )
 

@@ -64,7 +64,7 @@ def test_merged_weights_are_base_plus_scaled_adapter_product() -> None:
 def test_targets_select_linear_layers_and_unknown_ones_are_rejected() -> None:
     assert attach(model(), 1, 1, targets=("down",)) == 16
     with pytest.raises(
-        ConfigError, match=r"lora.targets=\('q_proj',\): no linear .* there are down, lm_head, up"
+        ConfigError, match=r"lora.targets=\('q_proj',\): no linear .* choose from down, lm_head, up"
     ):
         attach(model(), 1, 1, targets=("q_proj",))
     untouched = model()
