@@ -28,15 +28,15 @@ from ramify.types.picture import has_pictures
 BYTES_PER_TOKEN = 3
 """Number of UTF-8 bytes that count as one token."""
 By = Literal["lines", "records", "sentences", "tokens", "items"]
-"""Unit at whose boundaries a text is cut. With ``items``, each text of a list or dict, or each row
-of a table, is one record."""
+"""Unit of text that is never cut in the middle, such as a line or a sentence. With ``items``, each
+text of a list or dict, or each row of a table, is one record."""
 _UNITS = {
     "lines": r"\n",
     "records": r"\n(?:[ \t\r]*\n)+",
     "sentences": r"[.!?…。！？]+[\"'”’)\]]*\s+|\n+",
     "tokens": r"\s+",
 }
-"""Kind of unit -> pattern of the end of a unit."""
+"""Kind of unit -> regular expression that matches the end of such a unit."""
 
 
 class TextSpan(msgspec.Struct, frozen=True):
@@ -55,15 +55,16 @@ class TextPart(msgspec.Struct, frozen=True):
     """Text that a model reads: headers if the context has several texts, the overlap with the
     previous part, and the characters of ``spans``."""
     place: str
-    """Location in the context, such as ``lines 1-120`` or ``a.txt:1-120``."""
+    """Location of this part in the context, such as ``lines 1-120`` or ``a.txt:1-120``."""
     spans: tuple[TextSpan, ...]
-    """Characters of the context that belong to this part and no other."""
+    """Character ranges of the context that belong to this part alone."""
     lead: int = 0
     """Number of characters at the beginning of ``text`` that overlap with the previous part."""
     records: tuple[tuple[int, int], ...] = ()
     """Start and end, in ``text``, of each record that is not blank."""
     preview: str = ""
-    """Text that a filter reads instead of ``text``. Empty means that it reads all of ``text``."""
+    """Short text that the filter of a plan reads instead of ``text``. If empty, the filter reads
+    ``text``."""
     columns: str = ""
     """First line of a table, which names its columns. Empty if the part is not from a table."""
 
@@ -91,7 +92,7 @@ class SplitRule(msgspec.Struct, frozen=True):
     max_records: int = 0
     """Maximum number of records in a part. 0 means no limit."""
     cut: bool = False
-    """Cut a unit that exceeds the maximum size. If False, such a unit is an error."""
+    """If True, cut a unit that exceeds the maximum size. If False, such a unit is an error."""
     header: bool = False
     """The first line of each text names the columns of a table. It is not a record, and is repeated
     at the start of each part."""
@@ -156,7 +157,8 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> lis
 
 
 def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Group whole texts into parts. Each text counts as one record, even if it is blank."""
+    """Group the texts of a list or dict into parts without cutting any of them. Each text counts as
+    one record, even if it is blank."""
     parts = _OpenPart(rule)
     for number, (name, text) in enumerate(texts, 1):
         line = text if text.endswith("\n") else f"{text}\n"
@@ -232,9 +234,9 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return the end of the largest part that starts at index ``at`` and fits. It ends at a
-        unit boundary, and has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if
-        not even one unit fits."""
+        """Return the end of the longest part that starts at ``at``, ends at a unit boundary, and
+        has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if not even one unit
+        fits."""
         if room < 1:
             return at
         most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1

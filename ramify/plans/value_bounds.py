@@ -1,5 +1,5 @@
-"""Bounds on the values of a plan before any model is asked, and on the model calls that follow from
-them. The cost of a plan is computed from these bounds.
+"""Compute bounds on the values of a plan before any model is called, and from these the number and
+size of its model calls. The cost of a plan is estimated from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
     PlannedCalls:               4 calls, exactly                                 1 call
@@ -23,16 +23,16 @@ from ramify.plans.text_parts import TextPart, num_bytes
 from ramify.types.message import Message
 
 MAX_ITEMS = 10**15
-"""Cap on numbers of items. Larger numbers are treated as equal to it."""
+"""Cap on the number of items in a list's bounds. Larger numbers are reduced to it."""
 
 
 class ValueSizeBounds(msgspec.Struct, frozen=True):
-    """Size limits of one value of a plan, known before any model is asked. If the value does not
-    depend on model replies, the value itself is known too."""
+    """Limits on the size of one value of a plan, known before any model is called. If the value
+    does not depend on model replies, the value itself is known too."""
 
     value: Any = None
-    """The value if ``is_known``. Otherwise, for a list, the items from which some will be kept, or
-    None."""
+    """The value if ``is_known``. Otherwise, for a list that a filter will shorten, the items before
+    filtering, or None."""
     is_known: bool = False
     """True if the value does not depend on a model's replies."""
     num: int = 1
@@ -54,8 +54,8 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> ValueSizeBounds:
-        """Return the bounds of a list that keeps at most ``num`` of these items, if it is unknown
-        which ones."""
+        """Return the bounds of a list that will keep at most ``num`` of these items. Which ones it
+        keeps is not known yet."""
         num, total = min(num, self.num), self.total_bytes
         if self.value is None:  # the sizes of parts also have their places
             total = min(total, num * self.item_bytes)
@@ -112,12 +112,13 @@ class PlannedStepCalls(msgspec.Struct, frozen=True):
     """True if there are exactly this many calls, provided that none fails. Otherwise the number is
     a maximum."""
     input_tokens: int
-    """Maximum input tokens of all calls together: the bytes of their prompts."""
+    """Upper bound on the input tokens of all calls together. A token has at least one byte, so this
+    is the size of their prompts in bytes."""
     output_tokens: int
     """Maximum output tokens of all calls together, without hidden reasoning."""
     waves: tuple[int, ...]
-    """Numbers of calls that can run at the same time, one for each wave. A wave starts when the
-    previous one has ended."""
+    """Number of calls in each wave. The calls of a wave can run at the same time, and a wave starts
+    when the previous one has ended."""
     largest_input: int
     """Maximum tokens of the longest prompt."""
     largest_output: int
@@ -160,7 +161,8 @@ class PlannedCalls:
         self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
     ) -> None:
         """Add the model calls of a step whose prompts are not known yet. ``total`` is the maximum
-        number of bytes that all calls read together, and ``largest`` that of a single call."""
+        number of bytes that all calls read together, and ``largest`` the maximum that one call
+        reads."""
         num = sum(waves)
         prompt = self.prompt_tokens(leaf)
         self.steps.append(
@@ -177,8 +179,8 @@ class PlannedCalls:
         )
 
     def prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the tokens of a question's prompt, without the value that it is
-        about."""
+        """Return an upper bound on the prompt tokens of a leaf (one kind of model call in a plan),
+        excluding the value that the call reads."""
         return self.request_tokens(leaf, "")
 
     def request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
@@ -191,7 +193,8 @@ class PlannedCalls:
     def add_map(
         self, name: str, leaf: Leaf, shape: ValueSizeBounds, *, is_preview: bool = False
     ) -> None:
-        """Add one model call for each item of a list. ``shape`` gives the bounds of the list."""
+        """Add one model call for each item of a list. ``shape`` holds the bounds on the list's
+        length and size."""
         if shape.value is None and not shape.is_known:
             largest = shape.item_bytes + BETWEEN_BYTES
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)

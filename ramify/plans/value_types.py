@@ -73,8 +73,8 @@ class ValueType(msgspec.Struct, frozen=True):
         return self.item
 
     def field(self, name: str, step: str) -> ValueType:
-        """Return the type of a record's field. An empty name means the value itself. Raises
-        ConfigError if there is no such field."""
+        """Return the type of one field of a record. If ``name`` is empty, return this type itself.
+        Raises ConfigError if there is no such field."""
         if self.kind == "any" or not name:
             return self
         if self.kind != "record":
@@ -123,8 +123,8 @@ _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
 
 
 def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
-    """Return the type of the values that match a JSON schema. Null is ignored, so a nullable number
-    has the type of a number."""
+    """Return the type of the values that match a JSON schema. A nullable value has the same type as
+    one that cannot be null."""
     whole = schema if whole is None else whole
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     if name and name in whole.get("$defs", {}):

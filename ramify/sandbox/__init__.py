@@ -1,7 +1,8 @@
-"""Sandboxes for code that models write. Each session runs in a separate process, which this package
-starts, talks to and ends.
+"""Sandboxes for code that models write. This package starts a separate process for each session,
+communicates with it and ends it.
 
-The files of each folder run in a particular process, under a particular module name:
+The files of each folder run in the process shown, and are imported there under the module name
+shown:
 
     base.py, host/,   this process: the API, one      ramify.sandbox.…
     providers/        session, one kind of sandbox

@@ -54,8 +54,8 @@ _serials = itertools.count()
 _ALL_SEALS = 0x1 | 0x2 | 0x4 | 0x8
 """Seals of a memory file: no further seals, no shrinking, no growing and no writing."""
 LARGE_BYTES = 1 << 20
-"""Minimum size of a large context in bytes. Sessions over it are forked from a process that has
-decoded it once."""
+"""Minimum size in bytes of a context that counts as large. A session that uses a large context is
+forked from a process that has already decoded it."""
 _WRITTEN_BYTES = 1 << 20
 """Number of bytes of a context that are written at once."""
 MAX_UNMAPPED_BYTES = 1 << 30
@@ -92,7 +92,7 @@ class SharedContext:
         self, value: Any, parts: list[Any], chars: int, files: Mapping[str, FileReferenceReader]
     ) -> None:
         self.files = tuple(files.values())
-        """Files that the value's texts refer to."""
+        """Files that hold the text of file-backed strings in the value."""
         self.serial = next(_serials)
         """Unique number of this object within the process. Unlike an address, it is never
         reused."""
@@ -133,8 +133,7 @@ class SharedContext:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the encoded form in hexadecimal. It is computed at the first
-        use."""
+        """Return the SHA-256 of the encoded form in hexadecimal. It is computed on first use."""
         import hashlib
 
         if self._digest is None:
@@ -149,8 +148,8 @@ class SharedContext:
         return encoded_in_pieces(self.parts)
 
     def buffer(self) -> memoryview:
-        """Return a read-only view of the encoded form. For a small value, each call makes a copy,
-        which ``pieces`` avoids."""
+        """Return a read-only view of the encoded form. For a small value, each call makes a copy.
+        Use ``pieces`` to avoid that."""
         if len(self.parts) == 1:
             return memoryview(self.parts[0]).toreadonly()
         data, at = bytearray(self.nbytes), 0
@@ -163,9 +162,9 @@ class SharedContext:
     def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
-        """Create a context from its encoded form, with the same digest as before. ``references``
-        lists the files that contain some of its texts. Raises SourceError with the file's name if
-        one of them has changed."""
+        """Restore a context from its encoded form. Its digest is that of the original context.
+        ``references`` lists the files that contain some of its texts. Raises SourceError with the
+        file's name if one of them has changed."""
         files = {
             each.digest: FileReferenceReader(check_content_unchanged(each)) for each in references
         }
@@ -189,8 +188,8 @@ class SharedContext:
         return value
 
     def unmapped(self) -> SharedContext:
-        """Return a copy of this context that contains the texts of its files, for sandboxes that
-        cannot map files. Raises SandboxError if the files are too large."""
+        """Return a copy of this context with the texts of its files loaded into memory, for
+        sandboxes that cannot map files. Raises SandboxError if the files are too large."""
         if not self.files:
             return self
         size = sum(map(len, self.files))
@@ -213,8 +212,8 @@ class SharedContext:
 
     @staticmethod
     def from_jsonable(packed: Any) -> Any:
-        """Return the value that ``to_jsonable`` converted. Raises SandboxError if the data cannot
-        be read."""
+        """Restore a value from the output of ``to_jsonable``. Raises SandboxError if the data
+        cannot be read."""
         try:
             blobs = [binascii.a2b_base64(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
@@ -247,14 +246,15 @@ def mapped_text(
 
 
 def stays_in_files(value: Any) -> bool:
-    """Return True if a context is a text that stays in its file, or a dict that contains one."""
+    """Return True if a context is a file-backed text (mapped, not loaded into memory), or a dict
+    that contains one."""
     if isinstance(value, Mapping):
         return any(isinstance(item, MappedText) for item in value.values())
     return isinstance(value, MappedText)
 
 
 def _mapped_texts(value: Any) -> dict[str, MappedText]:
-    """Return the texts of a context that stay in their files, keyed by the digests of the files."""
+    """Return the file-backed texts of a context, keyed by the digests of their files."""
     if isinstance(value, MappedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -296,9 +296,8 @@ that it raises is raised again in the session."""
 
 class SandboxCapabilities(msgspec.Struct, frozen=True):
     """The capabilities of a sandbox provider on this machine, such as isolating files or forking
-    sessions. The default provider, the jail, has tested its claims by attacking itself. Other
-    providers report what their vendor promises, and ``testing/sandbox_conformance`` tests these
-    claims.
+    sessions. The default provider, the jail, verifies its isolation with trial attacks. Other
+    providers report what their vendor promises, and ``testing/sandbox_conformance`` tests it.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session
@@ -317,7 +316,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
     starts_processes: bool = False
     """Cells may start processes."""
     shares_context: bool = False
-    """Sessions over the same context share its memory."""
+    """Sessions with the same context share one copy of it in memory."""
     full_python: bool = True
     """The whole language and standard library of CPython are available."""
 
@@ -375,10 +374,12 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     ``module:name`` or ``file.py:name``. The jail needs Linux. On other systems, name another
     provider that isolates, or set ``allow_weaker``."""
     memory_bytes: int = 2 << 30
-    """Maximum address space in bytes that a session may allocate beyond what it was forked with."""
+    """Maximum address space in bytes that a session may allocate in addition to what it inherits
+    when it is forked."""
     cell_s: float = 120.0
-    """Maximum working time of one cell in seconds. Waiting for models does not count, but
-    computation in other threads of the cell meanwhile does (jail and process)."""
+    """Maximum working time of one cell in seconds. Time spent waiting for models does not count. In
+    the jail and ``process`` providers, it does count if other threads of the cell compute
+    meanwhile."""
     grace_s: float = 0.5
     """Seconds between an interrupt and a kill."""
     max_output_bytes: int = 1 << 20
@@ -388,8 +389,9 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     """Third-party packages that sessions may import. They must be installed on the host or in the
     image. The provider imports them in advance if it can."""
     allow_weaker: bool = False
-    """Accept weaker isolation with a warning: a weaker tier, or the ``process`` provider if no jail
-    is available. If ``provider`` names a weak provider, this silences its warning."""
+    """Accept weaker isolation than requested, with a warning: a weaker tier of the jail, or the
+    ``process`` provider if no jail is available. If ``provider`` names a weak provider, this
+    silences its warning."""
 
     def __post_init__(self) -> None:
         coerce_to_tuple(self, "packages")
@@ -424,8 +426,8 @@ class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
     """
 
     tier: str = "B"
-    """Weakest accepted tier of isolation. The strongest tier that the machine supports is used. A:
-    namespaces, so the host's files do not exist in the session. B: Landlock, so files cannot be
+    """Weakest isolation tier to accept. The jail uses the strongest tier that the machine supports.
+    A: namespaces, so the host's files do not exist in the session. B: Landlock, so files cannot be
     opened. C: no system call that names a file is allowed."""
     files_bytes: int = 16 << 20
     """Maximum size in bytes of the files in a session's folder. 0 means no folder. Tier A only."""
@@ -435,8 +437,8 @@ class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
     cpu_s: int = 3600
     """Maximum CPU time of a session over its lifetime in seconds, summed over its threads."""
     rollback: bool = False
-    """Keep a fork from before each cell, and continue from it if the cell must be killed. Sessions
-    then cannot write files."""
+    """Fork the session before each cell, and return to that state if the cell must be killed.
+    Sessions then cannot write files."""
     pool: int = 2
     """Number of sessions that are kept ready."""
     all_memory_bytes: int = 0
@@ -472,7 +474,8 @@ class CellResult(msgspec.Struct, frozen=True):
     """
 
     cell: Cell
-    """``stdout`` is cut to ``max_output_bytes``; ``stdout_chars`` is its true length."""
+    """The record of the cell: its code, output and error. ``stdout`` is cut to
+    ``max_output_bytes``; ``stdout_chars`` is its true length."""
     note: Any = None
     """Return values of the ``after_cell`` hooks of installed modules, as module name -> value."""
     interrupted: str | None = None
@@ -494,10 +497,10 @@ class Session(Protocol):
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         """Run a piece of code in the session and return its output. ``answer`` handles the code's
-        calls to the host. It may be called several times at once if the code uses threads.
+        calls to the host. If the code uses threads, ``answer`` may be called several times at once.
 
-        ``timeout_s`` limits the time that the session works, without the time that it waits for
-        answers. Raises SessionDied if the session crashed or had to be killed.
+        ``timeout_s`` limits the time that the session works; time spent waiting for answers does
+        not count. Raises SessionDied if the session crashed or had to be killed.
         """
         ...
 
@@ -538,9 +541,8 @@ class Session(Protocol):
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Run a cell to its end in a branch that was forked in the middle of that cell. Pending
-        calls to the host are passed to ``answer`` again, so each branch can get different
-        answers."""
+        """Finish the cell that was running when this branch was forked. Pending calls to the host
+        are passed to ``answer`` again, so each branch can get different answers."""
         ...
 
     async def close_tree(self) -> None:
@@ -558,8 +560,8 @@ class Session(Protocol):
 
 
 class PreparedContext(Protocol):
-    """A context that is prepared once and used by any number of sessions, such as a
-    ``SharedContext``."""
+    """Interface of a context that is prepared once and used by any number of sessions.
+    ``SharedContext`` implements it."""
 
     @property
     def digest(self) -> str: ...
@@ -576,7 +578,8 @@ class Sandbox(Protocol):
 
     caps: SandboxCapabilities
     warning: str | None
-    """Warning for users before they run hostile code here. None if the provider isolates."""
+    """Warning to show before untrusted code runs here. None if the provider isolates sessions from
+    the host."""
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
         """Open a new session. If a context is given, the session has it under the reserved name
@@ -643,18 +646,18 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
 
 def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
-    """Announce to a sandbox that its next sessions will probably install a module. A provider that
-    forks sessions can then run the module's code once for all of them. The code must therefore not
-    start threads, call the host or draw random numbers."""
+    """Tell a sandbox which module its next sessions will probably install. A provider that forks
+    sessions can then run the module's code once for all of them. The code must therefore not start
+    threads, call the host or draw random numbers."""
     expect = getattr(sandbox, "expect_module", None)
     if expect is not None:
         expect(module, source)
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return a sandbox's warning, or None if the user named this weak provider and accepted it. The
-    jail's warning is always returned, because ``allow_weaker`` does not say how much weaker it may
-    be."""
+    """Return a sandbox's warning, or None if the user accepted this weak provider with
+    ``allow_weaker``. A warning of the jail is always returned, because ``allow_weaker`` accepts any
+    tier and the warning says which one is in use."""
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 

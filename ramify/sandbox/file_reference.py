@@ -30,18 +30,18 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 class TextBlockCounts(msgspec.Struct, frozen=True):
-    """The encoding of a text file, with character and line counts for each block of the file. One
-    pass over the bytes finds all of them."""
+    """The encoding of a text file, with character and line counts for each block of the file. All
+    are found in one pass over the file."""
 
     encoding: str
     """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
     start: int
     """Length of the byte order mark, in bytes."""
     chars_at: array[int]
-    """Characters that begin before each block, and the total at the end. Empty if all are one byte
-    long."""
+    """Number of characters that begin before each block, followed by the total. Empty if every
+    character has one byte."""
     lines_at: array[int]
-    """Line ends before each block, and the total at the end."""
+    """Number of line ends before each block, followed by the total."""
 
 
 class FileReferenceReader:
@@ -187,8 +187,8 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return False if a file's size and time prove that it has changed. A longer file counts as
-    possibly unchanged, because data may only have been appended."""
+    """Return True if a file may still begin with the same data, judged by its size and time. A
+    longer file counts as the same, because data may only have been appended."""
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

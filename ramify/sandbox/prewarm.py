@@ -1,7 +1,7 @@
-"""Prepare the next sandbox before it is opened, so that its first session is ready sooner.
+"""Start preparing a sandbox before it is opened, so that its first session is ready sooner.
 
-The fork server of a jail starts while the modules of the jail are still being imported here. What a
-provider starts is decided by its own function ``launch``, if it has one.
+The fork server of a jail starts while the modules of the jail are still being imported here. A
+provider may define a function ``launch``, which starts its own preparations.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The guest: the code that runs inside a sandbox. It executes cells in a live notebook namespace
 and talks to the host, the process that opened the session.
 
-This package defines what a cell can rely on (a true ``__main__``, echo, tracebacks, reserved
-names), how values and output are sent, and how code calls the host. Starting and confining the
-process is done elsewhere. To start a guest, pass two file descriptors and call
-``Guest(...).serve()``. The package uses the standard library only, and importing it has no side
-effects.
+This package defines what a cell can rely on, such as a real ``__main__`` module, the display of a
+cell's last value, tracebacks and reserved names. It also defines how values and output are sent,
+and how code calls the host. Starting and confining the process is done elsewhere. To start a guest,
+pass two file descriptors and call ``Guest(...).serve()``. The package uses the standard library
+only, and importing it has no side effects.
 
 In a session, this folder is the package ``ramify_guest`` (see ``host/shipped_modules.py``). Its
 modules import each other by relative names only, and this file imports none of them.

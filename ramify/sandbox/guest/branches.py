@@ -1,8 +1,8 @@
 """Fork a session into two processes. The new process is called a branch.
 
-This module decides when a session cannot fork, and what a branch gets: its own socket, output file
-and shared memory buffers, and the random state of the session that it was forked from. The kernel
-and the host decide whether a process may be created.
+This module defines when a session cannot fork and what a branch receives: its own socket, output
+file and shared memory buffers, and the random state of the session that it was forked from. The
+kernel and the host decide whether a process may be created.
 
 In the jail, all inherited descriptors are closed after the fork, and each of the two processes
 receives a new socket, output file and buffers from the host (``JailForkHooks.take_wire``). No
@@ -27,21 +27,22 @@ with contextlib.suppress(ImportError):
 
 _os_fork: Any = getattr(os, "fork", None)
 _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
-"""Saved before any cell runs, so that a cell cannot replace them."""
+"""Functions of ``os``, saved before any cell runs so that a cell cannot replace them."""
 _EPERM = 1
 
 
 class JailForkHooks(NamedTuple):
-    """The functions that a session in the jail calls when it forks. The jail is the sandbox that
-    the kernel confines. After the fork, each of the two processes gets its own connection to the
+    """Functions that a session in the jail calls when it forks. The jail is a sandbox that the
+    kernel enforces. After the fork, each of the two processes gets its own connection to the
     host."""
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
-    """Close all descriptors, then receive those of a new private connection under the given
-    numbers."""
+    """Close all descriptors, then receive those of a new private connection. The arguments are the
+    descriptor numbers that they get."""
     settle: Callable[[], None]
-    """Called once in the new branch, after the fork."""
+    """Called once in the new branch after the fork. If the jail has no process namespace, this
+    makes the branch end together with the zygote, the process that forks sessions."""
 
 
 class GuestBranches:
@@ -64,9 +65,9 @@ class GuestBranches:
         self._apart = apart
 
     def fork(self, id: int) -> None:
-        """Fork this process into the original session and a branch. Both continue from here. The
-        branch gets a socket and an output file for itself, and then waits for the host's next
-        message, as the session does.
+        """Fork this process into the original session and a branch, and continue in both. The
+        branch gets its own socket and output file, and then waits for the host's next message, as
+        the session does.
 
         ``id`` is the id of the host's request, which may come with descriptors for the branch.
         """
@@ -116,8 +117,8 @@ class GuestBranches:
         return pid
 
     def _take_wire(self, apart: JailForkHooks) -> None:
-        """Receive a new socket, output file and shared memory buffers that only this process uses.
-        They replace the inherited ones under the same descriptor numbers."""
+        """Receive a private socket, output file and shared memory buffers for this process. They
+        replace the inherited ones under the same descriptor numbers."""
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,9 +1,9 @@
 """Busy-wait for data for some microseconds before sleeping. Both ends of a session's connection use
 this.
 
-To put a process to sleep and wake it up takes longer than a short cell or a quick answer. So both
-ends look again and again at first. This pays only while no other session has work for the
-processor, which the host knows: it says so in its frames (``"soon"``).
+Putting a process to sleep and waking it up takes longer than a short cell or a quick answer. Both
+ends therefore poll for a short time before they sleep. This is worthwhile only while no other
+session needs the CPU. The host knows whether that is so, and says it in its frames (``"soon"``).
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ BUSY_S = 50e-6
 """Maximum time of one busy wait, in seconds."""
 _MOST_SKIPS = 63
 _FIRST_SKIPS = 7
-"""Initial number of skipped waits. Most sessions run only a few cells, which take longer than a
-wait."""
+"""Number of busy waits to skip at first. Most sessions run only a few cells, each of which takes
+longer than a busy wait may last."""
 _clock = time.perf_counter
-"""Saved before any cell runs, so that a cell cannot replace it."""
+"""The clock function, saved before any cell runs so that a cell cannot replace it."""
 
 
 class BusyWait:
-    """A short busy wait that adapts to its success. After a wait that was too short, later waits
-    are skipped more often. After a wait that was long enough, they are skipped less often."""
+    """A short busy wait that is used less often when it fails. After a wait that ended too early,
+    more of the later waits are skipped. After a successful wait, fewer are skipped."""
 
     __slots__ = ("_missed", "_skips")
 
     def __init__(self) -> None:
         self._missed = self._skips = _FIRST_SKIPS
-        """A penalty that doubles with each miss, and the number of waits still to skip."""
+        """``_missed`` is a penalty, which doubles each time a wait ends before data arrives.
+        ``_skips`` is the number of waits still to skip."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
         """Call ``has_arrived`` repeatedly for at most ``BUSY_S`` seconds, until it returns

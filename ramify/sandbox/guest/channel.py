@@ -38,7 +38,7 @@ from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, blobs_a
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
 _raw_decode = json.JSONDecoder().raw_decode
-"""Saved before any cell runs, so that a cell cannot replace it."""
+"""The JSON parsing function, saved before any cell runs so that a cell cannot replace it."""
 _CHUNK = 1 << 16
 _PREFIX_BYTES = PREFIX.size
 
@@ -104,7 +104,7 @@ class DeferrableInterrupts:
 
 
 _getpid = os.getpid
-"""Saved before any cell runs, so that a cell cannot replace it."""
+"""``os.getpid``, saved before any cell runs so that a cell cannot replace it."""
 
 
 class GuestChannel:
@@ -136,12 +136,13 @@ class GuestChannel:
         self._has_data = functools.partial(self._poll.poll, 0)
         self._busy_wait = BusyWait()
         self._is_soon = False
-        """True if the host's next frame may follow soon after the last one."""
+        """True if the host announced that its next frame may follow at once, so that busy-waiting
+        for it is worthwhile."""
         self.write_fd = write_fd
         self.shared_buffers = shared_buffers
         self.sending = threading.Lock()
-        """Held while writing. Also held by a caller that must know exactly what has been written.
-        """
+        """Lock that is held while frames are written. It is also held while state is read or
+        changed that must match the frames written so far."""
         self.pid = _getpid()
         """The session's process id."""
         self.is_open = False
@@ -264,9 +265,9 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host has certainly read them. That is certain
-        when the host answers the call or sends its next request. A fork request proves nothing,
-        since it can arrive at any time."""
+        """Mark the shared buffers as free once the host must have read them. That is the case when
+        the host answers the call or sends its next request. A fork request does not count, because
+        it can arrive at any time."""
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -305,7 +306,7 @@ def _receiver(fd: int) -> Any:
 
 
 DROPPED: Any = object()
-"""Marks a waiter whose frame will never arrive."""
+"""Placeholder that a waiting thread receives in place of a frame that will never arrive."""
 
 
 class FrameWaiter:

@@ -50,7 +50,8 @@ MAX_CONTAINERS = 50_000
 MAX_KEYS = 100_000
 """Maximum number of keys in one frame, summed over all dicts with only text keys."""
 MAX_NESTING = 320
-"""Maximum nesting of a frame's JSON. Each of a value's ``MAX_DEPTH`` levels needs up to three."""
+"""Maximum nesting depth of a frame's JSON. Each of a value's ``MAX_DEPTH`` levels takes up to three
+levels of JSON."""
 MAX_BLOBS = 20_000
 """Maximum number of long strings and bytes values in one frame."""
 MAX_FRAME_OUTPUT = 1 << 20
@@ -58,7 +59,8 @@ MAX_FRAME_OUTPUT = 1 << 20
 _STRING = rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)'
 """Pattern that matches one JSON string, or an unterminated one, in linear time."""
 _WHOLE_STRINGS = rb'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+'
-"""Pattern that matches up to a limited number of strings, with the text between them."""
+"""Regular expression that matches as many complete JSON strings as possible, with the text between
+them."""
 _PIECE_BYTES = 1 << 18
 _STEP = bytes(1 if char in b"[{" else 0 for char in range(256))
 _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
@@ -136,7 +138,8 @@ PREFIX = struct.Struct("<IBI")
 MAX_HEADER = 16 << 20
 """Maximum size of a frame's JSON header in bytes. Long text is sent outside the header."""
 MAX_FRAME = 256 << 20
-"""Maximum size of a frame from a guest, in bytes. The length prefix limits frames to a guest."""
+"""Maximum size in bytes of a frame from a guest. Frames to a guest are limited only by the range of
+the length prefix."""
 LINE_BYTES = 45_000
 """Number of bytes that one line of base64 encodes."""
 ALIGNMENT = 64
@@ -145,13 +148,14 @@ _MAX_VECTOR = 256
 """Maximum number of buffers that one system call writes. Linux allows 1,024."""
 _CHUNK = 1 << 16
 _RIGHTS_BYTES = 16 + 4 * 253
-"""Size of a control message with the maximum number of descriptors that the system passes at once.
-"""
+"""Size in bytes of the ancillary data with which a socket message passes 253 file descriptors, the
+maximum in one message."""
 U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
 _writev: Any = getattr(os, "writev", None)
-"""Saved before any cell runs. None on Windows, where no guest runs."""
+"""Functions of ``os``, saved before any cell runs so that a cell cannot replace them. None on
+Windows, where no guest runs."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
@@ -175,8 +179,9 @@ def json_bytes(header: Any) -> bytes:
 def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header that reports the end of a cell for which no hook returned a note. This
-    takes a third of the time of ``json_bytes``."""
+    """Encode the header that reports the end of a cell whose hooks returned no note. A hook is a
+    function that an installed module runs after each cell. This takes a third of the time of
+    ``json_bytes``."""
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -240,8 +245,8 @@ def slice_blobs(
 
 
 class FrameReader:
-    """A reader that assembles frames. It reads from a descriptor, or takes bytes that its owner has
-    read. A long frame is read straight into a separate buffer."""
+    """Assembles frames from bytes that it reads from a descriptor, or that its owner has read and
+    passes to it. A long frame is read straight into a separate buffer."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
@@ -339,8 +344,8 @@ def pack_value(
     the total length of the value's strings in characters. The format is ``u32 header length |
     header | blobs``.
 
-    ``files`` collects the data of texts that stay in their files, by the digest of the file.
-    ``defers``: leave long ASCII texts in the list as they are, which saves a copy of them;
+    ``files``: a dict that collects the data of file-backed texts, keyed by the digest of the file.
+    ``defers``: leave long ASCII strings in the list as they are, which saves a copy of them;
     ``encoded_in_pieces`` encodes them.
     """
     encoder = ValueEncoder(files=files, defers=defers)
@@ -398,8 +403,8 @@ def has_aligned_buffers(data: Buffer) -> bool:
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of a value in the form in which the host would receive it. Raises TypeError if
-    its type is not supported, and ValueError if it exceeds a limit."""
+    """Return a copy of a value with the types that the host would receive. Raises TypeError if a
+    type is not supported, and ValueError if the value exceeds a limit."""
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
@@ -414,8 +419,8 @@ def copy_as_sent_to_host(value: Any) -> Any:
 MIN_BYTES = 1 << 16
 HALF_BYTES = 8 << 20
 _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
-"""Seals with which the file can never shrink or grow. The jail later seals it against writing, too.
-"""
+"""Seals that keep the shared memory file from shrinking or growing. The jail later seals it against
+writing, too."""
 _MAX_PARTS = 64
 _PIECE = 1 << 16
 """Text is encoded in pieces of this many characters, to avoid allocating a large buffer."""
@@ -466,21 +471,22 @@ class HostGuestSharedMemory:
         self.is_free = True
         """True once the other end has read everything that this end wrote."""
         self.owed: int | None = None
-        """On the host: the id of the frame whose blobs were read and which is not answered yet. The
-        guest must not write before the answer; otherwise it could make the host hold half a file of
-        data for every few bytes on the socket."""
+        """On the host: id of the guest's message whose blobs were read and which has not been
+        answered yet. Until the answer, the guest must not write to the buffers again. Otherwise,
+        each few bytes on the socket could make the host hold another half file of data."""
         self.key = -1
-        """The argument ``key`` of the last ``try_put``."""
+        """Id of the message whose blobs this end wrote last, as given to ``try_put``."""
         self.put_count = 0
-        """Number of writes by this end."""
+        """Number of times that this end has written blobs."""
         self.got = 0
-        """Number of reads by this end."""
+        """Number of times that this end has read blobs."""
         self.reported = 0
         """Last value of ``got`` that was reported to the other end."""
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
         """Write blobs (bytes, or ASCII text) for the other end. Returns False and writes nothing if
-        they are too short or too long, or if the other end has not yet read the previous ones."""
+        they are too short to be worthwhile, if they do not fit, or if the other end has not yet
+        read the previous ones."""
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -517,7 +523,8 @@ class HostGuestSharedMemory:
         return blobs
 
     def release_memory(self) -> None:
-        """Return the file's memory to the system, if the file was used and then read."""
+        """Return the memory of the shared file to the system, if the other end has read all that
+        this end wrote to it."""
         if self._is_used and self.is_free:
             self._is_used = False
             with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read

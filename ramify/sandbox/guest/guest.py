@@ -35,8 +35,8 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 
 class HostCaller:
-    """A sender for the calls that the cells of one session make to the host. It numbers the calls
-    and waits for the answers."""
+    """Sends the calls that the cells of one session make to the host, and waits for the answers.
+    Each call gets a number."""
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
@@ -189,9 +189,9 @@ class Guest:
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
-        """Run an empty cell, so that the memory pages that cells write to are copied now and not
-        during the first real cell. The cell leaves nothing behind, and no report is sent to the
-        host."""
+        """Run an empty cell, so that the copy-on-write of the memory pages that cells write to
+        happens now and not during the first real cell. The cell leaves nothing behind, and no
+        report is sent to the host."""
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         modules, self.notebook.modules = self.notebook.modules, {}  # their hooks count cells
@@ -325,8 +325,8 @@ class Guest:
         return self._channel.frame_from_json(done_json(*done))
 
     def _mend(self) -> None:
-        """Undo the changes that a cell made to the interpreter if they would keep the guest from
-        finishing the cell."""
+        """Restore what a cell may have broken and the guest needs to finish the cell: the builtins,
+        the namespace and the standard streams."""
         self._interpreter.mend_builtins()
         self.notebook.mend_namespace()
         if self._owns_process:

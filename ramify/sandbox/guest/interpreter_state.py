@@ -22,16 +22,18 @@ with contextlib.suppress(ImportError):
 
 _SIGINT = int(signal.SIGINT)
 _signal: Any = sys.modules["_signal"]
-"""The C functions behind ``signal``, without the enums that cost microseconds per cell."""
+"""The C module behind ``signal``. The functions of ``signal`` itself create enums, which costs
+microseconds per cell."""
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return the change counter of a dict. It is a hidden field of CPython before 3.13."""
+    """Return the internal version counter of a dict, which CPython before 3.13 increments at each
+    change."""
     return ctypes.c_uint64.from_address(id(mapping) + 24)
 
 
 def _counts_changes() -> bool:
-    """Return True if this Python counts the changes of each dict in a hidden field. CPython before
+    """Return True if this Python keeps an internal version counter in each dict, as CPython before
     3.13 does."""
     if sys.implementation.name != "cpython":
         return False
@@ -82,7 +84,7 @@ class InterpreterSnapshot:
     def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
         """Restore the interpreter settings that a cell may have changed: the standard streams,
         ``__main__``, the trace and profile functions, and the recursion limit. Call this only if
-        the guest has its process to itself."""
+        the guest is the only user of its process."""
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -105,8 +107,8 @@ class InterpreterSnapshot:
 
 
 class MemoryLimit:
-    """Two limits of address space: one for cells, and a slightly larger one for the guest. The
-    difference lets the guest report that a cell has run out of memory."""
+    """Two limits on address space: one while cells run, and a slightly higher one for the guest.
+    The difference lets the guest report that a cell has run out of memory."""
 
     __slots__ = ("limits",)
 

@@ -1,5 +1,5 @@
-"""A text that stays in its file and is used like a ``str``. The variable ``context`` of a session
-is one if its text exceeds a configured size.
+"""A file-backed text: a string that stays on disk but is used like a ``str``. If a text exceeds a
+configured size, the variable ``context`` of the session has this type.
 
     context[a:b]   characters ──> bytes: the count of characters before each block, and one block
     find, count    bytes of the file, in pieces ──> characters
@@ -23,14 +23,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 BLOCK_BYTES = 1 << 16
-"""Size of the blocks, in bytes. Characters and line ends are counted up to the start of each."""
+"""Size in bytes of the blocks of a file. For each block, the number of characters and line ends
+before it is stored."""
 MAX_SLICE_CHARS = 100_000_000
-"""Maximum length of a slice, line or match in characters, since it becomes a ``str`` in memory."""
+"""Maximum length in characters of a slice, line or match. Each of these becomes a ``str`` in
+memory."""
 _PIECE_BYTES = 1 << 22
 _WINDOW_CHARS = 1 << 21
 _AHEAD_CHARS = 1 << 18
-"""Characters read beyond the region in which matches may begin, so that a match can extend there.
-"""
+"""Number of characters that are read after the region where matches may begin, so that a match can
+extend past its end."""
 _BEHIND_CHARS = 1 << 10
 _SHOWN = 60
 _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitlines, split"
@@ -74,8 +76,8 @@ class TextOffsetIndex:
         return self._lines_at[-1]
 
     def counts(self) -> tuple[bytes, bytes]:
-        """Return the number of characters and the number of lines before each block. Each is an
-        array of 64-bit integers, as bytes. ``read_count_table`` restores such an array."""
+        """Return the number of characters and the number of lines before each block, as two arrays
+        of 64-bit integers in bytes. ``read_count_table`` restores such an array."""
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -182,9 +184,9 @@ def read_count_table(data: Any) -> Sequence[int]:
 
 
 class MappedText:
-    """A text that stays in its file and is used like a ``str``: it supports len, slices, find,
-    count, in and lines. ``finditer``, ``findall`` and ``search`` apply regular expressions to
-    it."""
+    """A file-backed text: a string that stays on disk but is used like a ``str``. It supports len,
+    slices, find, count, in and lines. ``finditer``, ``findall`` and ``search`` apply regular
+    expressions to it."""
 
     __slots__ = ("file",)
 
@@ -318,8 +320,8 @@ class MappedText:
         return MappedLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
-        """Return the parts between separators, as an iterator. For ``split("\\n")``, the result
-        also has a length and supports indices."""
+        """Return an iterator over the parts between separators. For ``split("\\n")``, return a
+        sequence of lines instead, which has a length and supports indices."""
         if sep == "\n" and maxsplit < 0:
             return MappedLines(self.file, is_split=True)
         if maxsplit >= 0:
@@ -466,8 +468,8 @@ class MappedLines(Sequence[str]):
     def __init__(
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """Create the list of lines of a file. With ``is_split``, its items are the parts of
-        ``split("\n")`` instead: they keep ``\r``, and the last one may be empty."""
+        """Create the list of lines of a file. With ``is_split``, the items are those of
+        ``split("\\n")`` instead: carriage returns are kept, and the last item may be empty."""
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -525,7 +527,7 @@ class MappedLines(Sequence[str]):
         return [*map(self._line, ended), self._line(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the text is empty or ends with a line end."""
+        """Return True if the last line is complete: the text ends with a line end, or is empty."""
         size = self._file.num_bytes
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
@@ -542,8 +544,8 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the number of bytes at the start of a block that continue a character of the previous
-    block."""
+    """Return the offset of the first character that begins in a block of UTF-8. The bytes before it
+    continue a character of the previous block."""
     begin = 0
     while begin < len(block) and block[begin] & 0xC0 == 0x80:
         begin += 1

@@ -1,10 +1,10 @@
 """Run the cells of a session in a live namespace, like a Jupyter kernel.
 
-This module defines what a cell sees: a true ``__main__``, reserved names that are restored after
-each cell, and modules that the host has installed. It evaluates the last expression of a cell,
-which is echoed, and supports a top-level ``await``. It limits the length of values and errors that
-are shown. A traceback shows the frames of the cell and of the code it called, but not those of the
-guest. The connection, the output and the interpreter around a cell are handled by ``guest.py``.
+This module defines what a cell sees: a real ``__main__`` module, reserved names that are restored
+after each cell, and modules that the host has installed. It evaluates the last expression of a
+cell, which is echoed, and supports a top-level ``await``. It limits the length of values and errors
+that are shown. A traceback shows the frames of the cell and of the code it called, but not those of
+the guest. The connection, the output and the interpreter around a cell are handled by ``guest.py``.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def remember_source(name: str, source: str) -> None:
 
 
 _COMPILING = threading.Lock()
-"""Python 3.11 counts the depth of a syntax tree in one place for all threads. If two threads build
-trees at once, one may fail with "AST constructor recursion depth mismatch". In-process sessions are
-threads of one process."""
+"""Lock that lets only one thread at a time build a syntax tree. Python 3.11 counts the tree's depth
+in one place for all threads. If two threads build trees at once, one may fail with "AST constructor
+recursion depth mismatch". In-process sessions are threads of one process."""
 
 
 _ASSIGNMENT = re.compile(
@@ -110,8 +110,8 @@ _ASSIGNMENT = re.compile(
 
 
 def ends_in_assignment(source: str) -> bool:
-    """Return True if the cell certainly ends in a one-line assignment, and so has no value to echo.
-    False means that this is not certain.
+    """Return True if the cell definitely ends in a one-line assignment, and so has no value to
+    echo. False means that it may or may not.
 
     Cells with triple-quoted strings or backslashes give False. In all others only brackets continue
     a statement on the next line. So a last line whose brackets are balanced is a statement by
@@ -128,8 +128,8 @@ def ends_in_assignment(source: str) -> bool:
 
 
 class CompiledCell:
-    """The compiled code of a cell: the statements before the last expression, and that expression.
-    Its value is echoed."""
+    """The compiled code of a cell, in two parts: the statements before the last expression, and
+    that expression. The value of the expression is echoed."""
 
     __slots__ = ("body", "flags", "last")
 
@@ -242,8 +242,8 @@ class GuestNotebook:
         return self.namespace[name]
 
     def mend_namespace(self) -> None:
-        """Restore ``__name__`` and ``__builtins__``, without which Python code cannot run
-        properly."""
+        """Restore ``__name__`` and ``__builtins__`` in the cells' namespace. Without them, Python
+        code cannot run properly."""
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
 
@@ -267,8 +267,8 @@ class GuestNotebook:
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
         """Execute source code as a module and bind the names in its ``__all__`` as reserved names.
-        It replaces a module that was installed under the same name, and removes the names which
-        that module had added.
+        A module that was installed earlier under the same name is replaced, and its names are
+        removed.
 
         ``host_names``: variables for the module's namespace, in addition to this notebook and the
         namespace of the cells. ``code``: the module, if it has been compiled already.
@@ -299,8 +299,8 @@ class GuestNotebook:
         self, encoder: ValueEncoder, error: str | None
     ) -> tuple[Any, str | None]:
         """Call the ``after_cell`` hook of each installed module and return the encoded results.
-        Also return the error of the cell, or else that of a hook. The hooks see the namespace as
-        the cell left it."""
+        Also return an error: that of the cell if it failed, otherwise that of the first hook that
+        failed, or None. The hooks see the namespace as the cell left it."""
         notes: dict[str, Any] = {}
         for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")

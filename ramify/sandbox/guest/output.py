@@ -118,7 +118,7 @@ def _without_partial_end(data: bytes) -> bytes:
 
 _CHUNK = 1 << 16
 _write = os.write
-"""Saved before any cell runs, so that a cell cannot replace it."""
+"""``os.write``, saved before any cell runs so that a cell cannot replace it."""
 
 
 class FileOutputSpool:
@@ -206,8 +206,8 @@ class SessionStdStream(io.TextIOBase):
         return self._number
 
     def reconfigure(self, **_: Any) -> None:
-        """Accept and ignore all settings. Terminal scripts call this method, but a session always
-        prints UTF-8."""
+        """Accept and ignore all settings, because a session always prints UTF-8. Scripts written
+        for a terminal may call this to change the encoding."""
 
     def close(self) -> None:
         """Do nothing, since the streams of a session stay open."""
@@ -235,12 +235,12 @@ FLUSH_BYTES = 1 << 16
 FLUSH_S = 0.05
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 _clock = time.monotonic
-"""Saved before any cell runs, so that a cell cannot replace it."""
+"""The clock function, saved before any cell runs so that a cell cannot replace it."""
 
 
 class CellOutputSender:
-    """A sender for the output of the running cell. It also keeps the output of the last cell that
-    ended."""
+    """Sends the output of the running cell to the host. It also keeps the output of the last cell
+    that ended."""
 
     __slots__ = (
         "_channel",
@@ -276,7 +276,7 @@ class CellOutputSender:
         self._ended: tuple[HeadTailBuffer, int] | None = None
         """Output and number of characters of the last finished cell; None if it printed nothing."""
         self._is_unused = False
-        """True if this cell has printed nothing so far."""
+        """True if the current cell has printed nothing so far."""
         self.begin()
 
     def begin(self) -> None:

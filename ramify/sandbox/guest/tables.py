@@ -42,7 +42,8 @@ _PIECE = 4096
 _SHOWN_ROWS = 5
 _SHOWN_CHARS = 60
 _VALUE_CHARS = 12
-"""Assumed number of characters of a value that is not text."""
+"""Assumed length in characters of a value that is not text. It serves to estimate the text length
+of tables and arrays."""
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _SIZES = {char: struct.calcsize(f"<{char}") for char in "bBhHiIqQefd"}
 _EPOCH = datetime.datetime(1970, 1, 1)

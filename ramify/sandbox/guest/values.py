@@ -25,8 +25,8 @@ from .mapped_text import MappedText, TextOffsetIndex, read_count_table
 from .tables import Column, NumberArray, Table
 
 REFERRING_CALL = "rlm_query_batched"
-"""The one call to the host that may return texts in files by reference, as contexts of child calls.
-"""
+"""Name of the only call to the host in which a session may refer to file-backed texts instead of
+sending their contents. They become the contexts of child runs."""
 MAX_INT_DIGITS = 4000
 """Maximum number of decimal digits of an integer. Python's own limit is 4,300."""
 VALUE_CHARS = 100_000
@@ -40,9 +40,10 @@ _FEW_KEYS = 32
 _SALTED = {str, bytes}
 """Types whose hashes are salted, so that a session cannot predict them."""
 _PIECE = 256
-"""Number of keys that are hashed between two checks of the clock."""
+"""Number of keys that are hashed in one timed batch."""
 _SLOW_S = 0.002
-"""CPU time that marks a piece as slow: twenty times that of keys without collisions."""
+"""CPU time in seconds above which a batch counts as slow. It is twenty times the time of a batch
+without hash collisions."""
 _MAX_SLOW = 16
 
 
@@ -60,8 +61,8 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse a hexadecimal integer that ``hex`` has written. Raises ValueLimitError if there are too
-    many digits, before the integer is created."""
+    """Parse an integer from the output of ``hex``. Raises ValueLimitError if there are too many
+    digits, before the integer is created."""
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
@@ -120,9 +121,9 @@ class HashFloodingGuard:
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """Call ``add`` on all items, some at a time, and raise ValueLimitError if that is slow too
-    often. Even keys with distinct hashes can collide in the hash table, which shows only in the
-    time that adding takes."""
+    """Call ``add`` on all items in batches, and raise ValueLimitError if too many batches are slow.
+    Even keys with distinct hashes can collide in the hash table, which can only be detected by
+    timing."""
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()
@@ -202,12 +203,14 @@ class ValueEncoder:
         bounded: bool = False,
         files: dict[str, Any] | None = None,
     ) -> None:
-        """Create an encoder. With ``defers``, long ASCII texts stay str in ``blobs``, for a caller
-        that encodes them piece by piece. With ``bounded``, the value comes from a session: raise
-        ValueLimitError if the host would refuse to decode it.
+        """Create an encoder for one value.
 
-        ``files``: a dict that collects the data of texts that stay in their files, by the digest of
-        the file. If it is None, such a text raises CodecError.
+        ``defers``: leave long ASCII strings as ``str`` in ``blobs``, for a caller that encodes them
+        piece by piece.
+        ``bounded``: raise ValueLimitError if the host would refuse to decode the value. This is for
+        values that a session sends.
+        ``files``: a dict that collects the data of file-backed texts, keyed by the digest of the
+        file. If it is None, such a text raises CodecError.
         """
         self.defers = defers
         self._files = files
@@ -216,7 +219,8 @@ class ValueEncoder:
         self.chars = 0
         """Number of characters in all strings so far."""
         self.tags = False
-        """True if some part of the value needs tags, and not only JSON."""
+        """True if some part of the value needs a tag, because plain JSON cannot represent its
+        type."""
         self.has_buffers = False
         """True if some of the blobs are buffers of tables or arrays."""
 
@@ -393,12 +397,14 @@ class ValueDecoder:
         packages: Sequence[str] = (),
         refers: bool = False,
     ) -> None:
-        """Create a decoder. With ``bounded``, the value comes from a session: raise ProtocolError
-        if it exceeds a limit. ``packages`` are the packages that the session may import; they
-        decide which type a table is decoded to.
+        """Create a decoder for one value.
 
-        ``files``: the data of texts that stay in their files, by the digest of the file.
-        ``refers``: decode such a text as a ``FileTextReference`` when a session gives it back.
+        ``bounded``: raise ProtocolError if the value exceeds a limit. This is for values from a
+        session.
+        ``packages``: packages that the session may import; they decide which type a table is
+        decoded to.
+        ``files``: the data of file-backed texts, keyed by the digest of the file.
+        ``refers``: decode a file-backed text that a session sends as a ``FileTextReference``.
         """
         self._files = files or {}
         self._refers = refers

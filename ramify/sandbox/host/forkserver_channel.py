@@ -1,9 +1,9 @@
 """The host's connection to a fork server, the process from which sessions are forked. This module
-sends its configuration and handles its control socket.
+sends the server its configuration and handles its control socket.
 
-This module matches replies, which may carry descriptors, to their requests. The server's process is
-started by ``forkserver_process.py``, requests are made by ``providers/process.py``, and they are
-executed by ``server/forkserver.py``.
+It matches replies, which may carry descriptors, to their requests. The server's process is started
+by ``forkserver_process.py``, requests are made by ``providers/process.py``, and they are executed
+by ``server/forkserver.py``.
 """
 
 from __future__ import annotations

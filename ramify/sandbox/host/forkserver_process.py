@@ -1,12 +1,12 @@
-"""Start the process of a fork server. If possible, it starts before this process has imported its
-other modules.
+"""Start the process of a fork server, if possible before this process has imported its other
+modules.
 
-The process starts with a fixed, minimal environment, one file descriptor of the host, and nothing
-that depends on the sandbox's configuration, which is sent afterwards. So a command that will
-probably need a session starts the process first (``start_early``), and it loads its modules while
-this process imports its own. This module therefore imports nothing from this package except
-``shipped_modules.py``, which lists the files that the server runs. The configuration and the
-control socket are handled by ``forkserver_channel.py``.
+The new process gets a fixed, minimal environment and one file descriptor of the host. The sandbox's
+configuration is sent to it later. So a command that will probably need a session starts the process
+first (``start_early``), and it loads its modules while this process imports its own. This module
+therefore imports nothing from this package except ``shipped_modules.py``, which lists the files
+that the server runs. The configuration and the control socket are handled by
+``forkserver_channel.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""The whole environment of a session: fixed set order, cheap forks and no extra threads.
+"""All environment variables of a session. They make the order of sets reproducible and forks cheap,
+and prevent extra threads.
 
 With huge pages, large heaps fork fast. With two malloc arenas, threads do not each reserve address
 space. The thread counts keep libraries from starting threads before the fork.

@@ -1,5 +1,5 @@
-"""Find the packages on this machine that sessions may import. The results are their folders, and
-the files that a jail makes visible.
+"""Find the packages on this machine that sessions may import: their folders, and the files that a
+jail must make visible for them.
 
 A folder into which packages were installed is visible in a jail as a whole. From any other folder,
 such as a checkout, only the modules that can be imported under the requested names are visible:
@@ -51,16 +51,16 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that a jail makes visible only in part, so that imports can look up names
-    in them. Raises ConfigError if a package is not installed."""
+    """Return the folders in which a jail shows only some of the entries. Imports need to look up
+    names in these folders. Raises ConfigError if a package is not installed."""
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package. The target of
-    a symbolic link is included if it has the same name."""
+    """Return the folder or file of a package, or all folders of a namespace package. If a folder is
+    a symbolic link, its target is included, provided that both have the same name."""
     spec = _spec(name)
     folders = [
         place

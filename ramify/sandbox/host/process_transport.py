@@ -1,9 +1,10 @@
 """The connection to a session that was forked on this machine: its socket, its process, and the
 memory files that it shares with the host.
 
-This module signals a session without the risk of hitting another process, identifies the process of
-a branch (a copy of a session, made by forking it), and recovers the output of a killed session. The
-process that sessions are forked from is managed by ``providers/process.py``.
+This module sends signals to a session and makes sure that no other process receives them. It also
+identifies the process of a branch (a copy of a session, made by forking it), and recovers the
+output of a killed session. The process that sessions are forked from is managed by
+``providers/process.py``.
 """
 
 from __future__ import annotations

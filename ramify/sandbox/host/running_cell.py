@@ -49,7 +49,7 @@ _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 class CellClock:
     """A clock that measures how long a cell has worked, in seconds. While the cell waits for the
-    host, the clock counts only the CPU time of the cell's other threads, if that can be read."""
+    host, only the CPU time of its other threads counts, if it can be measured."""
 
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
@@ -111,8 +111,9 @@ class PendingHostCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create the bookkeeping for a cell that has made no calls yet. ``on_bug`` is called if
-        answering a call raises an unexpected exception, which is then stored in ``bug``."""
+        """Create the record of a cell's calls to the host, which is empty at first. ``on_bug`` is
+        called if answering a call raises an unexpected exception, which is then stored in
+        ``bug``."""
         self.wire = wire
         self._clock = clock
         self._on_bug = on_bug
@@ -223,8 +224,8 @@ class PendingHostCalls:
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value. Its long strings are encoded, too, if they do not fit into the shared
-    buffers."""
+    """Encode a large value. If its long strings do not fit into the shared buffers, they are
+    converted to bytes now."""
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
         encoder.blobs = blobs_as_bytes(encoder.blobs)
@@ -281,8 +282,8 @@ class RunningCell:
         on_bug: Callable[[], None],
     ) -> None:
         """Create a cell that has not started yet. ``on_bug`` is called if answering a call fails
-        unexpectedly. It must not refer to this cell: only the garbage collector could free such a
-        cycle, which costs as much as the cell."""
+        unexpectedly. It must not refer to this cell: that would create a reference cycle, and
+        collecting the cycle costs as much as running the cell."""
         self.id = id
         self.code = code
         self.limit_s = limit_s
@@ -438,7 +439,8 @@ class SessionStatus(enum.Enum):
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Build the result of a finished cell from its final message and the note of its hooks."""
+    """Build the result of a finished cell from its final message. ``note`` holds what the session's
+    ``after_cell`` hooks returned."""
     shown = Cell(
         code=cell.code,
         stdout=cell.stdout(),

@@ -295,8 +295,8 @@ class GuestSessionProxy:
 
     @property
     def server_and_pid(self) -> tuple[Any, int]:
-        """The control channel of the server that started this session's process, and the process's
-        id there."""
+        """The control channel of the server that started this session's process, and the process id
+        as that server sees it."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "number", -1)
 
@@ -335,8 +335,8 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch, once it is this request's turn. ``cell`` is the cell that was waiting for
-        the host when the fork was requested, or None if the session was idle."""
+        """Fork a branch. Requests to fork wait for their turn. ``cell`` is the cell that was
+        waiting for the host when the fork was requested, or None if the session was idle."""
         if cell is None:
             self._check_alive()
         self._check_waits(cell)

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Shown = Annotated[str, msgspec.Meta(max_length=VALUE_CHARS + 100)]
-"""Text that the guest has shortened to ``VALUE_CHARS``, with a note on the missing length."""
+"""Text that the guest has shortened to ``VALUE_CHARS`` characters, with a note of how much was
+cut."""
 Name = Annotated[str, msgspec.Meta(max_length=1000)]
 NO_VALUE = msgspec.Raw(b"null")
 
@@ -97,7 +98,7 @@ class CellDoneFrame(_Frame, tag="done"):
     error: Shown | None
     restored: Annotated[list[Name], msgspec.Meta(max_length=1000)]
     note: msgspec.Raw
-    """Note of the session's hooks: a dict or None."""
+    """What the session's ``after_cell`` hooks returned: a dict of results by module, or None."""
     chars: Count
     tags: bool = False
     blobs: list[Count] = []
@@ -160,8 +161,8 @@ def parse(
     """Decode a frame and return the message with its binary parts. Raises ProtocolError if the
     frame is malformed or over a limit.
 
-    ``is_later``: the caller will read binary parts from the shared buffers afterwards, and call
-    ``note_read``.
+    ``is_later``: leave binary parts in the shared buffers, because the caller will read them later
+    and then call ``note_read``.
     """
     header, end = parse_frame_header(view)
     if len(header) > MAX_HEADER:
@@ -201,7 +202,8 @@ def shared_blobs(
     message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
     """Read the binary parts of a message from the shared memory buffers. Raises ProtocolError if
-    they are missing, or if it was not the guest's turn to write."""
+    they are missing, or if the guest wrote to the buffers before its previous message was
+    answered."""
     note_read(message, shared_buffers)
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
@@ -252,7 +254,8 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group neighbouring short items. Yields each group, and each long item separately."""
+    """Group adjacent short JSON items, so that each group can be decoded at once. Yields each
+    group, and each long item separately."""
     group: list[msgspec.Raw] = []
     size = 0
     for item in items:
@@ -289,7 +292,8 @@ def build_request_frame(
 
 
 _TURN_S = 0.005
-"""Seconds of handling frames after which the rest wait for the next turn of the event loop."""
+"""Maximum time in seconds for handling frames in one turn of the event loop. The remaining frames
+wait for the next turn."""
 _WEIGHT_OF_JSON = 16
 """Estimated memory per byte of JSON, since small Python values are much larger than their JSON."""
 _EMPTY = memoryview(b"")
@@ -346,7 +350,8 @@ class GuestFrameConnection:
         """Offset in the output file up to which data was received."""
         self._assembler = FrameAssembler()
         self._holds: set[str] = set()
-        """Reasons to handle no more frames for now."""
+        """Reasons for which the handling of frames is paused at the moment, such as
+        ``decoding``."""
         self._decoding_bytes = 0
         self._decoder: asyncio.Task[None] | None = None
         self._held_frames: list[tuple[dict[str, Any], ValueEncoder | None]] | None = None
@@ -360,8 +365,8 @@ class GuestFrameConnection:
         lost: Callable[[], None],
     ) -> None:
         """Start to receive frames. ``received`` is called with each decoded frame. ``failed`` is
-        called with the reason once the guest cannot be trusted any more. ``lost`` is called at the
-        end of the stream."""
+        called with the reason if the guest violates the protocol, after which it is not trusted.
+        ``lost`` is called at the end of the stream."""
         self._received = received
         self._failed = failed
         self.transport.start_reading(self._feed, lost)
@@ -437,7 +442,8 @@ class GuestFrameConnection:
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def release_holds(self) -> None:
-        """Drop all reasons to hold back frames, so that the stream is read to its end."""
+        """Clear all reasons to pause the handling of frames, so that the stream is read to its
+        end."""
         self._holds.clear()
         self.transport.resume()
 

@@ -1,4 +1,5 @@
-"""The files of this package that run in another process, and the module names that they have there.
+"""The files of this package that run in another process, with the module names that they have
+there.
 
 Ramify is not installed in a fork server or a container. The same few lines of code (``LOADER``)
 load each file from its folder, in the order in which a provider lists them. A file's module name

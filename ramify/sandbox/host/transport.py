@@ -103,7 +103,8 @@ class ForkingTransport(Transport, Protocol):
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
         """Request a fork, allow the guest to create one process, and return the transport to that
-        process. ``moved`` is called if the original session gets a new stream and new files."""
+        process. ``moved`` is called if the fork also gives the original session a new stream and
+        new files."""
         ...
 
     def check_apart(self) -> None:
@@ -118,7 +119,8 @@ class ForkingTransport(Transport, Protocol):
 
 SCRATCH_BYTES = 1 << 18
 _MOST_READS = 16
-"""Maximum number of consecutive reads, more than the data in a socket can fill."""
+"""Maximum number of consecutive reads of a socket. This is more than enough to read all data that
+its buffer can hold."""
 MAX_UNSENT_BYTES = 64 << 20
 """Limit on bytes waiting to be sent. Above it, the host stops reading from the guest."""
 
@@ -133,8 +135,8 @@ def do_nothing(*_: Any) -> None:
 
 
 class SharedConnectionState:
-    """The buffers and tasks that all connections of one sandbox share. Data in the read buffers is
-    valid only until the next read. The tasks wait for killed processes to end."""
+    """The buffers and tasks that all connections of one sandbox share. Data in a read buffer is
+    valid only until the next read. Each task waits until a killed process has ended."""
 
     __slots__ = ("busy_wait", "endings", "last_used", "num_expected", "shared_buffers", "stream")
 
@@ -192,7 +194,7 @@ class FrameAssembler:
                 self._held = bytearray(data[at:])
 
     def keep(self, data: memoryview) -> None:
-        """Store data without handling it until the next call of ``feed``."""
+        """Store data, and leave it to the next call of ``feed`` to handle it."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
         self._held += data
@@ -203,7 +205,8 @@ class FrameAssembler:
 
 
 _MOST_AT_ONCE = 16
-"""Consecutive answers read without the event loop, so that others wait for at most 1 ms."""
+"""Maximum number of consecutive answers that are read outside the event loop, so that other streams
+wait for at most 1 ms."""
 
 
 class SocketStream:
@@ -238,7 +241,8 @@ class SocketStream:
         self._is_expected = False
         """True from a ``write`` until data arrives."""
         self._is_quick = False
-        """True if the answer to the last ``write`` may be read without the event loop."""
+        """True if the answer to the last ``write`` may be read at once, without returning to the
+        event loop."""
         self._in_a_row = 0
         self._backlog: deque[memoryview] | None = None
         self._unsent = 0

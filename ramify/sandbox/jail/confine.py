@@ -1,9 +1,9 @@
 """Confine a session's process before any code of a cell runs. This cannot be undone.
 
-The order of the steps matters. The user namespace comes before the limit of processes, which then
-counts this session alone. Mounts come before Landlock, which forbids them. Descriptors come before
-the system call filter, which is last. The isolation that all sessions share is built by
-``walls.py``.
+The order of the steps matters. The user namespace is created before the limit on processes is set,
+so that the limit counts only this session's processes. Mounts come before Landlock, which forbids
+them. Descriptors come before the system call filter, which is last. The isolation that all sessions
+share is built by ``walls.py``.
 
 This module also skips the after-fork hooks of the standard library, which a session does not need.
 Otherwise each session, forked from a process with one thread, would renew unused locks, list
@@ -34,7 +34,8 @@ MAX_THREADS = 512
 _ALL_THREADS = 4096
 """Maximum number of threads of all sessions together, if they share one system user."""
 _SPOOL_BYTES = 32 << 20
-"""Lower bound for the largest file that a session may write, since its raw output is a file."""
+"""Lower bound for the file size limit of a session. The session's raw output goes to a file, to
+which the limit applies as well."""
 
 
 _OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
@@ -51,8 +52,8 @@ class JailLimits(NamedTuple):
 
 
 class JailSessionDescriptors(NamedTuple):
-    """Two descriptors that the zygote, the process that forks sessions, prepares for one session.
-    An unused one is -1."""
+    """Two descriptors that the zygote, the process that forks sessions, prepares for one session. A
+    descriptor that is not needed is -1."""
 
     scratch: int
     """Descriptor of the file system in the session's folder."""
@@ -71,15 +72,15 @@ class JailSessionDescriptors(NamedTuple):
 
 
 class JailSessionConfiner:
-    """The object that confines sessions' processes. It prepares once what all sessions have in
-    common, such as the compiled system call filter."""
+    """Confines the processes of sessions. It prepares once what all sessions have in common, such
+    as the compiled system call filter."""
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
         """Prepare the confinement of sessions. ``own_user``: give each session its own user and
         mount namespaces. ``landlock``: the Landlock rules, or None. ``paths``: allow system calls
-        that name files. ``drops``: there are capabilities to drop."""
+        that name files. ``drops``: drop all capabilities of the session's process."""
         self._bounds = bounds
         self._own_user = own_user
         self._landlock = landlock
@@ -93,8 +94,8 @@ class JailSessionConfiner:
         self._limits = _limits(bounds, own_user)
 
     def prepare_session(self) -> JailSessionDescriptors:
-        """Create one session's folder and Landlock rules before the session is forked. After the
-        fork, the same work would copy memory pages."""
+        """Create one session's folder and Landlock rules before the session is forked. Doing this
+        after the fork would cause more memory pages to be copied."""
         scratch = -1
         if self._has_folder:
             size, inodes = (
@@ -127,8 +128,8 @@ class JailSessionConfiner:
 
     def finish(self, wire: int) -> None:
         """Run the last part of the confinement: drop all capabilities and install the system call
-        filter. Requests to create a process arrive at a descriptor, which is sent to the host over
-        the connection ``wire``."""
+        filter. The filter has a listener, a descriptor at which requests to create a process
+        arrive. It is sent to the host over the connection ``wire``."""
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
