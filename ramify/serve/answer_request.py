@@ -1,5 +1,5 @@
-"""A request for an answer, independent of the API over which it arrived. It has messages and the
-field ``ramify`` with tighter limits. The progress of its run is available as text.
+"""A request for an answer, independent of the API over which it arrived: the messages, and lower
+limits that a client may set in the field ``ramify``. The progress of its run is available as text.
 
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
@@ -115,8 +115,8 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """True to ask for citations, verify them, and return them in the response's ``ramify`` field.
     """
     resume: str = ""
-    """Id of an interrupted run of this request to continue. Recorded replies are not paid for
-    again."""
+    """Id of an interrupted run of this request that is to be continued. The replies recorded so far
+    are used again and cost nothing."""
 
     def limit_overrides(self) -> RunLimitOverrides:
         """Return the limits of the request, including the maximum depth from the short form
@@ -138,7 +138,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None
     """JSON schema that the answer must match."""
     schema_field: str
-    """Path of the schema's field, for errors."""
+    """Path of the schema's field, for use in error messages."""
     max_tokens: int | None
     """Maximum number of tokens of the final answer."""
     max_tokens_field: str
@@ -241,7 +241,8 @@ class _File(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content, with the fields of both APIs."""
+    """One part of a message's content. It has the fields of both the chat completions and the
+    responses API."""
 
     type: str
     text: str | None = None
@@ -318,7 +319,8 @@ class RunProgressFormatter:
         self.has_reply = False
         """True once a model has answered, which shows that the request is valid."""
         self._roots: set[str] = set()
-        """Ids of the sessions at depth 0: the root and its branches."""
+        """Ids of the sessions at depth 0: the session that answers the question, and branches
+        forked from it."""
         self._arrived: dict[str, _ArrivedReply] = {}
         """Session -> the reply that it is receiving."""
 

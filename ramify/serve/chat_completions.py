@@ -233,4 +233,5 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 open_stream = ChatStreamEncoder
-"""The name that the interface ``ApiFormatModule`` in run_server.py requires."""
+"""The stream encoder of this API, under the name that the interface ``ApiFormatModule``
+requires."""

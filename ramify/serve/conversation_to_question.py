@@ -29,14 +29,17 @@ from ramify.sources.loaded_sources import LoadedContext, SourceCollector, Unread
 from ramify.sources.text_search import search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
-"""Maximum length of a text in the question, in characters. A longer text moves to the context.
+"""Maximum length in characters of a text that stays in the question. A longer text moves to the
+context.
 
-For a small model, the maximum is as many characters as its context window has tokens.
+For a model with a small context window, the limit in characters is the size of the window in
+tokens.
 """
 _ENDS_CHARS = 400
 """Characters shown from each end of a long question, since the task is usually there."""
 _MOST_NAMES = 20
-"""Maximum number of archive members named in a message. The model finds others in the context."""
+"""Maximum number of archive members named in a message. The model can find the others in the
+context."""
 
 
 class QuestionAndContext(msgspec.Struct, frozen=True):
@@ -176,8 +179,8 @@ def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
     """Return the text of the question. If the whole question was moved to the context, return its
     beginning and end.
 
-    If the context is a single text, the placeholder is left out, because the prompt mentions
-    ``context`` anyway; so the question stays exactly as the user wrote it.
+    If the context is a single text, the placeholder for it is left out, because the prompt always
+    mentions ``context``. The question then stays exactly as the user wrote it.
     """
     text = _text(message, is_single)
     unmoved = "\n".join(piece for piece in message if isinstance(piece, str)).strip()

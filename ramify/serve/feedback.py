@@ -1,4 +1,4 @@
-"""The route ``POST /v1/feedback``. A user rates a recorded reply with it.
+"""The route ``POST /v1/feedback``, with which a user rates a recorded reply.
 
     {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
 

@@ -1,5 +1,5 @@
-"""The MCP server over HTTP (``ramify mcp --http``). It is protected like all other servers of this
-package.
+"""The MCP server over HTTP (``ramify mcp --http``). It has the same protection as the other HTTP
+servers of this package.
 
     POST, GET, DELETE /mcp    MCP's streamable HTTP transport
 

@@ -89,8 +89,8 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
     """Return the real paths of the files and folders that ``path`` names. It may contain wildcards.
-    All of them lie below the roots, the folders that may be read. Raises ConfigError if nothing is
-    found inside the roots."""
+    Paths outside the roots, the folders that may be read, are left out. Raises ConfigError if
+    nothing is found inside the roots."""
     for root in roots:
         place = os.path.join(root, path)  # ``path`` itself if it is absolute
         matches = [place] if os.path.lexists(place) else []

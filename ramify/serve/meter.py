@@ -1,5 +1,5 @@
 """The metering proxy, an OpenAI-compatible HTTP server in front of one model. It counts what each
-caller spends, and keeps every caller within its budget.
+caller spends, and refuses requests that exceed the caller's budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
                  <── reply, with the usage that was charged   │ 402 with a sentence: nothing is left
@@ -52,8 +52,8 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request that opens an account for a caller. Limits that are not given are those
-    of the proxy."""
+    """The body of a request that opens an account with a budget for one caller. Limits that are not
+    set default to those of the proxy."""
 
     name: str
     max_calls: int | None = None
@@ -96,8 +96,8 @@ class MeteringProxy:
         self._budget = budget
         self.address = address or ListenAddress()
         self.key = key or new_key()
-        """The proxy's own key. It opens accounts ("seats"), and sends requests as the seat
-        ``default``."""
+        """The proxy's own key. A client can open accounts ("seats") with it. Other requests with
+        this key are charged to the seat ``default``."""
         self.name = name or bare_name(self._model.name)
         self.seats: dict[str, MeteredModelAccess] = {}
         """Open seats by name. A seat is the account of one caller."""
@@ -162,8 +162,9 @@ class MeteringProxy:
     async def seat(
         self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open a seat, an account for one caller, until the block ends. A name that is in use gets
-        a number. Raises ConfigError for a limit in dollars if the model has no price."""
+        """Open a seat, an account for one caller, until the block ends. If the name is in use, a
+        number is appended to it. Raises ConfigError for a limit in dollars if the model has no
+        price."""
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         free = next(each for each in names if each not in self.seats)
         seat = self._open(free, budget or self._budget)
@@ -305,8 +306,8 @@ class _SeatKeys(BearerKeys):
 
 
 class MeteredModel:
-    """The metered model as the API routes see it. Each object acts for one caller's account
-    ("seat")."""
+    """The metered model, with the interface that the API routes call. Each object acts for one
+    caller's account ("seat")."""
 
     def __init__(self, meter: MeteringProxy, seat: MeteredModelAccess) -> None:
         self.name = meter.name
@@ -316,9 +317,9 @@ class MeteredModel:
         self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Send ``num_replies`` separate requests for one reply each. Each request contains the
-        whole prompt, but a response reports its prompt once. The first reply's usage therefore has
-        the prompt tokens of all requests."""
+        """Send ``num_replies`` separate requests for one reply each. Each request is charged for
+        the whole prompt, but an API response reports a single usage. The first reply's usage
+        therefore has the prompt tokens of all requests."""
         if num_replies == 1:
             return (await self._meter.ask(self._seat, request),)
         asking = [
@@ -376,7 +377,8 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return the replies, with the prompt tokens of all of them in the usage of the first one."""
+    """Return the replies, with the prompt tokens of all replies added up in the usage of the
+    first."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],

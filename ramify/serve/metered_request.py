@@ -1,5 +1,5 @@
 """One request to a metered model. This module reserves budget from the caller's account ("seat"),
-shortens the reply to fit, and charges the actual cost.
+lowers the limit on the reply's tokens if the budget requires it, and charges the actual cost.
 
     tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> charged
       │ does not fit: the limit of the reply is lowered to the rest
@@ -105,8 +105,8 @@ class MeteredRequest:
             raise rejection_of(error) from None
 
     def _fitted(self) -> tuple[Request, Reservation]:
-        """Return the request with the longest reply that the budget allows, and the amount to
-        reserve for it. Raises RequestRejected if the budget allows no reply."""
+        """Return the request with the highest limit on reply tokens that the budget allows, and the
+        amount to reserve for it. Raises RequestRejected if the budget allows no reply."""
         most = float(self._longest_reply())
         # Rounding of dollars to tokens may need a second look.
         for _ in range(3):

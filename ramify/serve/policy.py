@@ -238,8 +238,8 @@ class PolicyAnswerer:
     that later turns of a conversation continue from them."""
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Wrap the client of a policy. ``progress`` counts the replies in progress. The first reply
-        to each request is already counted when this object gets the request."""
+        """Wrap the client of a policy. ``progress`` counts the replies in progress. The caller has
+        already counted one reply for each request, so only further ones are counted here."""
         self.name = name
         self._progress = progress
         self.window = client.window
@@ -368,8 +368,8 @@ async def _merged(
 
 
 class _KnownPaths:
-    """The remembered token ids of the last few thousand conversations. Each entry covers a
-    conversation up to a reply, both prompt and sampled tokens."""
+    """The remembered token ids of the last few thousand conversations. Each entry holds the prompt
+    and sampled tokens of a conversation up to one reply."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()

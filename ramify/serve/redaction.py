@@ -110,7 +110,8 @@ class RedactionRules:
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
         """Return a list with True for each token that is part of a redacted span. ``removed`` holds
-        the texts that were redacted in the messages, which are redacted here as well."""
+        the texts that were redacted in the messages. Wherever they occur here, they are redacted,
+        too."""
         text = decode(ids)
         spans = [(span.start, span.end) for span in self.spans(text)]
         for value in removed:
@@ -153,7 +154,7 @@ class RedactionRules:
 
 
 _MAX_SPANS = 256
-"""Maximum number of spans that are located among a text's tokens.
+"""Maximum number of redacted spans in one text for which the tokens are looked up.
 
 If a text has more, all its token ids are redacted, since a caller could otherwise keep the server
 busy.
@@ -161,8 +162,8 @@ busy.
 
 
 class _PrefixLengths:
-    """A search for the number of leading token ids that decode to a given number of characters.
-    Only the prefixes that are needed are decoded."""
+    """Finds how many leading token ids decode to a given number of characters. Only the prefixes
+    that are needed are decoded."""
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids = ids

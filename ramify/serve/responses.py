@@ -260,8 +260,8 @@ class ResponsesStreamEncoder:
 
 
 class _Head:
-    """A builder for the bodies of one response in its successive states. All have the same id,
-    model and settings."""
+    """Builds the JSON bodies that describe one response at each stage of its progress. All have the
+    same id, model and settings."""
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
         self._id = id
@@ -378,4 +378,5 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 open_stream = ResponsesStreamEncoder
-"""The name that the interface ``ApiFormatModule`` in run_server.py requires."""
+"""The stream encoder of this API, under the name that the interface ``ApiFormatModule``
+requires."""

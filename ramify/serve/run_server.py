@@ -264,7 +264,7 @@ class RunServer:
         return handle
 
     async def _record(self, id: str, question: ServedQuestion) -> None:
-        """Record the run of a question. This happens before the end of its answer is sent."""
+        """Record the run of a question. The last part of its answer is sent only afterwards."""
         request, running = question.request, question.watch.running
         if self._recorder is not None and running is not None and not request.is_private:
             temperature = request.merged_sampling(self._sampling).temperature

@@ -1,7 +1,7 @@
 """The metrics of ``ramify serve``, in the text format of Prometheus.
 
-Names of keys and models are not labels of metrics: a label should have few values, and the names of
-callers are private.
+Names of API keys and models are not used as labels: labels with many values are costly in
+Prometheus, and the names of callers are private.
 """
 
 from __future__ import annotations

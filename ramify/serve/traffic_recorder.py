@@ -84,7 +84,7 @@ _MAX_OPEN = 64
 _CHECK_S = 60.0
 """Seconds between two checks of the store's size."""
 _FILL = 0.9
-"""Fraction of its maximum size to which an oversized store is reduced."""
+"""Fraction of the maximum size to which the store is reduced when it has become too large."""
 _log = ComponentLogger("serve")
 
 
@@ -125,7 +125,8 @@ class TrafficRetention(msgspec.Struct, frozen=True, kw_only=True):
 
     max_bytes: int = 10 << 30
     max_age_s: float | None = None
-    """Seconds after its last event until a conversation is deleted; None for no limit."""
+    """Maximum age in seconds of a conversation, measured from its last event. Older ones are
+    deleted. None for no limit."""
 
 
 class ReplyNotFoundError(RamifyError):
@@ -374,8 +375,8 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """Redact the tokens of a reply. Returns the reply as it is stored, and a list with 1 for
-        each redacted sampled token and 0 for each other one."""
+        """Redact the tokens of a reply. Returns the reply as it is stored, and a list with one
+        entry for each sampled token: 1 if it was redacted, otherwise 0."""
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
         flags = self._redaction.token_mask([*given, *sampled], self._policy.decode, removed)
@@ -465,8 +466,8 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Start to delete old conversations if the last check of the store was too long ago, or if
-        the store may be full."""
+        """Start deleting old conversations if it is time to check the store's size again, or if the
+        store may be full."""
         is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         if self._pruning is None and is_time:
             self._begin_pruning()
@@ -476,7 +477,8 @@ class TrafficRecorder:
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Start a thread that deletes old conversations if necessary, so that no reply waits."""
+        """Start a thread that deletes old conversations if necessary. Replies do not have to wait
+        for it."""
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
@@ -527,8 +529,8 @@ def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _Recor
 
 
 def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
-    """Return the reason why a new call begins: a further sample, a branch of an earlier call, or a
-    new conversation."""
+    """Return the reason why a new call begins: another sample for the same prompt, a branch of an
+    earlier call, or a new conversation."""
     if first is not None:
         return NewCallReason.SAMPLE
     return NewCallReason.NEW if earlier is None else NewCallReason.BRANCH
@@ -558,8 +560,8 @@ def _opened(folder: str | Path) -> Store:
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
     """Reserve a store for the conversations of this policy. Raises ConfigError if it already
-    contains another policy's conversations or other runs, since these would be deleted like old
-    conversations."""
+    contains conversations of another policy or other runs, because the recorder deletes the oldest
+    runs of its store."""
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

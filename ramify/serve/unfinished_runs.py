@@ -1,7 +1,8 @@
 """Keep track of runs that a stopped server left without an answer, so that they can be continued.
 
-    run begins ──▶ STORE/serving/RUN_ID ──▶ removed when the run has ended
-                        └── server stops, or is killed ──▶ listed at the next start
+Each run in progress has an empty file as its marker, because a server may be killed at any time,
+and two servers may share a store. Only a store in a folder has such markers. How a run continues is
+defined in ``RLM.restart``.
 
 Each run in progress has an empty file as its mark, because a server may be killed at any time, and
 two servers may share a store. Only a store in a folder has such marks. How a run continues is
@@ -25,8 +26,8 @@ _ID = re.compile(r"[\w-]+")
 
 
 class UnfinishedRuns:
-    """Marks for the runs in progress in one store. A restarted server finds unfinished runs by
-    them."""
+    """Markers for the runs in progress in one store. They show a restarted server which runs are
+    unfinished."""
 
     def __init__(self, store: RunStore | None) -> None:
         self._store = store

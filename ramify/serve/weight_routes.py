@@ -54,7 +54,8 @@ from ramify.inference.weight_sync.base import (
 
 Body = dict[str, Any]
 _SCHEDULING = "scheduling"
-"""vLLM's tag for a server that answers no requests; set during every sleep."""
+"""vLLM's tag for a server that answers no requests. It is set as long as any part of the engine
+sleeps."""
 WAIT_S = 600.0
 """Maximum time that a request waits for a sleeping engine, in seconds."""
 _NAMED = 3
@@ -73,10 +74,14 @@ class EngineSleepState:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the sleep state of a server that is awake. ``stop`` stops sampling in one of
-        vLLM's modes (``abort``, ``wait`` or ``keep``). ``resume_sampling`` resumes it, unless the
-        server is paused or ``is_updating`` returns True. A request waits at most ``wait_s`` seconds
-        for a sleeping engine."""
+        """Create the sleep state of a server that is awake.
+
+        ``stop``: stops sampling; its argument is one of vLLM's modes ``abort``, ``wait`` and
+        ``keep``.
+        ``resume_sampling``: resumes sampling, unless the server is paused or ``is_updating``
+        returns True.
+        ``wait_s``: maximum seconds that a request waits for a sleeping engine.
+        """
         self._client = client
         self._stop = stop
         self._resume_sampling = resume_sampling

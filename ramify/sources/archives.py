@@ -2,9 +2,9 @@
 formats are zip, tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py``
 reads 7z archives.
 
-Nothing is written to disk, so a member's name cannot do harm; it is normalized anyway. Limits: the
-bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary text does not
-reach, and the number of members.
+Nothing is written to disk, so the names of members are harmless; they are nevertheless normalized.
+Limits: the bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary
+text does not reach, and the number of members.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _DOCUMENTS = {
     "ppt/presentation.xml": "pptx",
     "xl/workbook.xml": "xlsx",
 }
-"""Member of a zip archive -> kind of document, for a document that has lost its suffix."""
+"""Member of a zip archive -> kind of document. It identifies documents whose file name lacks the
+usual suffix."""
 _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
@@ -59,7 +60,8 @@ def is_hidden(member: str) -> bool:
 
 
 def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Load one unpacked member of an archive. Its bytes were already counted towards the limit."""
+    """Load one unpacked member of an archive. The caller has already counted its bytes towards the
+    limit."""
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
     except OversizedSource:

@@ -125,7 +125,7 @@ def _regex(pattern: str) -> str:
 
 
 def _opened(url: str) -> tuple[Any, str]:
-    """Return the file system that a URL refers to, and the path within it."""
+    """Return the file system object for a bucket URL, and the path within it."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
@@ -254,7 +254,7 @@ _SIGNS = {
     ),
     r"SLOW_DOWN|\b429\b|\b503\b": ("cannot be fetched (too many requests)", "try again later"),
 }
-"""Regular expression that matches a client's error -> reason and remedy."""
+"""Regular expression for the message of a bucket client's error -> reason and remedy to report."""
 
 
 def _name_check(url: str) -> str:
@@ -266,8 +266,8 @@ def _name_check(url: str) -> str:
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Return a context manager that converts errors of the bucket clients to UnreadableSource.
-    Their reasons are readable and contain no secrets."""
+    """Return a context manager that converts errors of the bucket clients to UnreadableSource. The
+    new messages are readable sentences without secrets."""
     try:
         yield
     except UnreadableSource:

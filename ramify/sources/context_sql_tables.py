@@ -104,7 +104,8 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """Return the file descriptor of a file that holds the encoded context."""
+        """Return the descriptor of a file with the encoded context. If the context has none, create
+        a memory file."""
         if context.fd is not None:
             return context.fd
         if self._file < 0:

@@ -1,5 +1,5 @@
-"""Convert values of other libraries to values that a context can hold. Examples are DataFrames,
-arrays, data models and paths.
+"""Convert values of other libraries, such as DataFrames, arrays, data models and paths, to values
+that a context can hold.
 
     pandas, polars, pyarrow, datasets, __arrow_c_stream__   Table, over the same buffers if possible
     numpy.ndarray                                           NumberArray, over the same buffer
@@ -40,7 +40,8 @@ _NUMBERS = {"int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
 _NUMBERS |= {"uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
 _ARROW_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _MAX_SMALL_BYTES = (1 << 31) - 1
-"""Maximum size in bytes of the text in one array with 32-bit offsets."""
+"""Maximum size in bytes of the text in one Arrow array with 32-bit offsets. Larger arrays are
+converted to Arrow's large types."""
 
 
 def as_context(value: Any) -> Any:
@@ -138,8 +139,8 @@ def _plain(value: Any) -> Any:
 
 
 def _of_fields(value: Any) -> Any:
-    """Convert an object with named fields, such as a dataclass, or a less common plain value, such
-    as an enum member."""
+    """Convert an object with named fields, such as a dataclass, to a dict. Also convert less common
+    plain values, such as enum members."""
     import dataclasses
 
     fields: Mapping[str, Any] | None = None

@@ -223,9 +223,9 @@ def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the URL's TLS options to arguments for the MySQL driver. They mean the same as in
-    MySQL's own tools. Without options, TLS is used if the server offers it, but its certificate is
-    not verified."""
+    """Convert the URL's TLS options to arguments for the MySQL driver. Each option has the same
+    meaning as in MySQL's own tools. Without options, TLS is used if the server offers it, but its
+    certificate is not verified."""
     authority = options.get("ssl-ca")
     mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
     if mode == "DISABLED":

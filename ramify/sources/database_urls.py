@@ -23,7 +23,8 @@ _OPTIONS_OF = {
     "postgresql": ("sslmode", "sslrootcert", "sslcert", "sslkey", "channel-binding"),
     "mysql": ("ssl-mode", "ssl-ca", "ssl-cert", "ssl-key"),
 }
-"""Kind of database -> supported URL options, all for TLS. Others could undo the limits."""
+"""Kind of database -> supported URL options, all for TLS. Other options are rejected, because they
+could override the limits that are set for the connection."""
 _OPTIONS = frozenset(name for names in _OPTIONS_OF.values() for name in names)
 _MYSQL_MODES = ("DISABLED", "PREFERRED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 

@@ -65,8 +65,8 @@ Converter = Callable[[bytes], ConvertedDocument]
 
 
 class ConversionRequest(msgspec.Struct, frozen=True):
-    """A request to convert a document. A request without a document only makes the process import
-    the converter."""
+    """A request to convert a document. A request that comes without a document makes the process
+    import the converter in advance."""
 
     kind: str
     max_bytes: int = 0

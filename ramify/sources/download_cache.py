@@ -31,7 +31,7 @@ from ramify.user_folders import user_folder
 
 MAX_CACHE_BYTES = 10 << 30
 _SPARED_S = 24 * 3600.0
-"""Seconds for which a used copy is kept, since a run may still query it."""
+"""Seconds for which a copy is kept after its last use, because a run may still query it."""
 
 
 class CachedCopy(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class DownloadCache:
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedCopy | None:
-        """Return the newest copy of the file at ``url``. Returns None without a copy whose
+        """Return the newest copy of the file at ``url``. Returns None if there is none whose
         version the server can confirm."""
         folder = self._folder(url)
         try:

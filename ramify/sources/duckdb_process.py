@@ -56,7 +56,8 @@ MAX_COPIED_ROWS = 5_000_000
 MAX_COPIED_BYTES = 1 << 30
 _BATCH = 10_000
 _WHOLE_BYTES = 64 << 20
-"""Size in bytes above which only a file's first rows determine its column types."""
+"""Maximum size in bytes of a file that is read completely to determine its column types. Of a
+larger file, only the first rows are read."""
 NUM_SAMPLES = 3
 
 
@@ -624,7 +625,7 @@ def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[lis
 
 
 _COUNTED_CELLS = 1_000_000
-"""Maximum number of a sheet's cells that are searched for formulas without a stored value."""
+"""Maximum number of cells of a sheet that are checked for formulas without a stored value."""
 
 
 def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:

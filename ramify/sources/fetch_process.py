@@ -41,7 +41,8 @@ LIST_S = 180.0
 _START_S = 20.0
 _READ_BYTES = 1 << 20
 _READ_S = 5.0
-"""Seconds after which a read returns the bytes that have arrived, even if they are few."""
+"""Maximum time of a read in seconds. It then returns the bytes that have arrived, even if they are
+few."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
@@ -208,8 +209,8 @@ class _OpenFiles:
 
 
 async def _block(download: OpenDownload) -> bytes:
-    """Return about a megabyte of a download, or less if the bytes arrive slowly. At least one byte
-    is returned until the end of the file."""
+    """Return about a megabyte of a download, or less if the bytes arrive slowly. The result is
+    empty only at the end of the file."""
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_S):

@@ -46,7 +46,7 @@ class SourceFile(msgspec.Struct):
     is_named: bool = False
     """True if the user named this file itself, and not its folder."""
     depth: int = 0
-    """Number of messages that enclose an attachment."""
+    """Nesting depth of an attachment: the number of email messages around it."""
 
 
 Reader = Callable[[SourceFile, SourceCollector], None]
@@ -114,7 +114,8 @@ _MIME_KINDS = {
     b"mimetypeapplication/epub+zip": "epub",
     b"mimetypeapplication/vnd.oasis.opendocument.text": "odt",
 }
-"""First member of such a document, from byte 30 -> kind of the document."""
+"""Name and content of the first member of a zip-based document, which begin at byte 30 -> kind of
+the document."""
 _TEXT_KINDS = {
     "html": "html",
     "htm": "html",

@@ -1,8 +1,8 @@
 """Read all readable files in a folder and its subfolders.
 
 Some files are skipped and reported: files that ``.gitignore`` excludes, hidden files (they usually
-hold settings and keys; name one to load it), and links to files that are in the folder anyway.
-Links that lead out of the folder are refused.
+hold settings and keys; name one to load it), and links to files elsewhere in the folder, which are
+read under their own names. Links that lead out of the folder are refused.
 
 ``.gitignore`` files are applied by git's rules: subfolders may have their own, and the nearest one
 decides. Those of the repository around the folder and its ``.git/info/exclude`` also apply; the

@@ -1,5 +1,5 @@
-"""Makes use of the file type and charset that a web server states. The readers of files know only
-names and first bytes, so this module adapts both.
+"""Use the file type and charset that a web server reports. The readers of files look only at names
+and first bytes, so this module adapts both.
 
     file_name("https://host/view?id=3", head, b"<!doctype …")     view.html
     to_utf8(path, "text/html; charset=shift_jis")                 rewrites the file
@@ -48,9 +48,8 @@ _SUFFIXES = {
 _OWN_SUFFIXES = frozenset({*_SUFFIXES.values(), *_PAGE_SUFFIXES, ".ndjson", ".parquet", ".db"})
 _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _BYTEWISE = re.compile(r"(iso-?8859|cp125|windows-125|latin)", re.IGNORECASE)
-"""Charsets in which any byte sequence is valid. Servers often state one of them by default, even
-for UTF-8.
-"""
+"""Charsets in which any byte sequence is valid. Servers often report one of them by default, even
+for UTF-8."""
 
 
 def file_name(url: str, head: RemoteFileInfo, begin: bytes) -> str:
@@ -92,11 +91,11 @@ def _parsed(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Convert a downloaded text file from the charset that the server states to UTF-8. A file that
+    """Convert a downloaded text file from the charset that the server reports to UTF-8. A file that
     is not valid in that charset stays unchanged.
 
-    The result begins with a byte order mark, which readers trust more than the charset that a page
-    states about itself.
+    The result begins with a byte order mark. Readers trust it more than a charset that an HTML page
+    declares in its own markup.
     """
     about = _parsed(content_type)
     charset = str(about.get_content_charset() or "")

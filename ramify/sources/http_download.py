@@ -30,7 +30,7 @@ from ramify.sources.url_recognition import RemoteFileInfo, is_web, shown_url
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
 TRIES = 3
-"""Maximum number of requests to a server that answers "busy"."""
+"""Maximum number of requests to a server that reports that it is busy."""
 MAX_WAIT_S = 5.0
 """Longest wait in seconds before a busy server is asked again. A longer Retry-After is an error."""
 _UNBOUNDED = 1 << 62
@@ -196,9 +196,8 @@ async def _entered(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a host name can be recognised as private without a DNS lookup. Needed behind a
-    proxy, which resolves names itself.
-    """
+    """Return True if a host name is recognizably private, without a DNS lookup. With a proxy, this
+    is the only possible check, because the proxy does the lookup."""
     if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
         return True
     try:
@@ -288,9 +287,8 @@ def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
 
 
 class _ServerBusy(UnreadableSource):
-    """Raised if a server cannot answer now. ``wait_s`` is the wait in seconds that the server asks
-    for, or None.
-    """
+    """Raised if a server is temporarily unable to answer. ``wait_s`` is the number of seconds after
+    which it asks for a new request, or None."""
 
     def __init__(self, reason: str, remedy: str, wait_s: float | None) -> None:
         super().__init__(reason, remedy)

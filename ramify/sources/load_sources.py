@@ -331,8 +331,8 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """Return the first bytes of a non-blocking pipe. Empty bytes mean that the writing program has
-    finished, or has not written yet.
+    """Return the first bytes of a non-blocking pipe. The result is empty if the writing program has
+    finished, or has not written anything yet.
 
     Raises UnreadableSource if no program writes to it within ``WRITER_S``.
     """
@@ -388,8 +388,7 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 def _single_database(loading: SourceCollector) -> str | None:
     """Return the name of the database if all tables come from a single one, otherwise None. Queries
-    can then use the dialect of that database, since there is nothing to join it with.
-    """
+    can then use the dialect of that database, because they cannot join it with other tables."""
     databases = [*loading.databases, *loading.servers]
     is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)
     return databases[0] if is_single else None

@@ -1,5 +1,5 @@
-"""Types that describe loaded sources. The collector here gathers the results from the readers of
-files.
+"""Types that describe loaded sources, and the collector, which gathers what the file readers
+return.
 
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
@@ -42,7 +42,7 @@ NO_DUCKDB = "the extra inputs is not installed"
 MAX_RECORDED = 500
 """Maximum number of sources that a run's record names."""
 MORE = "allow more with --max-bytes, or in Python with ramify.load(…, max_bytes=…)"
-"""Advice for sources above the size limit."""
+"""Advice in the error messages for sources above the size limit."""
 _MAX_NAMES = 12
 """Maximum number of columns or keys that a description names."""
 _SHOWN = 6
@@ -70,7 +70,8 @@ class OversizedSource(UnreadableSource):
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
-    """The line at which a part of a document, such as a page, begins in the document's text."""
+    """A named part of a document, such as a page, and the line at which it begins in the document's
+    text."""
 
     line: int
     """First line of the part in the text, counted from 1."""
@@ -98,7 +99,8 @@ class LoadedSourceItem(msgspec.Struct, frozen=True):
     detail: str = ""
     """Description of the contents, such as ``CSV: 3 columns a, b, c; 1,200 rows``."""
     in_file: bool = False
-    """True if the text stays in its file. It is read only when used, and stored by reference."""
+    """True if the text is file-backed: it is read from its file only when used, and stored by
+    reference."""
     places: tuple[SourcePlace, ...] = ()
     """Pages, slides, sheets or headings of a document, by line."""
 
@@ -118,13 +120,13 @@ class RecordedSources(msgspec.Struct, frozen=True):
     them."""
 
     items: list[LoadedSourceItem] = []
-    """The first ``MAX_RECORDED`` loaded sources, without their places."""
+    """The first ``MAX_RECORDED`` loaded sources, without the ``places`` of each."""
     num_items: int = 0
     problems: list[SourceProblem] = []
     """The first ``MAX_RECORDED`` files that could not be read."""
     num_problems: int = 0
     left_out: dict[str, list[str]] = {}
-    """Reason for skipping files -> the first names."""
+    """Reason why files were skipped -> names of the first few of them."""
     num_left_out: dict[str, int] = {}
     """Reason for skipping files -> number of names."""
 
@@ -134,9 +136,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
     be read, and those that were skipped."""
 
     context: str | MappedText | dict[str, Any]
-    """The text of a single file, the value of a single picture, or a dict of texts and values.
+    """The text of a single file, the value that represents a single picture, or a dict of several
+    such values.
 
-    The dict is sorted by name. A text above a stated size is a ``MappedText``.
+    The dict is sorted by name. A large text is a file-backed ``MappedText``.
     """
     items: list[LoadedSourceItem]
     problems: list[SourceProblem]
@@ -157,8 +160,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     """
 
     origin: Mapping[str, Any] = {}
-    """Arguments with which ``load`` loads the tools again: ``paths``, and options that are not
-    defaults.
+    """Arguments with which ``load`` recreates the tools: ``paths``, and options that differ from
+    their defaults.
 
     URLs have no passwords and keys. Empty if ``load`` did not read the sources.
     """
@@ -169,8 +172,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return the names of the tools and the origin of the sources. With them, the tools of a
-        recorded run can be loaded again."""
+        """Return a record from which the tools of this run can be loaded again: their names and the
+        origin of the sources. Empty if ``load`` did not read the sources."""
         if not self.origin:
             return {}
         # Optional tools are recorded with the context.
@@ -300,17 +303,22 @@ class SourceCollector:
         counts_mapped: bool = False,
         has_tools: bool = True,
     ) -> None:
-        """Create an empty collector. ``work`` displays the number of bytes read. With ``strict``,
-        the first unreadable file raises SourceError. Texts of at least ``mapped_bytes``, alone or
-        together, stay in their files instead of memory. With ``counts_mapped``, they count towards
-        ``max_bytes``, too. Without ``has_tools``, sessions get the context but no tools."""
+        """Create an empty collector.
+
+        ``work``: displays the number of bytes read.
+        ``strict``: raise SourceError for the first unreadable file.
+        ``mapped_bytes``: texts of at least this many bytes, alone or together, are file-backed
+        instead of loaded into memory.
+        ``counts_mapped``: count file-backed texts towards ``max_bytes``, too.
+        ``has_tools``: if False, sessions get the context but no tools.
+        """
         self.max_bytes = max_bytes
         self.max_file_s = max_file_s
         self.strict = strict
         self.has_tools = has_tools
         self.mapped_bytes = mapped_bytes
         self.num_mapped = 0
-        """Number of texts that stay in their files."""
+        """Number of file-backed texts."""
         self._counts_mapped = counts_mapped
         self._mapped = 0
         self._work = work
@@ -332,7 +340,8 @@ class SourceCollector:
         """Name of each PDF -> object that renders its pages (see ``RenderablePdf``)."""
         self.tables: list[SourceTable] = []
         self.kept_tables: Any = None
-        """Folder of tables that had no separate files (see ``tables.TemporaryTableFolder``)."""
+        """Temporary folder for tables that came without a file of their own (see
+        ``session_tables.TemporaryTableFolder``)."""
         self.describing_s = 0.0
         """Time spent on describing tables, in seconds."""
         self.seen: set[str] = set()
@@ -367,9 +376,9 @@ class SourceCollector:
         return self._spent
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
-        """Count a text that stays in its file instead of memory. If such texts are limited, raises
-        OversizedSource for a single file above the limit, and SourceError if all files together
-        exceed it."""
+        """Count a text that is file-backed instead of loaded into memory. If such texts are
+        limited, raises OversizedSource for a single file above the limit, and SourceError if all
+        files together exceed it."""
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized(num_bytes)
         self.num_mapped += 1

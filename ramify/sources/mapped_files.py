@@ -1,4 +1,4 @@
-"""Decides which texts are too large for memory and stay in their files, and adds them to a context.
+"""Decides which texts are too large for memory and become file-backed, and adds them to a context.
 
     file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
     smaller, or of another kind ───────────> its reader (file_kinds.py)
@@ -69,7 +69,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
 
 
 def is_large(num_bytes: int, loading: SourceCollector) -> bool:
-    """Return True if a text file of this size is too large for memory and stays in its file."""
+    """Return True if a text file of this size is too large for memory and becomes file-backed."""
     if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
         return False
     limit = loading.mapped_bytes
@@ -79,9 +79,8 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the type and the description of a large text that stays in its file. The number of
-    rows is an estimate from the number of lines, because the text is not parsed.
-    """
+    """Return the type and the description of a large, file-backed text. The number of rows is an
+    estimate from the number of lines, because the text is not parsed."""
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":

@@ -1,7 +1,7 @@
 """Converts Jupyter notebooks to Markdown: the cells in order, with the text of their outputs.
 
-markitdown drops all outputs, although a question is often about them. Only pictures and HTML are
-left out here, and their number is stated.
+Outputs are important for many questions, but markitdown drops them all. Here only pictures and HTML
+are left out, and their number is stated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Converts office documents, books and web pages to Markdown, in the process of
 ``document_process.py``.
 
-    docx   mammoth to HTML, then as HTML       places: headings
+    docx   HTML from mammoth                   places: headings
     pptx   markitdown                          places: slides and headings
     odt    odfdo                               places: headings
     epub   each chapter of the spine as HTML   places: chapters and headings
@@ -37,7 +37,8 @@ text.
 """
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _OF_OTHER_FORMATS = ("azure", "pandas", "pdfminer", "pydub", "speech_recognition")
-"""Optional libraries that markitdown would import for formats that are not converted here."""
+"""Optional libraries that markitdown would import for formats that Ramify does not convert with
+it."""
 
 
 @functools.cache
@@ -46,8 +47,8 @@ def _markitdown() -> Any:
     package.
 
     On import, markitdown loads the libraries of all its formats (such as onnxruntime), which takes
-    a second of CPU time in each process. Its package is therefore entered without running its own
-    imports, and those optional libraries are reported to it as not installed.
+    a second of CPU time in each process. To avoid this, its package is registered without running
+    its ``__init__.py``, and those libraries appear to it as not installed.
     """
     spec = importlib.util.find_spec("markitdown")
     assert spec is not None
@@ -76,9 +77,8 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers of a docx file, which mammoth does not convert. A text
-    that several sections repeat is returned once.
-    """
+    """Return the headers and footers of a docx file, which mammoth does not convert. A header or
+    footer that several sections repeat is returned once."""
     from defusedxml import ElementTree
 
     lines: dict[str, None] = {}

@@ -31,9 +31,8 @@ _START_S = 20.0
 
 
 class PictureFailed(Exception):
-    """Raised if a picture cannot be scaled down or a page cannot be rendered. The message is the
-    reason, worded to end a sentence.
-    """
+    """Raised if a picture cannot be scaled down or a page cannot be rendered. The message is a
+    clause for use in another error message, such as ``it takes more than 5 s``."""
 
 
 class ImageDownscaleRequest(msgspec.Struct, frozen=True, tag=True):

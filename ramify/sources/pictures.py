@@ -45,9 +45,8 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
     """Scale down the picture in a file, and return the picture with its bytes. Raises
-    UnreadableSource on failure, with a message that includes ``why``: the reason the original
-    cannot be sent.
-    """
+    UnreadableSource on failure. Its message includes ``why``, the reason why the original picture
+    cannot be sent as it is."""
     size, num_bytes = size_of(file.data), len(file.data)
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
         raise UnreadableSource(

@@ -33,7 +33,8 @@ from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, check_url
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
-"""Maximum number of web addresses whose headers are read before the first download starts."""
+"""Maximum number of web URLs for which the server is asked for headers before the first download
+starts."""
 _SLOW_S, _SLOW_BYTES = 60.0, 60_000
 """A download is abandoned if fewer than ``_SLOW_BYTES`` bytes arrive in ``_SLOW_S`` seconds."""
 _BEGIN_BYTES = 512
@@ -66,7 +67,8 @@ def fetch_files(
     allow_private: bool = False,
     cache: DownloadCache | None = None,
 ) -> list[FetchedFile]:
-    """Download all files that some URLs name, within the bytes that the load may still read.
+    """Download all files that some URLs name, within the number of bytes that the load may still
+    read.
 
     ``is_alone`` is True if there are no other sources. In that case, a URL that cannot be
     downloaded raises SourceError.

@@ -35,9 +35,10 @@ BLOCK_S = 60.0
 """Time limit in seconds for indexing the texts of one request, and for finishing the index."""
 QUERY_S = 30.0
 _BYTES_PER_CHAR = 3
-"""Limit on the size of an index in bytes for each character of the context."""
+"""Maximum size of an index, in bytes per character of the context."""
 _SPARE_BYTES = 256 << 20
-"""Disk space in bytes that an index leaves free. An index may always have this size."""
+"""Bytes by which the maximum size of every index is raised, so that a small context may have one,
+too. The disk must have this much free space in addition to half a byte per character."""
 _STALE_S = 2 * 86400
 _PREFIX = "ramify-search-"
 _KEPT = 2

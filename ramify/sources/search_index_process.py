@@ -47,9 +47,10 @@ _NUM_THREADS = 2
 _ADDRESS_BYTES = 16 << 30
 """Limit in bytes on the address space of the process, including mapped files."""
 _TIED = 400
-"""Number of hits to fetch so that hits with equal scores can be sorted."""
+"""Number of hits to fetch beyond those requested, so that hits with equal scores can be sorted."""
 _PART, _REGION = 256, 1 << 18
-"""Sizes of the groups of neighbouring passages that can be searched separately."""
+"""Number of consecutive passages in a part and in a region, two groups to which a search can be
+limited."""
 
 
 class IndexedTextBlock(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class IndexedTextBlock(msgspec.Struct, frozen=True):
 
     text: str
     at: int
-    """Start position of the block, in characters of all texts of the context together."""
+    """Start of the block, as a character offset in all texts of the context joined together."""
     shape: Shape
     is_last: bool
     """True for the last block of its text."""

@@ -59,9 +59,8 @@ _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
 class TextSegmentationMode(msgspec.Struct, frozen=True):
-    """How a text is divided into search units: by line or by passage. The choice is guessed from
-    the beginning of the text.
-    """
+    """How a text is divided into search units: by line or by passage. This is inferred from the
+    beginning of the text."""
 
     shape: Shape
     has_pages: bool

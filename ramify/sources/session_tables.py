@@ -43,7 +43,8 @@ MAX_TABLES = 500
 DESCRIBE_S = 20.0
 """Time limit in seconds for describing the tables of one file."""
 _ALL_S = 60.0
-"""Seconds after which the remaining CSV and JSONL files of a load are loaded as texts only."""
+"""Time limit in seconds for describing the tables of all files in a load together. Once it is
+exceeded, further CSV and JSONL files are loaded as texts only."""
 _MAX_SHOWN = 80
 _CHECKED_RECORDS = 1_000_000
 """Number of records of a damaged CSV or JSONL file that are searched for the wrong one."""
@@ -111,10 +112,9 @@ def describe_file(
 
 
 def _wrong_record(name: str, kind: str, path: Path) -> str:
-    """Return a description of the first wrong record of a CSV or JSONL file, since DuckDB counts
-    lines differently. Returns an empty string for other kinds, and if the records that are searched
-    are right.
-    """
+    """Return a description of the first malformed record of a CSV or JSONL file. Errors of DuckDB
+    do not serve, because it counts lines differently. Returns an empty string for other kinds of
+    files, and if no malformed record was found."""
     return _irregular(name, path) if kind == "csv" else _not_json(path) if kind == "jsonl" else ""
 
 

@@ -19,7 +19,8 @@ from urllib.parse import quote
 from ramify.sources.query_process import MAX_RESULT_BYTES, QUERY_S, BoundedRowCollector
 
 _STEPS = 10_000
-"""Number of SQLite virtual machine steps between two checks of the clock, about 0.1 ms."""
+"""Number of SQLite virtual machine steps, about 0.1 ms, after which the time limit is checked
+again."""
 _READING = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,

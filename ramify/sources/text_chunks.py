@@ -1,11 +1,11 @@
 """The function ``chunks``, which divides texts into parts for a model. This source code runs
 *inside* the session; the host imports it only for its description.
 
-Only the standard library is used. A token counts as three bytes of UTF-8, as in the figures of the
-prompt, so a part has at most ``3 * tokens`` bytes. A part ends, in this order of preference: before
-a heading or a page, at a blank line, at the end of a line (a record), at a space, and only then
-within a word. Joined together, the parts of a text give the whole text. Parts of a dict begin with
-the name of their text; small texts share a part.
+Only the standard library is used. A token counts as three bytes of UTF-8, as it does for the sizes
+given in the prompt, so a part has at most ``3 * tokens`` bytes. A part ends, in this order of
+preference: before a heading or a page, at a blank line, at the end of a line (a record), at a
+space, and only then within a word. Joined together, the parts of a text give the whole text. Parts
+of a dict begin with the name of their text; small texts share a part.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _shortened(name: str, most: int) -> str:
 
 
 def _close(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
-    """Make one part of the pieces in ``shared``, and empty the list."""
+    """Combine the pieces in ``shared`` into one part, and empty the list."""
     if shared:
         first, last = shared[0][0], shared[-1][0]
         place = first if len(shared) == 1 else f"{first} to {last}"

@@ -49,12 +49,11 @@ an hour.
 WAIT_S = 60.0
 """Seconds that a search waits for its index to be built."""
 DELAY_S = 0.5
-"""Delay in seconds before an index is built in advance. A model usually thinks for longer. Short
-runs never need an index, which takes both cores for a second per 20 MB.
-"""
+"""Delay in seconds before an index is built in advance. A model usually thinks for longer. Building
+takes both cores for a second per 20 MB, which is wasted if the run ends sooner."""
 MAX_QUERY_CHARS = 10_000
 _COUNTED_CHARS = 1 << 17
-"""Number of characters between two positions whose line number is remembered."""
+"""Distance in characters between the positions for which the line number is cached."""
 
 SEARCH = (
     "Find the k lines or passages of the run's data that match the words of `query` best (BM25: "
@@ -81,9 +80,9 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search functions with these names, for repeating a recorded run. A missing library
-    is an error only once a search runs whose result was not recorded.
-    """
+    """Return the search functions with these names, for replaying a recorded run. If a library is
+    missing, an error is raised only when a search must be run because its result was not
+    recorded."""
     every: dict[str, Any] = {"search": TextSearchTool(context), "chunks": TextChunkingTool()}
     return {name: tool for name, tool in every.items() if name in names}
 
@@ -109,9 +108,10 @@ class TextSearchTool:
 
     __name__ = "search"
     is_optional = True
-    """Only prompts that list tools by name mention this function; see ``RlmSetup.tools_at``."""
+    """True: this function is mentioned only in prompts that list tools by name; see
+    ``RlmSetup.tools_at``."""
     is_replaceable = True
-    """A variable of the session may replace this function."""
+    """True: a variable of the session may replace this function."""
 
     def __init__(self, context: Any) -> None:
         self.__doc__ = SEARCH
@@ -123,11 +123,12 @@ class TextSearchTool:
             self._starts.append(self._starts[-1] + len(text))
         self._layouts: dict[Any, TextSegmentationMode] = {}
         self._lines: dict[Any, list[int]] = {}
-        """Name of a text -> number of lines before each ``_COUNTED_CHARS``, as far as counted."""
+        """Name of a text -> number of lines before each multiple of ``_COUNTED_CHARS`` characters.
+        The lists grow as lines are counted."""
         self._lock = threading.Lock()
         self._built: Future[SearchIndexProcess] | None = None
         self.is_asked = threading.Event()
-        """Set at the first query, which does not wait for ``DELAY_S``."""
+        """Set at the first query, so that the index is built at once and not after ``DELAY_S``."""
 
     @property
     def num_chars(self) -> int:
@@ -237,9 +238,9 @@ class TextSearchTool:
 
 
 class _UsedSearch:
-    """Reads the texts of a ``TextSearchTool`` through a weak reference. Building an index takes a
-    minute per gigabyte, and must not keep the context of a finished run in memory.
-    """
+    """Reads the texts of a ``TextSearchTool`` while its index is built, through a weak reference.
+    Building an index takes a minute per gigabyte, and must not keep the context of a finished run
+    in memory."""
 
     def __init__(self, search: TextSearchTool) -> None:
         self._search = weakref.ref(search)

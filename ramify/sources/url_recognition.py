@@ -109,7 +109,7 @@ class RemoteFileInfo(msgspec.Struct, frozen=True):
     content_type: str = ""
     """Media type and parameters, such as ``text/html; charset=utf-8``."""
     file_name: str = ""
-    """File name that the server states."""
+    """File name that the server suggests."""
     final_url: str = ""
     """URL after redirects."""
     may_keep: bool = True

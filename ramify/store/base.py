@@ -1,5 +1,5 @@
-"""The interface between the engine and a store of runs. It covers what the engine needs to keep,
-read and continue runs.
+"""The interface between the engine and a store of runs. The engine uses it to record, read and
+continue runs.
 
     engine ── create, reopen ──> RunJournal ── append(event) …  close
            ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
@@ -65,9 +65,8 @@ class RunJournal(Protocol):
         """Close the journal, so that another writer can open it. Idempotent."""
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """Writer of the file that shows replies as they arrive, or None if this journal has no such
-        file.
-        """
+        """The writer of the file that shows replies while they arrive, or None if this journal has
+        no such file."""
 
 
 class RunBlobs(Protocol):
@@ -218,8 +217,7 @@ class RunStore(Protocol):
 
     def finish(self, journal: RunJournal) -> None:
         """Close ``journal``, and delete its run if no event was written. Such a run failed before
-        it started, so there is nothing to list or resume.
-        """
+        it started, so it need not be listed and cannot be resumed."""
         journal.close()
         if journal.is_empty:
             self.remove(journal.id)
@@ -281,7 +279,8 @@ class FilelessStoredRun(NamedTuple):
 _summaries: WeakKeyDictionary[RunStore, dict[str, tuple[tuple[int, int], RunSummary]]] = (
     WeakKeyDictionary()
 )
-"""Store -> run id -> state of the run when it was last read, and its summary."""
+"""Cache of run summaries for each store. A store's dict maps a run id to the state of the run when
+it was last read, and to the summary from that time."""
 _DIGITS = "0123456789abcdefghjkmnpqrstvwxyz"
 """Base 32 digits in ascending order, without letters that look alike."""
 

@@ -1,7 +1,7 @@
-"""A cache of model replies that all runs of a store share. Runs use it only on request.
+"""A cache of model replies that all runs of a store share. A run uses it only if it is asked to.
 
-A reply is found by the hash of its request. The cache also records where journals contain replies,
-so it also finds the replies of runs that did not use the cache.
+Replies are looked up by the hash of the request. The cache also records the positions of replies in
+journals, so it finds the replies of runs that did not use the cache as well.
 
 The hash covers the model, the whole prompt and the sampling settings, so a hit is a reply to
 exactly the same request. A cache that cannot be read or written raises StoreError instead of
@@ -34,7 +34,8 @@ class JournalReplyOffset(NamedTuple):
     offset: int
     """Byte offset of the reply's line in the journal."""
     crc_before: int
-    """Checksum of the previous line."""
+    """Checksum of the journal line before the reply's line. It is needed to verify the reply's
+    line."""
 
 
 _TABLES = (

@@ -1,5 +1,5 @@
-"""Files that survive crashes. This module writes files completely, flushes them to disk in a
-background thread, and stores large values by their hash.
+"""Files that survive crashes. This module writes data completely or raises an error, flushes files
+to disk in a background thread, and stores large values by their hash.
 
 A failed write raises an error that names the file. The background thread keeps event loops from
 waiting for the disk. The module also creates private folders, and measures and reserves the space

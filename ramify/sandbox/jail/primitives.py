@@ -91,14 +91,15 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _PR_GET_TID_ADDRESS = 40
 _EINTR = 4
 _closerange, _close, _dup2, _Socket = os.closerange, os.close, os.dup2, socket.socket
-"""Saved before any cell runs, so that a cell cannot replace them."""
+"""Functions and a class of the standard library, saved before any cell runs so that a cell cannot
+replace them."""
 _forking = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock
 _forking.restype = ctypes.c_long
 
 
 _machine = os.uname().machine
 _tid_place = ctypes.c_ulong()
-"""Address at which the C library keeps this thread's id; 0 if the kernel does not say."""
+"""Address at which the C library stores this thread's id. 0 if the kernel does not report it."""
 _libc.prctl(
     ctypes.c_int(_PR_GET_TID_ADDRESS),
     *map(ctypes.c_ulong, (ctypes.addressof(_tid_place), 0, 0, 0)),
@@ -118,9 +119,9 @@ _clone_arguments = tuple(
 
 
 def fork_sibling() -> int:
-    """Fork without running any hook of Python or the C library. The new process is a sibling: a
-    child of this process's parent, so neither of the two learns how the other ends. Use this only
-    in a process with one thread."""
+    """Fork without running any hook of Python or the C library. The new process is a sibling, that
+    is, a child of this process's parent. So neither process is notified when the other ends. Use
+    this only in a process with one thread."""
     while True:
         try:
             return checked(_forking(*_clone_arguments), "fork")
@@ -152,9 +153,8 @@ def take_wire(wire: int, *files: int) -> None:
 
 
 def request_descriptor(number: int) -> None:
-    """Ask the host for a descriptor with the given number. All descriptors are closed first,
-    because the host gives one only to a process that has no others. Raises OSError if the host
-    refuses."""
+    """Close all descriptors, then ask the host for one with the given number. The host gives one
+    only to a process that has no open descriptors. Raises OSError if the host refuses."""
     while True:
         try:
             _closerange(0, 1 << 20)
@@ -250,7 +250,8 @@ def freeze_filesystem(fd: int) -> None:
 _READ_FILE, _READ_DIR, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
 _FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE
 _NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
-"""Rights that are denied even in a session's own folder: devices, sockets, fifos, device ioctl."""
+"""Landlock rights that are denied even in a session's own folder: executing files, creating
+devices, sockets and FIFOs, and device ioctl."""
 
 
 def landlock_version() -> int:

@@ -3,7 +3,7 @@
 This module contains the list for x86_64 and aarch64 and defines which arguments are checked. The
 host is asked before a process is created. All other calls fail with EPERM, so that Python code sees
 an exception. The filter is installed by ``confine.py``, and the host's answers come from
-``providers/jail_watch.py``. Standard library only.
+``providers/jail_limits.py``. Standard library only.
 
     number ──search tree over the allowed numbers──> ALLOW | EPERM | steps that check an argument
 """
@@ -74,7 +74,7 @@ EPERM, ESRCH, EINVAL, ENOTTY, ENOSYS, ENOPROTOOPT, EAFNOSUPPORT = (
     0x50000 | number for number in (1, 3, 22, 25, 38, 92, 97)
 )
 _DONE = 0x50000
-"""Answer for a call that has no effect and returns 0."""
+"""Filter result that skips a system call and lets it return 0."""
 
 _THREAD = 0x10000
 _FORKS = (17, 0x01200000 | 17, *requests.FORKS_APART)
@@ -83,9 +83,11 @@ the host never allows. The others are those of ``primitives.fork_sibling``."""
 _NEW_NAMESPACE = 0x7E020080
 _MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 1030, 1032, 1034)
-"""Allowed commands. Those that signal or lease to other processes and F_ADD_SEALS are missing."""
+"""Allowed ``fcntl`` commands. F_ADD_SEALS is not among them, nor are commands that signal other
+processes or take leases."""
 _LOCKS, _LOCKS_OF_FILES = (5, 6, 7), (36, 37, 38)
-"""Commands that lock files. A process's own locks are ignored, and locks of open files are refused.
+"""``fcntl`` commands that lock files. Locks that belong to a process have no effect, but appear to
+succeed. Locks that belong to an open file are refused.
 
 A lock on a library's file would be seen by all sessions. A session is the only process that opens
 its own files, and sqlite needs the calls to succeed.
@@ -98,16 +100,17 @@ _O_OTHER = 0xFFFFFFFF & ~0o6777703
 """All flags of ``open`` that are refused: ASYNC, NOATIME, PATH, TMPFILE, and any that later kernels
 add."""
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed requests: terminal test and size, bytes to read, blocking mode, close on exec."""
+"""Allowed ``ioctl`` requests: test for a terminal, get its size, count the bytes to read, and set
+blocking mode and close-on-exec."""
 _PRCTL_OPTIONS = (15, 16)
-"""Allowed options, which set and read the thread's name."""
+"""Allowed ``prctl`` options, which set and read the thread's name."""
 _PDEATHSIG, _SIGKILL = 1, 9
 _SOL_SOCKET, _SOCKET_OPTIONS = 1, (2, 3, 4, 7, 8, 9, 18, 20, 21, 30, 38, 39)
-"""Allowed socket options: kind, error, buffers and timeouts, but not the process at the other end.
-"""
+"""Allowed socket options, such as the type, the error, buffer sizes and timeouts. Options that
+identify the process at the other end are not among them."""
 _MSG_OOB = 1
 _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
-"""Limits that the guest itself changes, below the hard limit."""
+"""Resource limits that the guest itself changes, without exceeding the hard limit."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
@@ -127,9 +130,9 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """Compile the system call filter of a session. With ``paths``, calls that name files are
-    allowed. With ``changes``, so are calls that change files. Landlock does not cover these fully:
-    it ignores modes and times and, before Linux 6.2, file lengths."""
+    """Compile the system call filter of a session. ``paths``: allow calls that name files.
+    ``changes``: also allow calls that change files in ways that Landlock does not fully control,
+    such as modes, times and, before Linux 6.2, file lengths."""
     allowed = numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )

@@ -2,9 +2,10 @@
 kernel blocks each call until it is answered.
 
 The system call filter of a session (``seccomp.py``) has a listener, a descriptor that the host
-holds. The process is blocked until the host answers there. What is answered is decided in
-``providers/jail_watch.py``, and for the trial session of a zygote in ``walls.py``. Both the host
-and the zygote load this module, so it uses the standard library only, without ctypes.
+holds. A process that makes such a call is blocked until the host answers through the listener. The
+answers are decided in ``providers/jail_limits.py``, and for the trial session of a zygote in
+``walls.py``. Both the host and the zygote load this module, so it uses the standard library only,
+without ctypes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import struct
 from typing import NamedTuple
 
 WIRE_CALL = {"x86_64": 187, "aarch64": 213}.get(os.uname().machine, -1)
-"""Number of the system call with which a process asks the host for a connection: ``readahead``.
+"""Number of the system call ``readahead``. With this call, a process asks the host for a
+connection.
 
 No session needs this call for its own purpose, and the filters of container engines allow it.
 """

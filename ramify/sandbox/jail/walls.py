@@ -1,5 +1,5 @@
-"""Build the isolation ("walls") that all sessions of a jail share. The attempt also shows which
-tier, or level of isolation, this machine supports.
+"""Build the isolation ("walls") that all sessions of a jail share. This also determines which tier,
+or level of isolation, this machine supports.
 
 This module defines what each tier consists of and tries the strongest one first. The further
 confinement of each session is added by ``confine.py``. Standard library only.
@@ -62,9 +62,9 @@ class TierUnavailable(Exception):
 
 
 class ReachedIsolation(NamedTuple):
-    """The isolation that a zygote has reached. The zygote is the process from which a jail's
-    sessions are forked. The record holds its tier (level of isolation) and what is missing for
-    stronger tiers."""
+    """The isolation that a zygote, the process from which a jail's sessions are forked, has set up.
+    It consists of a tier (level of isolation) and the reasons why stronger tiers are
+    unavailable."""
 
     tier: str
     missing: dict[str, str]
@@ -75,15 +75,16 @@ class ReachedIsolation(NamedTuple):
     """Version of Landlock in use; 0 for none."""
     confinement: Any
     outer: bool
-    """True if this process has no process namespace, so that it must end all processes itself."""
+    """True if the zygote has no process namespace of its own, so that it must end all processes
+    itself."""
 
 
 def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> ReachedIsolation:
     """Isolate this process so that it can be the zygote, from which sessions are forked.
     ``config["tiers"]`` lists the levels of isolation to try, strongest first.
 
-    The zygote may have to be a new process. This function then returns only there; the calling
-    process calls ``let_go``, waits for the zygote's end, and exits.
+    The zygote may have to be a new process. In that case, this function returns only in the new
+    process; the calling process calls ``let_go``, waits for the zygote's end, and exits.
 
     ``preload`` imports what sessions will need, if they could not read it from inside. Raises
     TierUnavailable, and any error that ``preload`` raises.
@@ -117,9 +118,9 @@ def _cause(error: BaseException) -> str:
 
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ReachedIsolation:
-    """Build the isolation of tier A, which consists of namespaces, in a child process. A child is
-    needed because half-built isolation cannot be removed. Returns only in the child; raises OSError
-    in this process if the child fails."""
+    """Build the isolation of tier A, which consists of namespaces, in a child process, because
+    isolation that was built only in part cannot be undone. Returns only in the child; raises
+    OSError in this process if the child fails."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -356,8 +357,8 @@ def _landlock(config: dict[str, Any]) -> int:
 
 
 def _try_out(walls: ReachedIsolation) -> None:
-    """Test the isolation with a trial session. It does what sessions do, and then tries to attack.
-    Raises OSError if it cannot do its work, or if an attack succeeds."""
+    """Test the isolation with a trial session. The session first does what normal sessions do, and
+    then runs known attacks. Raises OSError if its normal work fails, or if an attack succeeds."""
     prepared = walls.confinement.prepare_session()
     ours, theirs = socket.socketpair()
     pid = os.fork()

@@ -109,7 +109,8 @@ MORE = (
     "encodings.utf_16",
     "_strptime",
 )
-"""Modules that are also imported in advance if sessions cannot read the standard library."""
+"""Modules that are imported in advance in addition to ``forkserver.PRELOAD``, if sessions cannot
+read the standard library."""
 _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test", "tests"}
 
 
@@ -152,8 +153,8 @@ class InMemoryStdlibImporter:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library available to sessions that cannot read files. Compiled
-    modules are imported now, and the source of the others is kept in memory."""
+    """Make the rest of the standard library available to sessions that cannot read files. Extension
+    modules are imported now, and the source of the other modules is kept in memory."""
     import sysconfig
 
     places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
@@ -234,7 +235,8 @@ class Zygote(forkserver.ForkServer):
         return found
 
     def kill_orphans(self) -> None:
-        """Do nothing until the zygote ends. A session can create no processes except branches, and
+        """Kill the processes whose session has ended, but only while the zygote itself is ending.
+        Before that there are none, because a session can create no processes except branches, and
         the host ends these."""
         if self.is_ending and self._walls.outer:
             super().kill_orphans()

@@ -1,6 +1,6 @@
 """The sandbox provider ``docker``. Every session runs in a separate container on a local engine.
 
-A container can do nothing but compute in memory. It has no network, no capabilities, no way to gain
+Code in a container can only compute: the container has no network, no capabilities, no way to gain
 privileges, a read-only root, and limits on memory, CPU and processes. The provider checks that the
 engine enforces this, by comparing the container's description with the request. The module also
 finds the engine, and converts its responses to values or one-line errors. The connection to the
@@ -37,8 +37,8 @@ _OVERHEAD_BYTES = 128 << 20
 """Memory for Python and the guest, in addition to ``memory_bytes``."""
 _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
-"""Number of capabilities that a container has by default. An engine may list them instead of ALL.
-"""
+"""Number of capabilities that a container has by default. An engine may report dropped capabilities
+one by one instead of as ``ALL``."""
 _WHERE = "sandbox 'docker'"
 _FRAME = struct.Struct(">BxxxI")
 _MAX_FRAME_BYTES = 64 << 20

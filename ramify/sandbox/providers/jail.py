@@ -70,12 +70,13 @@ _REMEDIES = {
     "(linux": "use that kernel or a later one, and allow the call (docker: --security-opt "
     "seccomp=unconfined)",
 }
-"""Part of the reason for a failure -> advice. The first match counts."""
+"""Substring of the reason for a failure -> advice. The first match counts."""
 _OTHER_REMEDY = "allow what was refused (docker: --security-opt seccomp=unconfined)"
 
 
 NEWEST = 1 << 10
-"""Higher than any version of Landlock, which selects the kernel's own version."""
+"""A number above every version of Landlock. It selects the newest version that the kernel
+supports."""
 _WHOLE = (frozenset[int](), NEWEST)
 _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
@@ -88,8 +89,8 @@ def learn_from_zygote(server: StartedForkServer) -> None:
 
 
 def known() -> ProbedTier | None:
-    """Return the level of isolation of this machine if it was already determined, otherwise None.
-    The result applies to a jail that uses all features of the kernel."""
+    """Return the isolation tier of this machine if it was already determined, otherwise None. It is
+    the tier of a jail that may use all features of the kernel."""
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)
@@ -185,7 +186,8 @@ _NOT_HERE = (
     "SandboxSpec(provider='process', allow_weaker=True), --sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
-"""Delay before the next session is prepared, since the one just taken runs its first cell then."""
+"""Delay in seconds before the next session is prepared. It leaves the CPU to the session that was
+just handed out, which runs its first cell then."""
 _FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
 WEAKER = {
     "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, "
@@ -403,8 +405,8 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
 
 
 def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
-    """Raise ConfigError if a mount is not possible at the level of isolation that was reached.
-    Without their own file system, sessions can see a mount only under its real path."""
+    """Raise ConfigError if a mount is not possible at the isolation tier that was reached. At tier
+    B, a file can be mounted only at its real path. At tier C, nothing can be mounted."""
     if reached.tier == "A":
         return
     for source, place in mounts:
@@ -437,8 +439,8 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start the fork server of a jail. ``poorer`` holds the kernel features that it must not use.
-    With ``reports``, its first message says which isolation it has reached."""
+    """Start the fork server of a jail. ``poorer`` holds settings that exclude some features of the
+    kernel. With ``reports``, the server's first message reports its isolation tier."""
     config = (
         EMPTY
         | poorer

@@ -1,4 +1,4 @@
-"""One fork of a session in the jail, as the host sees it. Each of the two processes gets its own
+"""The host's side of one fork in the jail. After the fork, each of the two processes gets its own
 connection to the host.
 
 Whether a process may ask for a connection is decided in ``jail_limits.py``. A fork is begun and
@@ -96,9 +96,9 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 
 def _private_ends(origin: ProcessTransport) -> _Ends:
-    """Create a connection for one process, and send over it the files that the process needs:
-    standard input, output and buffers. Each process gets its own standard input, because processes
-    that share an open file also share its flags. Raises SandboxError if that fails."""
+    """Create a connection for one process, and send it the files that the process needs: standard
+    input, output and buffers. Each process gets a separate standard input, because processes that
+    share an open file description also share its flags. Raises SandboxError if that fails."""
     ends = origin.make_branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:

@@ -1,8 +1,8 @@
 """Watch the sessions of a jail: answer their requests to create processes, and limit the memory of
 all sessions together.
 
-Requests are refused, except once when the host itself has requested a fork. A grant is used up by
-one request, from the right process while it has one thread. All sessions of a fork tree send their
+Requests are refused, unless the host itself has requested a fork. It then grants one request, and
+only to the right process while that has a single thread. All sessions of a fork tree send their
 requests to one listener, so each process has a separate grant. A system call filter cannot do this
 alone, since it cannot count.
 
@@ -123,7 +123,8 @@ _EPERM = 1
 _MOST_FILES = 264
 """Upper bound of a session's descriptor numbers (see ``process_setup.limit_files``)."""
 _PATIENCE = 32
-"""Refusals answered at once. Each further one is delayed, so that the host is not kept busy."""
+"""Number of refusals that are sent without delay. Later ones are delayed, so that a session cannot
+keep the host busy."""
 _SLOWEST_S = 0.05
 
 
@@ -294,7 +295,7 @@ def _is_alive(fd: int) -> bool:
 _COUNTS_DESCRIPTORS = os.path.isdir("/proc/self/fd") and os.stat("/proc/self/fd").st_size > 0
 """True if the kernel reports a process's number of descriptors, as Linux 6.2 and later do.
 
-On other kernels, every possible descriptor is replaced.
+On other kernels, the host first replaces every descriptor that the process could have.
 """
 
 

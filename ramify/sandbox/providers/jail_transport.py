@@ -69,8 +69,8 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Report that the session ended in the middle of a fork. At that moment it may have no
-        connection whose end the host would notice."""
+        """Handle the end of a session in the middle of a fork. The session may have no connection at
+        that moment, so the host would not notice otherwise."""
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:
@@ -129,8 +129,8 @@ class JailTransport(ForkableJailTransport):
         process: ForkedSessionHandles,
         counts: bool,
     ) -> None:
-        """Create a connection. With ``counts``, use the kernel's count of a process's open
-        descriptors, if this kernel reports it."""
+        """Create a connection. ``counts``: use the kernel's count of a process's open descriptors,
+        if this kernel reports it."""
         super().__init__(caps, buffers, process)
         self._is_frozen = False
         self._counts = counts
@@ -142,9 +142,9 @@ class JailTransport(ForkableJailTransport):
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """Receive the first byte, which the confined process sends before it runs any cell. A
-        descriptor arrives with it, at which the host receives the session's requests to create
-        processes."""
+        """Receive the first byte, which the confined process sends before it runs any cell. It
+        comes with the descriptor at which the session's requests to create processes will
+        arrive."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):

@@ -1,11 +1,11 @@
-"""The tier, or level of isolation, that the jail reached on this machine. A file keeps this result
+"""Remember the tier, or level of isolation, that the jail reached on this machine. A file keeps it
 for later processes.
 
-Testing the isolation takes a good part of the time of a short question. So a result is used again
-if it was found since this boot, by this user, on this kernel, with the same rights, by the same
-files. It only decides that a run may begin: each fork server tests its own isolation before its
-first session, and a session whose isolation is weaker than the run accepts does not open. The tier
-is determined in ``jail.py``.
+Testing the isolation takes a considerable part of the time of a short question. A result is
+therefore used again if it was found since the last boot, by the same user, on the same kernel, with
+the same rights and the same files of this package. It only decides that a run may begin: each fork
+server tests its own isolation before its first session, and a session whose isolation is weaker
+than the run accepts does not open. The tier is determined in ``jail.py``.
 
 The result is kept in a folder of the user. A folder or file that another user owns, or can write
 to, is not used: that user could claim isolation that does not exist.
@@ -37,8 +37,8 @@ _FACTS = (
 _SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _RIGHTS = ("Uid:", "Gid:", "Cap", "NoNewPrivs:")
 _UNFILTERED = "Seccomp:\t0"
-"""Line in /proc of a process without a system call filter. Results found behind one are not kept.
-"""
+"""Line in /proc of a process without a system call filter. A result found by a process with a
+filter is not kept."""
 
 
 class ProbedTier(msgspec.Struct, frozen=True):
@@ -79,9 +79,9 @@ def kept_tier() -> ProbedTier | None:
 
 
 def keep_tier(found: ProbedTier) -> None:
-    """Keep a test result for later processes, if there is a private folder for it. An incomplete
-    level of isolation is not kept, because its cause may be fixed before the next process starts.
-    """
+    """Keep a test result for later processes, if there is a private folder for it. A result is not
+    kept if some tier was unavailable, because the cause may be fixed before the next process
+    starts."""
     if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:

@@ -49,7 +49,8 @@ WARNING = (
     "network. Do not run hostile code in it."
 )
 _STARTS = 3
-"""Attempts to start a fork server, if it is killed before the requested session exists."""
+"""Maximum number of attempts to start a fork server. A further attempt is made if the server was
+killed before the requested session existed."""
 _EXIT_S = 2.0
 _GONE_S = 0.2
 """Maximum seconds until the exit of a killed server is noticed."""
@@ -153,8 +154,8 @@ class ProcessSandbox:
         raise AssertionError("a start ends well or raises")
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Raise SandboxError if a fork server's report shows that the server is not what sessions
-        need. This class accepts every server."""
+        """Raise SandboxError if a fork server's report shows that it is unsuitable for sessions.
+        This class accepts every server; a subclass may not."""
 
     def start(self) -> StartedForkServer:
         """Start a fork server, or return one that was started in advance."""
@@ -272,7 +273,8 @@ class ProcessSandbox:
         return session
 
     def opened(self, session: GuestSessionProxy) -> None:
-        """Register a new session or branch, and raise the limit of open files if necessary."""
+        """Add a new session or branch to the open sessions, and raise the limit on open files if
+        necessary."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
@@ -323,8 +325,8 @@ def launch(spec: SandboxSpec) -> None:
     """Start the fork server for the next sandbox with this configuration in advance, while the
     caller does other work.
 
-    This is for a command that knows early what it needs; no event loop has to run yet. A server
-    that is never used ends with this process.
+    A command can call this as soon as it knows the configuration, before an event loop runs. A
+    server that is never used ends with this process.
     """
     if not _launched:
         atexit.register(_discard)
@@ -392,7 +394,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _watched(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task whose exception counts as retrieved. Then asyncio logs no warning about the
+    """Start a task and mark its exception as retrieved. Then asyncio logs no warning about the
     exception even if all callers are cancelled."""
     task = asyncio.ensure_future(start)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())

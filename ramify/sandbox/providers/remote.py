@@ -1,9 +1,9 @@
 """Run sessions on a remote service that starts commands, such as a container engine or a cloud.
 
 The guest, the code that runs cells, needs no installation: its files are the first data sent. This
-module defines how the guest's bytes and control messages share one stream, and how streams are read
-that carry only text or begin with a greeting. Each service is a ``SandboxService`` of a few lines
-(see ``docker.py`` and ``extras/sandboxes/``).
+module defines how the guest's bytes and control messages share one stream. It also handles streams
+that carry only text, and streams on which other output (a greeting) comes first. Each service is a
+``SandboxService`` of a few lines (see ``docker.py`` and ``extras/sandboxes/``).
 
     GuestSessionProxy ─ RemoteTransport ─frames──> ByteStream ··> session_supervisor ─fork─> guest/
 
@@ -49,11 +49,11 @@ PROVISION_S = 900.0
 CLOSE_S = 30.0
 _DATA, _INTERRUPT, _KILL = b'{"op":"data"}', b'{"op":"interrupt"}', b'{"op":"kill"}'
 _PIECE_BYTES = 1 << 18
-"""Maximum number of the guest's bytes in one message. An interrupt waits for one message at most.
-"""
+"""Maximum number of the guest's bytes in one message. An interrupt has to wait for at most one such
+message."""
 _MAX_GREETING_BYTES = 1 << 16
 _MAX_FRAME_BYTES = 2 << 20
-"""Maximum size of a message from the remote end. A hostile guest may have taken that end over."""
+"""Maximum size in bytes of a message from the remote end, which a hostile guest may control."""
 _MARK = b"ramify-guest-1\n"
 _MODULES = ("guest", "server/process_setup", "server/forkserver", "server/session_supervisor")
 _BOOT = f"""{LOADER}
@@ -123,8 +123,7 @@ class ByteStream(Protocol):
     """The standard input and output of one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
-        """Send all data to the command's standard input, in order. The caller never makes two calls
-        at once."""
+        """Send all data to the command's standard input, in order. Calls never overlap."""
         ...
 
     async def receive(self) -> bytes:
@@ -161,7 +160,7 @@ SEPARATE_MACHINE = SandboxCapabilities(
     kill=True,
     starts_processes=True,
 )
-"""Capabilities of a service whose boxes have no network."""
+"""Capabilities of a service that runs each session on a separate machine without a network."""
 
 
 class RemoteSandbox:
@@ -243,7 +242,8 @@ class RemoteTransport:
         self._line = b""
         """An incomplete line of base64."""
         self._early = b""
-        """Data that arrived together with the greeting."""
+        """Data that arrived right after the greeting, the output before the supervisor's first
+        message."""
         self._urgent: deque[bytes] = deque()
         self._backlog: deque[bytes] = deque()
         self._has_work = asyncio.Event()
@@ -430,8 +430,8 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """A stream that ignores all data and is at its end. It replaces the stream of a closed
-    transport."""
+    """A stream that ignores all writes and is always at end of file. It replaces the stream of a
+    closed transport."""
 
     async def send(self, data: bytes) -> None:
         pass

@@ -109,7 +109,8 @@ PRELOAD = (
 _IDLE_MS = 20
 """Milliseconds without a request after which the modules of ``to_import`` are imported."""
 _USUAL_FDS = [MAX_FILES, MAX_FILES + 1, MAX_FILES + 2]
-"""Usual descriptors of a session: its connection, its output file and its shared buffers."""
+"""Descriptor numbers that a session normally uses: its connection, its output file and its shared
+buffers."""
 _NO_MODULES: dict[str, tuple[str, types.CodeType]] = {}
 _TEMPLATE = None
 BRANCH = False
@@ -161,8 +162,8 @@ class ForkServer:
         self._context: Any = None
         self._has_context = False
         self.apart: Any = None
-        """A ``branches.JailForkHooks``, unless the host sends a branch's descriptors with its
-        request."""
+        """In a jail, the ``branches.JailForkHooks``. Otherwise None, and the host sends a branch's
+        descriptors with its fork request."""
         self._guest: guest.Guest | None = None
         """The prepared guest of the next session whose descriptors have the usual numbers."""
         self._modules: dict[str, tuple[str, types.CodeType]] = {}
@@ -172,7 +173,8 @@ class ForkServer:
         self.to_import: list[str] = []
         """Modules to import when idle, or before a second session is forked.
 
-        The first session imports for itself. Templates continue with the remaining ones.
+        The first session does not wait for them, and imports what it uses. Template processes
+        import the remaining ones.
         """
         self._num_opened = 0
         self._is_retiring = False
@@ -494,7 +496,8 @@ def _warm_up() -> None:
     first run.
 
     Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
-    Code that has already run writes less: it is specialised, and its caches are filled.
+    Code that has run before writes to fewer pages, because the interpreter has already specialized
+    it and filled its caches.
     """
     interpreter_state.complete_builtins()
     try:

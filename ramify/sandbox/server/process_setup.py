@@ -20,9 +20,10 @@ MAX_FILE_BYTES = 256 << 20
 """Maximum size of a file that a session may write, including its raw output."""
 MAX_FILES = 256
 _OUT_OF_REACH = 8
-"""Number of additional descriptor numbers that are reserved for the guest."""
+"""Number of descriptor numbers above the limit for cells, which only the guest can use."""
 GUEST_BYTES = 32 << 20
-"""Address space in bytes that is reserved for the guest, after a cell has used up its own."""
+"""Address space in bytes that is reserved for the guest, so that it can continue when a cell has
+used up its limit."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc: Any = None
 _signal: Any = sys.modules["_signal"]
@@ -30,8 +31,8 @@ _SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphans among its descendants. Also raise its limit of open
-    files as far as the user may; that limit applies to descriptors in transit, too."""
+    """Make this process the parent of its orphaned descendants. Also raise its limit on open files
+    to the maximum, because descriptors that are being sent over sockets count, too."""
     global _libc
     import ctypes
 
@@ -42,7 +43,7 @@ def adopt_orphans() -> None:
 
 
 def quiet_signals() -> None:
-    """Reset the SIGCHLD handler and the wake-up descriptor to those of a new process. The C module
+    """Restore the default handler of SIGCHLD and remove the wake-up descriptor. The C module
     ``_signal`` is used because ``signal`` would create enums, and so write to memory pages that
     sessions share."""
     _signal.set_wakeup_fd(-1)
@@ -94,8 +95,9 @@ def keep_only(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session. Returns two limits of address space in bytes: one for
-    the time while a cell runs, in addition to the forked memory, and one for the guest itself."""
+    """Set the resource limits of one session. Returns two limits on address space in bytes: one
+    that applies while a cell runs, and a higher one for the guest itself. Both include the
+    ``mapped`` bytes inherited in the fork."""
     memory = mapped + memory_bytes
     for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
         _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)

@@ -1,11 +1,11 @@
 """The session supervisor, the first program in a container or on a cloud machine. It forks the
 guest, the code that runs cells, and forwards its bytes.
 
-The command's standard input and output carry both the guest's bytes and the operations on its
-process: interrupt, kill, and the report of its end. So a service only needs to start a command. The
-host's end is ``providers/remote.py``. The supervisor runs remotely with the standard library only:
-it is sent together with ``guest/`` and ``forkserver.py``, and nothing is installed (see
-``host/shipped_modules.py``).
+The command's standard input and output carry the guest's bytes. They also carry requests to
+interrupt or kill its process, and the message that reports its end. So a service only needs to
+start a command. The host's end is ``providers/remote.py``. The supervisor runs remotely with the
+standard library only: it is sent together with ``guest/`` and ``forkserver.py``, and nothing is
+installed (see ``host/shipped_modules.py``).
 
     host:        data + {bytes to the guest}    interrupt  kill
     supervisor:  data + {bytes from the guest}  failed{message}
