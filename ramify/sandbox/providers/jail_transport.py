@@ -69,8 +69,8 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Handle the end of a session in the middle of a fork. The session may have no connection at
-        that moment, so the host would not notice otherwise."""
+        """Handle the end of a session in the middle of a fork. The session may have no connection
+        at that moment, so the host would not notice otherwise."""
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:
