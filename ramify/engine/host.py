@@ -269,7 +269,7 @@ class CellHost:
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         num_chars = count_text_chars(value)
-        # A text that stays in its file may be larger than memory.
+        # A file-backed text may be larger than memory.
         prompt = plain_prompt(call.question, value) if num_chars <= max_chars else ""
         if (num_chars := max(num_chars, len(prompt))) > max_chars:
             return self._not_asked(

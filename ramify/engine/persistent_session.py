@@ -16,8 +16,9 @@ model learns about a session that died. A session is rebuilt from its history:
 
 A rerun counts as identical if each cell makes the same calls with the same arguments, gets the same
 answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
-to be stopped again. The history is kept in memory, because a resumed run executes its cells again
-anyway. The calls that a cell makes to models and tools are answered by ``host.py``.
+to be stopped again. The history is kept only in memory, because a resumed run executes its cells
+again and so restores it. The calls that a cell makes to models and tools are answered by
+``host.py``.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class ContextFacts(msgspec.Struct, frozen=True):
     bytes_per_char: float = 1.0
     """Mean UTF-8 bytes per character. Non-Latin scripts take more tokens per character."""
     mapped: bool = False
-    """True if some texts of the context stay in their files (``MappedText``)."""
+    """True if some texts of the context are file-backed (``MappedText``)."""
 
 
 class PromptModelFacts(msgspec.Struct, frozen=True):
@@ -548,8 +548,8 @@ def _names(facts: PromptFacts) -> str:
 
 
 def _mapped(context: ContextFacts) -> str:
-    """Return the part of the prompt that explains which string operations work on a large text that
-    stays in its file. Empty if the context has no such text."""
+    """Return the part of the prompt that explains which string operations work on a large
+    file-backed text. Empty if the context has no such text."""
     if not context.mapped:
         return ""
     what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"

@@ -12,9 +12,9 @@ before it is documented.
 A context, the input of a session, is encoded once: sessions are opened with it, a store keeps it by
 its digest, and child runs share it. The encoded form of a large context is an anonymous memory
 file, which the fork server maps; that of a small one is a bytes object, which is sent to the
-session. A text that stays in its file (``MappedText``) is not copied: the encoded form refers to it
-by its hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the codec
-is in ``guest/values.py``.
+session. A file-backed text (``MappedText``) is not copied: the encoded form refers to its file by
+the file's hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the
+codec is in ``guest/values.py``.
 """
 
 from __future__ import annotations
@@ -378,8 +378,8 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     when it is forked."""
     cell_s: float = 120.0
     """Maximum working time of one cell in seconds. Time spent waiting for models does not count. In
-    the jail and ``process`` providers, it does count if other threads of the cell compute
-    meanwhile."""
+    the jail and ``process`` providers, CPU time that other threads of the cell use during such a
+    wait does count."""
     grace_s: float = 0.5
     """Seconds between an interrupt and a kill."""
     max_output_bytes: int = 1 << 20

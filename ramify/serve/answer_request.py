@@ -54,7 +54,8 @@ class AttachedFile(msgspec.Struct, frozen=True):
     data: str
     """Content in base64, or as a ``data:`` URL."""
     where: str
-    """Path of the file's field, for errors, such as ``messages[0].content[1].file.file_data``."""
+    """Path of the file's field for use in error messages, such as
+    ``messages[0].content[1].file.file_data``."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -58,8 +58,7 @@ class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=Tr
 
 
 class MeterLogWriter:
-    """A writer for the log file of a metering proxy. It writes one line for each request and each
-    new message."""
+    """Writes the log file of a metering proxy: one line for each request and each new message."""
 
     def __init__(self, path: Path) -> None:
         """Open the log file for appending. Raises StoreError if that fails."""

@@ -209,7 +209,7 @@ class PolicyServer:
 
 
 class _RepliesInProgress:
-    """A counter of the replies in progress on one server. It also limits their number."""
+    """Counts the replies in progress on one server, and limits their number."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -46,7 +46,8 @@ __all__ = ["LoadedContext", "LoadedSourceItem", "SourceProblem", "load"]
 MAX_BYTES = 1 << 30
 """Default limit in bytes on everything that is read into memory or unpacked."""
 MAPPED_BYTES = 64 << 20
-"""Total size of all sources in bytes above which texts stay in their files."""
+"""Total size of all sources in bytes above which texts are file-backed instead of loaded into
+memory."""
 WRITER_S = 1.0
 """Seconds to wait for another program to start writing to a named pipe."""
 _STDIN = "-"
@@ -67,11 +68,11 @@ def load(
     """Load all sources that ``paths`` name and return them as a context. Raises SourceError with
     advice.
 
-    At most ``max_bytes`` are read (default: 1 GiB in memory, and any number in texts that stay in
-    their files). If the texts are larger than ``mapped_bytes`` together, they stay in their files,
-    as ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in seconds. If
-    ``strict``, one of several files that cannot be read is an error, too. ``allow_private`` lets
-    web addresses lead to private ones, such as those of this machine.
+    At most ``max_bytes`` are read (default: 1 GiB in memory, and any number in file-backed texts).
+    If the texts together are larger than ``mapped_bytes``, they are not loaded into memory but
+    file-backed, as ``MappedText``. ``max_file_s`` is the time limit for parsing one document, in
+    seconds. If ``strict``, one of several files that cannot be read is an error, too.
+    ``allow_private`` lets web addresses lead to private ones, such as those of this machine.
     """
     names = _path_names(paths)
     if not names:

@@ -340,7 +340,7 @@ class SourceCollector:
         """Name of each PDF -> object that renders its pages (see ``RenderablePdf``)."""
         self.tables: list[SourceTable] = []
         self.kept_tables: Any = None
-        """Temporary folder for tables that came without a file of their own (see
+        """Temporary folder for tables that came without a separate file (see
         ``session_tables.TemporaryTableFolder``)."""
         self.describing_s = 0.0
         """Time spent on describing tables, in seconds."""

@@ -134,9 +134,8 @@ class Store(RunStore):
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
 
     def check(self, run: str | Path) -> JournalCheckResult:
-        """Verify the checksums of a run's journal and its stored contexts, and return the result. A
-        process may be writing the run meanwhile.
-        """
+        """Verify the checksums of a run's journal and its stored contexts, and return the result.
+        The run may still be in progress in another process."""
         from ramify.store.repair import check_journal
 
         return check_journal(self.path(run), self.blobs)

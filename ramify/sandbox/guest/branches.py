@@ -46,8 +46,8 @@ class JailForkHooks(NamedTuple):
 
 
 class GuestBranches:
-    """The methods with which a session forks itself into branches. A branch is a copy of the
-    session's process that continues independently."""
+    """Forks a session into branches. A branch is a copy of the session's process that continues
+    independently."""
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 

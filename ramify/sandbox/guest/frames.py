@@ -374,9 +374,9 @@ def unpack_value(
     """Decode a value that ``pack_value`` has encoded. Returns the value and the total length of its
     strings in characters. Raises ProtocolError if the data is malformed.
 
-    ``files`` holds the data of texts that stay in their files, by the digest of the file. The
-    buffers of tables and arrays are not copied from ``data``; ``packages`` decides the type that
-    they are decoded to.
+    ``files`` holds the data of file-backed texts, keyed by the digest of the file. ``packages``
+    decides to which types tables and arrays are decoded. Their buffers are not copied from
+    ``data``.
     """
     view = memoryview(data)
     if len(view) < 4:

@@ -198,7 +198,7 @@ class PendingHostCalls:
         self.wire.send(header, encoder)
 
     def _settle(self, id: int) -> bool:
-        """Remove a call from the pending ones. Returns False if its cell has ended meanwhile."""
+        """Remove a call from the pending ones. Returns False if its cell has already ended."""
         self.tasks.pop(id, None)
         is_waiting = self.pending.pop(id, None) is not None
         if not self.tasks and is_waiting:

@@ -211,7 +211,8 @@ wait for at most 1 ms."""
 
 class SocketStream:
     """A byte stream over a socket on the event loop. It bypasses asyncio's transports, which saves
-    two callbacks per round trip. A quick answer is read without the event loop."""
+    two callbacks per round trip. A quick answer is read at once, without returning to the event
+    loop."""
 
     __slots__ = (
         "_backlog",
@@ -266,9 +267,9 @@ class SocketStream:
         return shared.last_used is self and shared.num_expected == self._is_expected
 
     def read_at_once(self) -> None:
-        """Read the answer to the last ``write`` without the event loop, if it arrives within about
-        the time of one loop iteration. Do nothing if other streams are in use, because the loop
-        then serves all of them sooner."""
+        """Read the answer to the last ``write`` without returning to the event loop, if it arrives
+        within about the time of one loop iteration. Do nothing if other streams are in use, because
+        the loop then serves all of them sooner."""
         if not self._is_quick or not self._is_expected or self._is_paused:
             return
         if self._backlog is None and self._in_a_row < _MOST_AT_ONCE:

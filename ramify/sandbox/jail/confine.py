@@ -166,7 +166,7 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Stands in for ``os.register_at_fork``. It accepts any hooks and registers none."""
+    """Replaces ``os.register_at_fork``. It accepts any hooks and registers none."""
 
 
 def restore_fork_hooks() -> None:

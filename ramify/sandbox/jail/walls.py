@@ -75,7 +75,7 @@ class ReachedIsolation(NamedTuple):
     """Version of Landlock in use; 0 for none."""
     confinement: Any
     outer: bool
-    """True if the zygote has no process namespace of its own, so that it must end all processes
+    """True if the zygote has no separate process namespace, so that it must end all processes
     itself."""
 
 
