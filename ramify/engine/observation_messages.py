@@ -156,9 +156,9 @@ def nudge(num_idle: int, max_idle: int) -> str:
 
 
 def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes that tell the model which variables hold values from its last cell (piece of
-    code). Such values are replies that arrived before a failure, and values that the cell assigned
-    to reserved names."""
+    """Return notes that tell the model which variables hold values saved from its last cell. Saved
+    values are replies that arrived before a failure, and values that the cell assigned to reserved
+    names."""
     texts = []
     replies = note.get("replies")
     match replies:
@@ -176,8 +176,8 @@ def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
 def observation(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
-    """Return the message that the model receives after the code of one turn has run. It contains
-    the reports of the code, notes, warnings about limits and the turn number ``turn``, which counts
+    """Return the message that the model receives after a turn's code has run. It contains the
+    report of each cell, notes, warnings about limits, and the turn number ``turn``, which counts
     from 1."""
     body = (
         "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
@@ -222,8 +222,8 @@ def _named(error: str) -> str:
 
 
 _LAST = {"turns": 1, "calls": 2}
-"""Limit -> amount left when only one more turn is possible. One call is kept for the final
-reply."""
+"""Maps each limit to the amount that is left when only one more turn is possible. For calls this is
+2, because one call is reserved for the final reply."""
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
@@ -259,8 +259,8 @@ _LIMITS = lazy_pattern(
 
 
 def without_limits(message: Message) -> Message:
-    """Return ``message`` without the numbers of the run's limits, so that prompts of runs with
-    different limits can be compared."""
+    """Return ``message`` with the limits of its run removed, so that prompts of runs with different
+    limits can be compared."""
     return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
 
 

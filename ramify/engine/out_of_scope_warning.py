@@ -19,7 +19,7 @@ from ramify.engine.scaffold import card_of
 from ramify.tasks.question_pattern import question_form
 
 _OF_A_TASK = "task"
-"""Setting that is present in a run's configuration if the run is an attempt at a task item."""
+"""Key in a run's configuration that marks the run as an attempt at a task item."""
 
 
 def out_of_scope(

@@ -27,19 +27,21 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop
 
 AskModel = Callable[[list[Message], int | None], Awaitable[Reply]]
-"""Function that sends new messages after the first n messages of the call so far (None: after
-all)."""
+"""Function that sends new messages to the model and returns its reply. The number says how many
+earlier messages of the call precede them; None means all."""
 MAX_REPAIRS = 2
-"""Number of times that a reply is requested again because it does not match its schema."""
+"""Maximum number of times the model is asked again because its reply does not match the schema."""
 LONG_CHARS = 5_000
-"""A longer reply is checked in a thread."""
+"""Replies longer than this many characters are checked in a worker thread, so that the event loop
+is not blocked."""
 
 
 def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
-    """Return the messages before the prompt, and the prompt itself, for the plain call that answers
-    ``question``. ``text`` and ``examples`` are the user's instructions and examples for the run."""
+    """Build the plain call that answers ``question``: return the messages that precede the prompt,
+    and the prompt. ``text`` and ``examples`` are the user's instructions and examples for the
+    run."""
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",

@@ -118,8 +118,8 @@ def llm_query_batched(
 
 
 def _pictures(images: Any) -> list[Any]:
-    """Return the pictures of one prompt as values that the host accepts. None stands for no picture, and a single one
-    for a list of one."""
+    """Return the pictures of one prompt as values that the host accepts. None means no pictures,
+    and a single picture is treated as a list of one."""
     if images is None:
         return []
     single = isinstance(images, (Mapping, bytes, bytearray, memoryview)) or hasattr(images, "save")
@@ -127,7 +127,8 @@ def _pictures(images: Any) -> list[Any]:
 
 
 def _picture(image: Any) -> Any:
-    """Return a picture as a plain value. One of the library Pillow, if the session has it, becomes a PNG file."""
+    """Return a picture as bytes, or unchanged if it already has another supported form. A Pillow
+    image is converted to PNG."""
     if isinstance(image, (bytearray, memoryview)):
         return bytes(image)
     if not isinstance(image, bytes) and callable(getattr(image, "save", None)):
@@ -361,7 +362,8 @@ def _keep_replies(note: dict[str, Any]) -> None:
 
 
 def _keep_rebound(note: dict[str, Any]) -> None:
-    """Keep values that the cell bound to reserved names under other names."""
+    """If the cell rebound reserved names, save the new values under other names, such as
+    ``own_context``."""
     context = notebook.reserved.get("context", _MISSING)
     own = {name: globals()[name] for name in __all__} | {"context": context}
     for name, reserved in own.items():

@@ -1,11 +1,12 @@
-"""Gather the facts that the prompt of a call states. They come from the run's settings, models and
-limits.
+"""Collect the facts about a run that are stated in the prompt of a call. They come from the run's
+settings, models and limits.
 
     RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
 This module decides how many characters the prompt says a model can read. They must fit the model's
-window together with its longest reply. They must also fit half the run's budget, because the engine
-reserves the most that a request can cost. The sentences of the prompt are in ``prompt_text.py``.
+window together with its longest reply. They must also fit half the run's budget, because the
+engine reserves the most that a request can cost. The sentences of the prompt are in
+``prompt_text.py``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ramify.errors import ConfigError
 from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
 
 ReplyLimits = Callable[[Client, int, bool], tuple[int, int]]
-"""Function of (model, depth, True for a plain call) that returns the maximum reply tokens and the
-additional tokens for hidden reasoning."""
+"""Function that takes a model, a depth and True for a plain call. It returns the maximum reply
+tokens and the additional tokens for hidden reasoning."""
 
 
 def facts_of(
@@ -48,7 +49,7 @@ def facts_of(
     *,
     has_pictures: bool = False,
 ) -> PromptFacts:
-    """Gather the facts that the prompt of a call at ``depth`` states. ``limit`` is the budget of
+    """Collect the facts that go into the prompt of a call at ``depth``. ``limit`` is the budget of
     the whole run. ``has_pictures`` is True if the session has pictures that some model of the run
     may be able to read."""
     limits = setup.limits

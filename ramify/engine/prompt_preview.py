@@ -103,8 +103,8 @@ class _PreviewPool(RateLimitedClientPool):
     """A client pool that sends nothing. It keeps the first request of a call at a given depth."""
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
-        """Create a pool that captures the first request of a call at ``depth``. Calls above that
-        depth receive ``reply_above`` as the model's reply."""
+        """Create a pool that captures the first request of a call at ``depth``. Calls at a smaller
+        depth, such as the root call, receive ``reply_above`` as the model's reply."""
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth
         self._reply_above = reply_above

@@ -58,12 +58,12 @@ _HEAD_CHARS = 300
 _TAIL_CHARS = 200
 _NUM_NAMES = 8
 _NUM_CHECKED = 1_000
-"""Maximum number of names that are checked for being file names."""
+"""Maximum number of dictionary keys that are tested for looking like file names."""
 _NUM_KEYS = 12
 _NUM_COLUMNS = 40
 _NUM_ROWS = 3
 _MANY_ITEMS = 10_000
-"""Lists with more items are not inspected item by item."""
+"""Lists longer than this are not inspected item by item."""
 _FILE_NAME = re.compile(r"[^\n]*[^\s/]\.[A-Za-z]\w{0,7}|[^\n/]+(/[^\n/]+)+")
 _TABLE = (
     "`len({0})`, `{0}.types`, `{0}['name']` (a column, a sequence), `{0}[i]` (a dict), `{0}[i:j]` "
@@ -71,7 +71,8 @@ _TABLE = (
 )
 """Description of what code in a session can do with a table."""
 _DATABASE = "SQLite database "
-"""Prefix of the text by which ``sources/sqlite.py`` describes a database."""
+"""Prefix of the text that ``sources/sqlite.py`` puts in place of a database. It identifies a
+context as a database."""
 
 
 # --- facts ----------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class ContextFacts(msgspec.Struct, frozen=True):
     shape: str = ""
     """Type, size and structure, as the end of a sentence that begins "`context` is"."""
     databases: tuple[str, ...] = ()
-    """Names by which the tool ``sql`` addresses the databases; empty for a single one."""
+    """Names of the databases in queries of the tool ``sql``; empty if there is only one."""
     type: str = "str"
     """Name of the context's Python type."""
     bytes_per_char: float = 1.0
@@ -129,8 +130,8 @@ class BudgetFacts(msgspec.Struct, frozen=True):
 
 
 class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An example for the prompt: a question, and the answer that the user wants to such a
-    question."""
+    """An example for the prompt: a question, and the answer that the user would like to get for
+    it."""
 
     question: str
     answer: Any
@@ -173,8 +174,8 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 def as_examples(given: object) -> tuple[PromptExample, ...]:
-    """Convert the user's examples to ``PromptExample`` objects. Each one may be a pair, a dict or
-    already such an object. Raises ConfigError for an example without a question or an answer."""
+    """Convert the user's examples to ``PromptExample`` objects. Each one may be a pair, a dict or a
+    ``PromptExample``. Raises ConfigError for an example without a question or an answer."""
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
@@ -715,8 +716,9 @@ _TEXTS: dict[ContextKind, str] = {
 
 
 def batch_example(facts: PromptFacts) -> str:
-    """Return the worked example of the prompt. Its code splits the context into parts, asks about
-    all parts at once and combines the replies. Empty if no size of parts suits the budget."""
+    """Return the worked example of the prompt, or an empty string if no part size fits the budget.
+    The example's code splits the context into parts, asks about all parts at once and combines the
+    replies."""
     parts = _parts(facts)
     if parts is None:
         return ""
@@ -749,8 +751,8 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return lines of example code that take excerpts around a word from texts that may be larger
-    than memory."""
+    """Return lines of example code that extract the text around each occurrence of a word. The
+    texts that are searched may be larger than memory."""
     most = parts.most or 100
     if context.kind == "text":
         return [

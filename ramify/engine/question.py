@@ -43,13 +43,14 @@ ModelSpec = str | Model | Client
 _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vision")
 """Keyword arguments of ``Model`` that users often pass elsewhere by mistake."""
 _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
-"""Provider names for the parts of a message that are not text."""
+"""The names that providers use for those parts of a message that are not text."""
 PAGE_PICTURE = "page_picture"
-"""Name of the tool that shows a page of a PDF. Questions about a short context do not need it."""
+"""Name of the tool that shows a page of a PDF. A short context is answered without it."""
 _MAX_PATH_CHARS = 255
-"""Longer contexts are not checked for being the name of a file."""
+"""Contexts longer than this are not tested for being a file name."""
 _LONG_QUESTION_CHARS = 2000
-"""Shorter questions may be longer than their context without a warning."""
+"""A question that is longer than its context causes a warning only if it has at least this many
+characters."""
 MAX_BARE_PROMPT_CHARS = 20_000
 """A longer prompt without a query becomes the context."""
 _BARE = "The task and its data are in `context`. Read it and do what it asks."
@@ -70,8 +71,8 @@ class SourceContext(Protocol):
 
 
 DirectChoice = bool | Literal["always"]
-"""Whether one plain model call, without a session, may answer a question (bool) or must
-(``always``)."""
+"""How a question relates to a direct answer, which is one plain model call without a session. False
+forbids it, True allows it for short contexts, and ``always`` requires it."""
 ALWAYS: Literal["always"] = "always"
 
 
@@ -104,13 +105,13 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Instructions added to the prompt of each session or direct call, such as the form of the
     answer."""
     examples: Sequence[Any] = ()
-    """Example questions with their wanted answers, added to the same prompts: (question, answer)
+    """Example questions with the desired answers, added to the same prompts: (question, answer)
     pairs, or dicts with these keys."""
     cache: bool = False
     """Reuse stored replies to identical requests. Needs a store."""
     search: BranchSearch | int | None = None
-    """Several continuations of a turn, and the choice of one of their answers: a number
-    (continuations of the first turn, by majority vote; 1 for none), ``Branches`` or a
+    """Sample several continuations of a turn and choose one of their answers. Give a number of
+    continuations of the first turn (majority vote; 1 disables it), ``Branches`` or a
     ``BranchSearch``."""
     on_event: Listener | None = None
     """Function called with each event of the run; it must not be ``async``."""
@@ -127,19 +128,19 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Code that answers the question in place of a session, such as a
     ``ramify.plans.PlanStrategy``."""
     mode: Mode | None = None
-    """``free`` (a session), ``plan`` (a ready plan that the words of the question ask for),
-    ``direct`` (one plain call), or ``auto``, which chooses by rules and at most one call. None:
-    ``direct`` and ``strategy`` decide."""
+    """How the question is answered: ``free`` (in a session), ``plan`` (by a predefined plan that
+    fits the wording of the question), ``direct`` (by one plain call), or ``auto``, which chooses by
+    rules and at most one call. None: ``direct`` and ``strategy`` decide."""
     budget: BudgetLedger | None = None
-    """Budget shared by several runs: every request also reserves there. A stored run that exhausts
-    it is suspended, and can be resumed."""
+    """Budget shared by several runs. Every request reserves its cost from this budget too. A stored
+    run that exhausts it is suspended, and can be resumed."""
 
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
         """Return a copy with the options that are set in ``options``, overridden by those in
-        ``changes``. Raises ConfigError for an unknown name, and suggests the nearest option or
-        keyword in ``more``."""
+        ``changes``. Raises ConfigError for an unknown name. The error suggests the most similar
+        name among the options and ``more``, the caller's other keywords."""
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -256,7 +257,8 @@ class Question(msgspec.Struct, frozen=True):
     context: Any
     """Value that the session receives; None for a question without a context."""
     about: str = ""
-    """Text about the context for the model, in addition to its size and beginning."""
+    """Description of the context for the model, in addition to its size and its first
+    characters."""
     tools: Mapping[str, Any] = {}
     """Functions that belong to the sources of the context."""
     kind: AnswerSchema | None = None
@@ -266,12 +268,12 @@ class Question(msgspec.Struct, frozen=True):
     on_context: Callable[[SharedContext], None] | None = None
     """Called with the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
-    """Task code that holds the conversations with the model, in place of the engine's loop."""
+    """Task code that conducts the conversation with the model, in place of the engine's loop."""
     strategy: Strategy | None = None
     """Code that answers the question with many small model calls, in place of the engine's loop."""
     direct: DirectChoice = True
-    """True if one direct call may answer, False if the root always has a session, ``always`` if it
-    never has one."""
+    """True if one direct call may answer, False if the root always gets a session, and ``always``
+    if one direct call must answer."""
     retry_empty: bool = True
     """Whether an empty reply of the direct call is asked for again; otherwise it is the answer."""
     mode: Mode | None = None
@@ -370,7 +372,7 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Combine these facts with those of another source that this source wraps."""
+        """Combine these facts with those of ``inner``, the source that this source wraps."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},
@@ -500,8 +502,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
 
 def _is_path(text: str) -> bool:
-    """Return True if a context looks like the name of a file or folder, so that the caller probably
-    meant its content. A folder name must contain a slash."""
+    """Return True if a context looks like the name of a file or folder. The caller then probably
+    meant the content. A folder name must contain a slash."""
     if len(text) > _MAX_PATH_CHARS or "\n" in text or "\0" in text:
         return False
     return os.path.isfile(text) or (os.sep in text and os.path.isdir(text))

@@ -1,5 +1,5 @@
-"""Repeat a plain model call from the journal of a resumed run, at a fraction of the work of a new
-call.
+"""Repeat a plain model call from the journal of a resumed run, which takes far less work than a
+new call.
 
     id, prompt ──> request of the journal with this prompt, its reply and the end of its call
                      ├── all there ──> charged, added to the trajectory ──> CallOutcome
@@ -8,8 +8,8 @@ call.
 
 A run with many sub-calls is resumed several times faster in this way. A call qualifies if it had
 one request, which was answered at once by a valid answer that used no more than a new call would
-reserve. Its outcome, spending and events are those of ``ask_plain``. All other calls are handled by
-``recorded_plain_call.py``.
+reserve. Its outcome, spending and events are those of ``ask_plain``. All other calls are handled
+by ``recorded_plain_call.py``.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def repeat_plain(
 
 
 def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
-    """Return the outcome if ``reply`` is certainly a complete answer of type ``kind``, and None
-    otherwise."""
+    """Return the outcome if it is certain that ``reply`` is a complete answer of type ``kind``, and
+    None otherwise."""
     text = reply.message.content
     if reply.finish != "stop" or len(text) > LONG_CHARS:
         return None
@@ -77,8 +77,8 @@ def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
 def _is_within_reservation(
     run: SharedRunState, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
-    """Return True if ``reply`` certainly used no more than its request would reserve. Only then
-    does it not affect later reservations."""
+    """Return True if ``reply`` cannot have used more than its request would reserve. A larger reply
+    would affect later reservations."""
     limit, usage = run.requests.reply_tokens(call), reply.usage
     if sampling is not None:
         limit = min(limit, sampling.max_tokens)

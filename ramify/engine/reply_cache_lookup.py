@@ -36,7 +36,7 @@ _READ = tuple(
     f'{{"type":"{kind.__struct_config__.tag}"'.encode()
     for kind in (RunStarted, CallStarted, RequestStarted, ReplyReceived)
 )
-"""Beginnings of the journal lines that record requests and replies."""
+"""Prefixes of the journal lines that record requests and replies."""
 _REDACTED = "«redacted ".encode()
 
 
@@ -124,7 +124,8 @@ class _RepliesOfRun:
         self._models: dict[str, str] = {}
         self._requests: dict[str, RequestStarted] = {}
         self._paths: dict[str, list[tuple[Message, ...]]] = {}
-        """Call -> its messages after each turn; the first entry precedes its first turn."""
+        """Maps each call to its messages after each turn. The first entry holds the messages before
+        the first turn."""
 
     def add(self, event: Any) -> Iterator[str]:
         """Process the next event. For a reusable reply, yield the keys under which it can be

@@ -1,5 +1,5 @@
-"""Compute the maximum length of a model's reply. It is the smallest limit of the run, the model and
-the depth, plus the tokens that the model may use for hidden reasoning.
+"""Compute the maximum length of a model's reply. It is the smallest of the limits set by the run,
+the model and the depth, plus the tokens that the model may use for hidden reasoning.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
         ──> text_limit = the smallest        + reasoning_tokens of a model that reasons

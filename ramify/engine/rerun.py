@@ -1,4 +1,5 @@
-"""Prepare runs that repeat a record: runs that are resumed, replayed or forked at a turn.
+"""Prepare runs that start from a recorded run: runs that are resumed, replayed or forked at a
+turn.
 
     record ──> compare the settings ──> repeat what is recorded ──> continue
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ramify.store.recorded_replies import RunEventIndex
 
 _OF_THE_RECORD = ("cite", "cache", "metadata", "direct", "retry_empty", "mode", *INSTRUCTIONS)
-"""Options that a resumed or replayed run takes from its record."""
+"""Options that a resumed or replayed run takes from the recorded run."""
 COMPARED = ("model", "sub_model", "scaffold", "sampling", "tools", "depths")
 """Settings of a run that affect its requests, so that a repeated run must have the same."""
 _LIMIT_OF = {
@@ -203,8 +204,8 @@ def question_of(
     of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
     """Rebuild the question of a recorded run, including the tools of its context. ``kind`` replaces
-    the recorded answer type if it is not None. ``prompt`` and ``of_sources`` provide tools that the
-    record cannot restore."""
+    the recorded answer type if it is not None. Tools that the record cannot restore are taken from
+    ``prompt`` (a context or task given again) and from ``of_sources`` (name to tool)."""
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")

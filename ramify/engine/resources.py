@@ -217,8 +217,8 @@ class EventLoopResources:
 
     def sandbox(self) -> Sandbox:
         """Return the sandbox in which sessions run, opening it at the first call. A jailed sandbox
-        first tests its isolation, unless this was done since the last boot. The test takes a tenth
-        of a second.
+        first tests its isolation, unless it passed the test since this machine was booted. The
+        test takes a tenth of a second.
 
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
@@ -293,7 +293,8 @@ class RefCountedLoopResources:
 
 
 INSTRUCTIONS = ("instructions", "examples")
-"""Settings that a repeated run takes from its record."""
+"""Settings that tell the model how to answer. A resumed, replayed or forked run takes them from the
+recorded run."""
 
 
 class DepthOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
@@ -335,7 +336,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     """True if the user chose the scaffold, which is then used for every model."""
     search: BranchSearch | None = None
     depths: Sequence[DepthOptions] = ()
-    """Options per depth, the root's first. The last ones also apply to all deeper calls."""
+    """Options per depth, the root's first. The last entry also applies to all deeper calls."""
     instructions: str = ""
     """Instructions of the user that are added to each session's prompt."""
     examples: tuple[PromptExample, ...] = ()
@@ -411,7 +412,8 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(setup, config=config)
 
     def with_instructions(self, text: str, examples: Sequence[PromptExample]) -> RlmSetup:
-        """Return a copy of the settings with other instructions and examples."""
+        """Return a copy of the settings with the instructions and examples replaced by the given
+        ones."""
         setup = msgspec.structs.replace(self, instructions=text, examples=tuple(examples))
         config = {name: v for name, v in self.config.items() if name not in INSTRUCTIONS}
         return msgspec.structs.replace(setup, config={**config, **setup._instructions()})

@@ -169,8 +169,8 @@ class RLM:
     async def prepare(self) -> list[Client]:
         """Connect to the models and open the sandbox now, and return the clients of the models.
 
-        Use it inside ``async with``, in a service that should fail before the first request
-        arrives. Raises ConfigError or SandboxError.
+        Use it inside ``async with`` when a service starts, so that an invalid configuration is
+        reported before the first request arrives. Raises ConfigError or SandboxError.
         """
         async with self._shared.use() as resources:
             resources.sandbox()
@@ -268,7 +268,8 @@ class RLM:
     ) -> RunHandle:
         """Start a run in the background, and return a handle to it. Requires a running event loop.
 
-        The result of the handle is data: a failed model does not raise, unlike in ``completion``.
+        If the run fails, the result of the handle contains the error. Nothing is raised, unlike in
+        ``completion``.
         """
         from ramify.engine.run_handle import RunHandle
 
@@ -456,13 +457,14 @@ class RLM:
     ) -> RunHandle:
         """Start a new run that repeats a stored one up to a turn and then continues differently.
         ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
-        Everything before that turn comes from the record and costs nothing. So do calls that had
-        already begun in parallel.
+        Everything before that turn is taken from the record and costs nothing. The same holds for
+        calls that were already in progress at that turn.
 
         The option ``code`` replaces the reply of the turn. Without it, the model is asked again;
         the option ``prompt`` then replaces the text of the last message, or with a list, of the
-        last few messages. The new run's ``metadata["forked"]`` names its origin. Raises ConfigError
-        if there is no such turn, and ReplayDiverged if the settings differ from the recorded ones.
+        last few messages. The new run's ``metadata["forked"]`` names its origin. Raises
+        ConfigError if there is no such turn, and ReplayDiverged if the settings differ from the
+        recorded ones.
         """
         from ramify.engine.run_fork import fork_point
 
@@ -550,7 +552,7 @@ class RLM:
         recorder: EventRecorder,
         prompt: Any = None,
     ) -> RunHandle:
-        """Start to repeat all questions of a recorded run, and return the handle of the last
+        """Start repeating all questions of a recorded run, and return the handle for the last
         one."""
         from ramify.engine.run_handle import RunHandle
         from ramify.engine.ways_to_answer import UserConversationState
@@ -633,7 +635,7 @@ class RLM:
 
 
 def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
-    """Raise ConfigError if an argument of ``RLM`` has the wrong type. The message names the
-    expected class as ``ramify.WANTED``."""
+    """Raise ConfigError if an argument of ``RLM`` has the wrong type. ``wanted`` is the public name
+    of the expected class, for the error message."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")

@@ -56,8 +56,8 @@ from ramify.types.trajectory import Cell, Fork, Stop
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
-"""Divisors for the length of an observation that does not fit the window; the smallest that fits is
-used."""
+"""Divisors for the length of an observation that does not fit the window. They are tried in this
+order until the observation fits."""
 
 _HINT_CHARS = 100_000
 """Characters of a cell's code that are searched for the reason of a syntax error."""
@@ -309,8 +309,8 @@ class RlmCall:
 
     def _prose_outcome(self) -> CallOutcome:
         """Return the outcome of a call that ended because its last replies contained only prose.
-        Prose may be a plan, so it counts as the answer only if it matches the answer type and not
-        every text would."""
+        Prose may be a plan rather than an answer. It counts as the answer only if it matches the
+        answer type, and if that type would not accept just any text."""
         best, words = self._best(use_prose=False), prose_of(self._state.last_text)
         if best is None and self._state.kind is not None and not self._state.is_cut:
             best = self._state.kind.from_words(words)
@@ -452,9 +452,9 @@ class RlmCall:
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
-        """Ask the model for a final answer because a limit is reached, and return the outcome. For
-        the root call, the cost of this request was held back. A child call may send it only if its
-        own turns ran out."""
+        """Ask the model for a final answer because a limit has been reached, and return the
+        outcome. The root call can always afford this request, because its cost was reserved in
+        advance. A child call may send it only if its own turns ran out."""
         if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):

@@ -39,9 +39,9 @@ class RunStopper:
     the asyncio task that creates this object. All methods must be called on its event loop."""
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """Prepare to end the run of the current asyncio task. ``unrecorded`` is a live set of the
-        requests that may have been sent and have no recorded outcome yet. A run that is being
-        suspended waits until the set is empty."""
+        """Prepare to end the run of the current asyncio task. ``unrecorded`` is the set of requests
+        that may have been sent and whose outcome is not recorded yet; it changes during the run. A
+        run that is being suspended waits until the set is empty."""
         self.closing: Stop | None = None
         """Why the run is ending early; None if it is not."""
         self.suspension: RamifyError | None = None
@@ -56,7 +56,7 @@ class RunStopper:
         self._deadline = self._loop.time() + limits.max_seconds
         self._alarm: asyncio.TimerHandle | None = None
         self._slowest_s = 0.0
-        """Longest time of a reply of the root's model so far, in seconds."""
+        """Longest time, in seconds, that the root's model has taken to reply so far."""
         self._in_flight: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model's reply, except those of final requests."""
         self._sessions: set[Session] = set()

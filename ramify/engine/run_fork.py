@@ -44,7 +44,7 @@ class ForkOptions(RunKeywords, total=False):
     from the original run."""
 
     call: str | None
-    """Id of the call that continues differently; None for the root."""
+    """Id of the call in which the fork diverges; None for the root."""
     code: str | None
     """Code to run in place of the recorded reply of the turn."""
     prompt: str | Sequence[str] | None
@@ -56,7 +56,7 @@ class ForkCostEstimate(msgspec.Struct, frozen=True):
     """An estimate of what a fork may cost, made before the fork starts."""
 
     model: str
-    """Model of the call that continues differently."""
+    """Model of the call in which the fork diverges."""
     input_tokens: int | None
     """Estimated tokens of the first new prompt; None if code runs first."""
     window: int
@@ -267,8 +267,8 @@ class _Place(msgspec.Struct, frozen=True):
     cell: tuple[int, int]
     """(turn, cell) of the first cell that runs again."""
     end: int
-    """Index of the first event that may depend on the fork. Events that this cell had begun before
-    are kept."""
+    """Index of the event at which the cell's repetition ends. Earlier events of this cell are
+    repeated, because they cannot depend on the fork."""
 
 
 def _path(

@@ -132,8 +132,8 @@ class RunHandle:
         return self._task.__await__()
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield every event of the run from now on, until it ends. This method does not raise an
-        error of the run; ``result`` does."""
+        """Yield every event of the run from now until it ends. Errors of the run are raised only by
+        ``result``."""
         async for event in self.recorder.upcoming_events():
             yield event
 
@@ -358,8 +358,8 @@ class RunHandle:
         )
 
     def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
-        """Record the end of the run, release its resources, and return its outcome. The outcome
-        becomes a failure if the end could not be written."""
+        """Record the end of the run, release its resources, and return its outcome. If the end
+        cannot be written to the journal, the outcome becomes a failure."""
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))
@@ -387,8 +387,8 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """Return why the run ended: the recorded reason of the call that answers, or the reason of
-        a failure outside of all calls."""
+        """Return why the run ended: the recorded reason of the call that answered, or the reason of
+        a failure that occurred outside all calls."""
         chosen = outcome.answered_by
         roots = [call for call in self.recorder.trajectory.calls if call.parent is None]
         calls = [call for call in roots if not chosen or call.id == chosen]

@@ -45,7 +45,7 @@ class RunPictures:
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}
         self.has_any = bool(given)
-        """True if the run has had a picture so far."""
+        """True if any picture has occurred in the run so far."""
 
     def read(self, digest: str) -> bytes:
         """Return the bytes of the picture with this digest. Raises Refused if the bytes are missing
@@ -99,7 +99,7 @@ class RunPictures:
 
     def resolve_images(self, values: Any, at: str) -> tuple[Picture, ...]:
         """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
-        value is not a picture, or if there are too many or too large pictures for one request."""
+        value is not a picture, or if the pictures are too many or too large for one request."""
         if isinstance(values, bytes) or picture_digest(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):

@@ -1,8 +1,8 @@
-"""Define the result of a question that the caller gets: an answer, or the error that explains why
-there is none.
+"""Define what the caller of a question gets as its result: an answer, or the error that explains
+why there is none.
 
-How a run is watched and ended is in ``run_handle.py``. This module needs nothing that a run needs,
-so that a program which only holds an ``RLM`` starts fast.
+How a run is watched and ended is in ``run_handle.py``. This module does not import the modules
+that execute a run, so that a program that only creates an ``RLM`` starts fast.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class Scaffold(
     """System prompt of child calls; None: the same as ``system``."""
     first: str = ""
     """First message of a call. If empty, it contains the question and the size and beginning of the
-    context (``prompt_text.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of the
-    context) and ``{{about}}`` (what the user pointed out)."""
+    context (``prompt_text.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of
+    the context) and ``{{about}}`` (further text about the context)."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
     """A root context of at most this many characters is answered by one direct call without a
@@ -136,8 +136,8 @@ class Scaffold(
     protocol: Literal["notebook", "retool"] = "notebook"
     """Format of replies and observations: that of ``action.py`` or that of ``retool_protocol.py``."""
     stop: tuple[str, ...] = ()
-    """Strings that end a reply and belong to it, such as ``</code>``. Without them, a model would
-    continue and invent the output."""
+    """Strings that end a reply and are kept as part of it, such as ``</code>``. If a model did not
+    stop there, it would continue and invent the output of its code."""
     raw_code: bool = False
     """Run each reply as one cell of code, without fences or text around it."""
     plans: bool = False
@@ -291,11 +291,11 @@ TINY = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""For policies of a few hundred thousand parameters, trained with it: each reply is code and runs
-as it is; the prompt is the question and the length of the context."""
+"""For policies of a few hundred thousand parameters that were trained with this scaffold. The whole
+reply is run as code. The prompt is the question and the length of the context."""
 BARE = msgspec.structs.replace(TINY, name="bare", first="{{question}}")
-"""For policies trained with it on questions without a context: each reply is code and runs as it
-is; the prompt is the question alone."""
+"""For policies that were trained with this scaffold on questions without a context. The whole reply
+is run as code. The prompt is the question alone."""
 RETOOL = Scaffold(
     name="retool",
     system=_RETOOL_SYSTEM.format(how=_RETOOL_TAGS),
@@ -309,8 +309,8 @@ RETOOL = Scaffold(
     last_word=False,
     compact_at=0.0,
 )
-"""For mathematics: thoughts, Python code in tags, and a boxed answer; for models without native tool
-calls."""
+"""For mathematics, with models that lack native tool calls. A reply contains thoughts, Python code
+in tags, and a boxed answer."""
 RETOOL_NATIVE = msgspec.structs.replace(
     RETOOL,
     name="retool_native",
@@ -320,13 +320,14 @@ RETOOL_NATIVE = msgspec.structs.replace(
 )
 """For mathematics: thoughts, Python code in native tool calls, and a boxed answer."""
 DEFAULT = Scaffold()
-"""For any model that follows instructions: text with code in Markdown blocks, which runs; the prompt
+"""For any model that follows instructions. Code in Markdown blocks of a reply is run. The prompt
 states the facts of the run."""
 MINIMAL = Scaffold(name="minimal", system=_MINIMAL_SYSTEM)
-"""For small models: text with code in Markdown blocks, which runs, and the shortest instructions."""
+"""For small models. Code in Markdown blocks of a reply is run. The instructions are as short as
+possible."""
 PLANS = Scaffold(name="plans", plans=True)
-"""As the default one, for the same models; code may also import the combinators of plans from
-ramify_plans."""
+"""Like ``default`` and for the same models, but code may also import functions that combine plans
+from ``ramify_plans``."""
 _HERE = "ramify.engine.scaffold"
 SCAFFOLDS = Registry(
     "scaffold",

@@ -24,7 +24,7 @@ from typing import Any
 from ramify.errors import ConfigError
 
 MAX_STEPS = 50_000
-"""Steps that any check may take, equal to about a second."""
+"""Maximum number of steps of any check, which take about a second."""
 STEPS_PER_NODE = 100
 """Additional steps allowed for each value inside the checked value."""
 MAX_NODES = 5_000
@@ -32,7 +32,8 @@ MAX_NODES = 5_000
 _CHARS_PER_STEP = 200
 """Characters of compared texts or error messages that count as one step."""
 _MATCHES_PER_STEP = 1000
-"""Instructions of a regular expression, times characters of its text, that count as one step."""
+"""Cost of a regular-expression match that counts as one step: number of instructions of the
+compiled expression, times number of characters searched."""
 _REGEX_BYTES = 1 << 20
 """Maximum memory of a compiled regular expression, in bytes."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -238,8 +239,8 @@ def _counting(kind: Any, trusted: bool) -> Any:
 
 
 def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
-    """Return the keywords of ``schema`` that apply up to JSON Schema draft 7. In these drafts,
-    ``$ref`` hides all keywords beside it."""
+    """Return the keywords of ``schema`` that take effect in JSON Schema up to draft 7. In these
+    drafts, a ``$ref`` overrides all keywords next to it."""
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 

@@ -38,13 +38,14 @@ MODES: Mapping[str, str] = {
     "plan": "ramify.plans.mode_rules:choose_plan",
     "direct": "ramify.engine.answer_mode_choice:always_direct",
 }
-"""Mode -> the place of a function that gets ``ModeChoiceInput`` and returns a ``ModeChoice`` or a
-``ModeChoiceCall``. It is imported when a question has the mode, so the engine imports no plans."""
+"""Maps each mode to the import path of a function that takes a ``ModeChoiceInput`` and returns a
+``ModeChoice`` or a ``ModeChoiceCall``. The function is imported when a question has the mode, so
+that the engine imports no plans."""
 
 
 def plan_tool() -> dict[str, Any]:
-    """Return a dict with one entry, the name and the object of the tool with which session code can
-    run plans."""
+    """Return the tool with which session code can run plans, as a dict with one entry: tool name to
+    tool object."""
     tool = load_object("ramify.plans.session_plans:SessionPlans", "the plans of a session")()
     return {tool.__name__: tool}
 

@@ -1,10 +1,10 @@
 """Make the user's functions callable from session code. They execute in this process, with its
 permissions.
 
-A tool is a function (plain or ``async``) or another value. To describe a tool in other words than
-those of its docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a
-separate thread, so a slow function, or one that never returns, blocks nothing else. A tool's return
-value must be supported by the session's codec.
+A tool is a function (plain or ``async``) or another value. To replace the description in a tool's
+docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a separate thread,
+so a slow function, or one that never returns, blocks nothing else. A tool's return value must be
+supported by the session's codec.
 
 Tools that come with a context may have further attributes (``sources/text_search.py``):
 

@@ -26,10 +26,10 @@ async def complete_truncated(
     """Complete a reply that was truncated at its token limit, and return the completed reply. Any
     other reply is returned unchanged.
 
-    ``new`` are the messages that ``reply`` answers, in the last turn of ``call``. If the model's
-    server can continue a text, the reply is continued from its end. Otherwise the question is asked
-    again with a larger limit. At most two such requests are made. A reply with token ids stays as
-    it is: a policy in training must learn from its own replies.
+    ``new`` holds the messages to which ``reply`` responded, in the last turn of ``call``. If the
+    model's server can continue a text, the reply is continued from its end. Otherwise the question
+    is asked again with a larger limit. At most two such requests are made. A reply with token ids
+    stays as it is: a policy in training must learn from its own replies.
     """
     reused = len(call.messages) - 1 - len(new)
     for longer in _LONGER:

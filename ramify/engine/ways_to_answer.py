@@ -76,8 +76,9 @@ def way_to_answer(
     asked: ModeChoiceCall | None = None,
 ) -> WayToAnswer:
     """Choose how ``question`` is answered, for example by one plain call or in a Python session.
-    ``asked`` is the model call that will choose the mode of the question, or None if the mode is
-    already known. Raises ConfigError if a plain call is required but cannot answer the question."""
+    ``asked`` is a pending model call that will choose the mode of the question, or None if the mode
+    is already known. Raises ConfigError if a plain call is required but cannot answer the
+    question."""
     if asked is not None:
         return "asked"
     if question.strategy is not None:

@@ -166,7 +166,7 @@ class AgentModelServer:
     @contextmanager
     def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
         """Provide a context manager for answering one request of an agent. It counts the request,
-        cancels it if the agent's key ends, and stores the error message if the request is
+        cancels it if the agent's key is revoked, and stores the error message if the request is
         refused."""
         task = asyncio.current_task()
         tasks = self._waiting.get(key)

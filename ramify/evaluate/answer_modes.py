@@ -29,8 +29,8 @@ from ramify.tasks.base import Item, Task, TaskStart
 from ramify.types.trajectory import Trajectory
 
 CHARS_PER_TOKEN = 4
-"""Characters per token, as assumed for the lengths of suites and for deciding whether an item
-fits."""
+"""Characters per token that are assumed when a suite's lengths are set, and when it is decided
+whether an item fits the window."""
 _PROMPT_TOKENS = 200
 """Tokens that a plain call adds to the question and the context."""
 
@@ -97,7 +97,7 @@ async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Tra
 
 
 async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) with a ready plan, which is chosen by the words of the
+    """Attempt an item (a question of a task) with the predefined plan that fits the wording of the
     question."""
     return await attempt(rlm, task, item, **{**options, "mode": "plan"})
 

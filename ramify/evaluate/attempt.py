@@ -54,7 +54,8 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 _log = ComponentLogger("evaluate")
 DOES_NOT_FIT = "not fitting"
-"""Reason for an attempt without an answer because its prompt is longer than the model's window."""
+"""Reason recorded for an attempt that has no answer because its prompt exceeds the model's
+window."""
 UNANSWERED = "unanswered"
 """Trajectory metadata key: why the answer is missing, in a few words, if ``stop`` does not say
 so."""
@@ -189,7 +190,7 @@ async def _score(
 
 
 class AttemptAwaitingScore(NamedTuple):
-    """A finished attempt that is not scored yet, because its task scores several attempts at
+    """A finished attempt that has not been scored yet, because its task scores several attempts at
     once."""
 
     item: Item
@@ -253,7 +254,7 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
     """Combine the scores of the paths through a forked attempt into rewards and metrics of its
-    trajectory. These are averages, weighted by the share of each path."""
+    trajectory. Each is the average over the paths, weighted by each path's share of the attempt."""
     of_children: dict[str, dict[str, list[float]]] = {}
     for end, share, line in lines:
         if end is None:
@@ -280,7 +281,7 @@ def _not_asked(name: str, item: Item, why: str) -> Trajectory:
 
 
 def _scored_0(name: str, item: Item, why: str) -> Trajectory:
-    """Return the trajectory of an attempt that asked the model nothing and counts as a wrong
+    """Return the trajectory of an attempt that never called the model and counts as a wrong
     answer."""
     return Trajectory(
         name,

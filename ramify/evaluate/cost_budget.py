@@ -19,8 +19,8 @@ from ramify.errors import ConfigError
 from ramify.format_quantities import plain
 
 _LEAST = 0.5
-"""Fraction of an attempt's usual limit below which it is not started, since it would likely be cut
-off."""
+"""Minimum fraction of an attempt's usual cost limit that must be left to start it. With less, it
+would probably be cut off."""
 
 
 class CostBudget:
@@ -40,14 +40,14 @@ class CostBudget:
         self.limit = limit
         self.spent = spent
         self.is_used_up = False
-        """True once an attempt was refused."""
+        """True once an attempt has been refused because too little of the budget is left."""
         self._per_attempt = min(per_attempt, limit)
         self._held = 0.0
         self._freed = asyncio.Event()
 
     async def hold(self) -> float | None:
         """Reserve dollars for the next attempt and return the amount, or None if too little is
-        left. Waits as long as running attempts may still return enough of their reservations."""
+        left. Waits while running attempts still hold reservations, since they may return enough."""
         while True:
             left = self.limit - self.spent - self._held
             amount = min(self._per_attempt, left)
@@ -63,8 +63,8 @@ class CostBudget:
             await self._freed.wait()
 
     def is_reduced(self, held: float) -> bool:
-        """Return True if an attempt reserved less than the usual amount. If it was then cut off for
-        its cost, its result says nothing about the model."""
+        """Return True if an attempt reserved less than the usual amount. If it was then stopped for
+        reaching that amount, its result says nothing about the model."""
         return held < self._per_attempt * (1 - 1e-9)
 
     def settle(self, held: float, cost: float) -> None:

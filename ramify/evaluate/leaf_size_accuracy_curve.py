@@ -25,10 +25,11 @@ from ramify.plans.calibration import CalibrationPoint, PartSizeCalibration
 from ramify.plans.text_parts import BYTES_PER_TOKEN
 
 QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
-"""Suite -> its families of questions that are asked. A call must find four values, or all facts of
-one kind."""
+"""Maps each suite to the question families that a calibration asks. Their answers need four values,
+or all facts of one kind."""
 FIRST_SIZE = 2_000
-"""Default smallest size, in tokens of three bytes."""
+"""Default for the smallest number of tokens that a calibration gives to one call. A token counts as
+three bytes."""
 _REPLY_TOKENS = 100
 """Assumed reply tokens in the cost estimate."""
 _BAR_CHARS = 20
@@ -37,8 +38,8 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
 def sizes_for(room: ModelCapacity) -> list[int]:
-    """Return the call sizes that a calibration measures by default: the smallest one, doubled as
-    long as the result fits into the model's window."""
+    """Return the call sizes that a calibration measures by default. The smallest size is doubled
+    until the result would no longer fit into the model's window."""
     sizes = [FIRST_SIZE]
     while room.fits(to_text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
@@ -46,13 +47,14 @@ def sizes_for(room: ModelCapacity) -> list[int]:
 
 
 def to_text_tokens(size: int) -> int:
-    """Convert a size from tokens of three bytes, used for calls of sub-models, to tokens of four
-    characters, used in the options of a suite."""
+    """Convert a call size to the unit of a suite's ``tokens`` option. Call sizes count a token as
+    three bytes, and the option counts it as four characters."""
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
 def size_of(cell: MatrixCell) -> int:
-    """Return how much text each call of an evaluation reads, in tokens of three bytes."""
+    """Return how much text each call of an evaluation reads, in tokens of three bytes, the unit of
+    call sizes."""
     return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
@@ -67,8 +69,8 @@ def likely_dollars(plan: MatrixPlan, room: ModelCapacity) -> float | None:
 
 
 def is_calibration(plan: MatrixPlan) -> bool:
-    """Return True if a set of evaluations forms a calibration, in which one model answers the usual
-    calibration questions by plain calls."""
+    """Return True if a set of evaluations forms a calibration, in which one model answers the
+    standard calibration questions with plain calls."""
     models = {cell.plan.model for cell in plan.cells}
     return len(models) == 1 and all(
         cell.mode == "direct"

@@ -86,7 +86,8 @@ class MatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
     split: str | None = None
     """Split of each suite; None: ``test``, or the only split."""
     base: EvaluationPlan
-    """Evaluation plan shared by all cells, without coordinates. Its ``items`` count per family."""
+    """Evaluation plan shared by all cells, without coordinates. Its ``items`` is the number of
+    items per family."""
 
 
 class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,9 +280,11 @@ class MatrixEstimate(msgspec.Struct, frozen=True):
     attempts: int
     """Number of attempts that are left to make."""
     unfit: int
-    """Number of these attempts that call no model, because the item does not fit its window."""
+    """Number of remaining attempts that will not call the model, because the item does not fit the
+    model's window."""
     max_cost: float | None
-    """Upper bound in dollars on the cost of the others; None if a model has no known price."""
+    """Upper bound in dollars on the cost of the remaining attempts that call a model; None if a
+    model has no known price."""
 
 
 def estimate(
@@ -344,8 +347,9 @@ class EvaluationMatrixStore:
         return EvaluationFileWriter(path, None if self.has_record(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
-        """Find a recorded matrix by its id or a unique prefix of it. ``last`` means the newest
-        matrix, if nothing else was evaluated after it. Return None if there is no such matrix."""
+        """Find a recorded matrix by its id or a unique prefix of it. ``last`` finds the matrix that
+        was evaluated last, but only if no other evaluation is newer. Returns None if there is no
+        such matrix."""
         known = [path.name.removesuffix(MATRIX) for path in self.paths()]
         if id == "last":
             records = self.evaluations.paths()

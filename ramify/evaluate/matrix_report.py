@@ -60,7 +60,8 @@ class MatrixCellScores(msgspec.Struct, frozen=True):
     records: tuple[str, ...]
     """Ids of the evaluations that the row covers."""
     is_kind: bool
-    """True if the row covers only items whose kind is the family."""
+    """True if one evaluation asked several families, and the row covers only the items of one
+    family."""
     planned: int
     """Number of planned attempts."""
     made: int
@@ -72,8 +73,8 @@ class MatrixCellScores(msgspec.Struct, frozen=True):
     passes: MeanEstimate | None
     """pass@k; None if no item has k scored attempts."""
     difference: MeanEstimate | None
-    """Score minus that of the row with the first model, mode and scaffold, over common items. None
-    for that first row, or without common items."""
+    """Score minus that of the row with the first model, mode and scaffold, over their common items.
+    None for that first row itself, or if there are no common items."""
     cost: float | None
     """Dollars of all attempts; None if no attempt has a known cost."""
     calls: int
@@ -96,8 +97,8 @@ class MatrixReport(msgspec.Struct, frozen=True):
     plan: MatrixPlan
     k: int
     baseline: dict[str, str]
-    """Model, mode and scaffold of the rows that others are compared with; only axes with several
-    values."""
+    """Model, mode and scaffold of the rows that the others are compared with. Axes with only one
+    value are left out."""
     rows: tuple[MatrixCellScores, ...]
     first_error: str
     """Why the first attempt without a reward failed; empty if all have a reward."""

@@ -1,4 +1,4 @@
-"""Compute curves of score against money: how well each system would have scored with a smaller
+"""Compute curves of score against cost: how well each system would have scored with a smaller
 budget per attempt.
 
     cost of each attempt   $0.01   $0.03   $0.20            score with $0.02 per attempt:  1/3

@@ -51,7 +51,8 @@ from ramify.types.trajectory import Trajectory
 _STORE_BYTES = 160 << 20
 """Size of Ray's object store, in bytes, for a cluster that is started here."""
 _WORKER_CPUS = 0.5
-"""CPUs that Ray counts per worker. Workers mostly wait for models."""
+"""CPUs that Ray reserves for each worker. It is a fraction, since workers mostly wait for
+models."""
 _KEPT_ITEMS = 4
 """Number of items that a worker caches for further attempts at them."""
 _TRIES = 6
@@ -78,8 +79,7 @@ class _RemoteRecord:
 
 
 class EvaluationWorker:
-    """A Ray actor that runs attempts of evaluations in several threads of one process of the
-    cluster."""
+    """A Ray actor, one process of the cluster, that runs evaluation attempts in several threads."""
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
         """Create a worker and change its working directory to ``folder``, if that exists on its
