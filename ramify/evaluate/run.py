@@ -64,7 +64,8 @@ class EvaluationPlan(
     """Options of the task."""
     split: str = "test"
     items: int = 100
-    """Number of items from the beginning of the split, or all of them if it has fewer."""
+    """Number of items to evaluate, taken from the start of the split. The whole split is evaluated
+    if it has fewer."""
     attempts: int = 1
     """Attempts per item."""
     seed: int = 0
@@ -87,7 +88,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     item: str
     """Id of the item, which is one question of the task."""
     attempt: int
-    """Number of the attempt at its item, from 0."""
+    """Index of the attempt among the attempts at its item, from 0."""
     kind: str = ""
     run: str = ""
     """Id of the run, if runs are stored."""
@@ -99,7 +100,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     """Answer as text, truncated if it is long."""
     stop: Stop | None = None
     reason: str = ""
-    """Why a scored attempt has no answer, if ``stop`` does not say so: ``not fitting``."""
+    """Why a scored attempt has no answer, if ``stop`` does not say so, for example ``not
+    fitting``."""
     error: str = ""
     """Why the attempt has no reward, or why another system gave no answer."""
     turns: int = 0
@@ -230,7 +232,8 @@ async def evaluate_all(
 
 
 class PlannedAttempt(NamedTuple):
-    """An attempt that is still to be made: its item of the split, and its number."""
+    """An attempt that has not been made yet, identified by its item in the split and its index
+    among the attempts at that item."""
 
     item_index: int
     """Index of the item in its split."""
@@ -239,7 +242,7 @@ class PlannedAttempt(NamedTuple):
     made: Item | None
     """The item; None if another process creates it."""
     number: int
-    """Number of the attempt at its item, from 0."""
+    """Index of the attempt among the attempts at its item, from 0."""
 
     @property
     def item(self) -> Item:
@@ -252,7 +255,7 @@ class AttemptMaker(Protocol):
     with another system."""
 
     makes_items: bool
-    """True if it creates the items itself, from their index."""
+    """True if this maker creates the items itself, from their indices in the split."""
 
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
@@ -400,11 +403,11 @@ class _QueuedAttempt(NamedTuple):
 
     work: _EvaluationWork
     group: int
-    """Number of the group of evaluations that share their items."""
+    """Index of the group of evaluations that share their items."""
     item_index: int
     """Index of the item."""
     number: int
-    """Number of the attempt at its item, from 0."""
+    """Index of the attempt among the attempts at its item, from 0."""
 
 
 class _AttemptQueue:

@@ -1,8 +1,8 @@
 """Compute statistics over attempts, with confidence intervals. All functions are pure. Bootstraps
 resample items, but not the attempts within an item.
 
-In formulas, n is the number of attempts at an item, c is how many of them are right, and k is that
-of pass@k.
+In formulas, n is the number of attempts at an item, c is how many of them are right, and k is the
+k of pass@k.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DRAWS = 1000
 """Number of bootstrap resamples."""
 LEVEL = 0.95
 _NEAR = 0.01
-"""Scores that differ by less count as equal when an interval is chosen."""
+"""Scores that differ by at most this much count as equal when the kind of confidence interval is
+chosen."""
 _MIN_COUNT = 5
 """Minimum number of differing items for a bootstrap. With fewer, most resamples contain the same
 items."""
@@ -37,8 +38,8 @@ class MeanEstimate(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
-    """Upper end of the 95 % interval (``low`` is the lower end). A bootstrap of one item has no
-    width."""
+    """Upper end of the 95 % interval (``low`` is the lower end). With a single item, a bootstrap
+    interval has no width."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -89,8 +90,8 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     """Return the mean of ``values``, one per item, with its percentile bootstrap interval (Efron
     1979).
 
-    The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` means, each over as
-    many items as there are, drawn with replacement.
+    The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` resampled means.
+    Each is the mean of as many values as there are items, drawn with replacement.
 
     >>> evaluate.mean_with_interval([1.0, 1.0, 1.0]).low
     1.0

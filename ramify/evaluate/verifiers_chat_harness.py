@@ -77,8 +77,8 @@ def register_chat_harness() -> str:
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
-        """Run the chat program once in this process. Return its exit code and errors in the form in
-        which a process would."""
+        """Run the chat program once in this process. Its exit code and errors are returned as if it
+        had run in a separate process."""
         names: dict[str, Any] = {"__name__": "chat_program"}
         exec(program, names)
         make, clients = names["DefaultAsyncHttpxClient"], []

@@ -68,8 +68,8 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "prime": "ramify.extras.sandboxes.prime",
     },
 }
-"""Group of entry points, as in a package's ``pyproject.toml`` -> name -> ``module:name`` or
-module."""
+"""Entry points by group and name, as in a package's ``pyproject.toml``. Each is ``module:name``, or
+a module."""
 EXTRA_COMMANDS = {
     "cluster plan": (
         "ramify.extras.cluster.plan_and_simulate_commands",

@@ -168,9 +168,9 @@ def _shown_proxy(proxy: str) -> str:
 
 
 ChooseAddresses = Callable[[str, Sequence[str]], Sequence[str]]
-"""Function from (host name, its IP addresses) to the addresses that may be connected to, at least
-one. Any exception that it raises ends the request. Names are resolved only once, so no other
-address can be used."""
+"""Function that takes a host name and its IP addresses, and returns the addresses to which
+connections are allowed, at least one. Any exception that it raises ends the request. Names are
+resolved only once, so no other address can be used."""
 
 
 class HttpConnectionPool:
@@ -322,7 +322,8 @@ class HttpConnectionPool:
             raise
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Resolve a host name once. Returns those of its addresses that may be connected to."""
+        """Resolve a host name once, and return only the addresses to which connections are
+        allowed."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         assert self._choose_addresses is not None
@@ -447,10 +448,12 @@ class HttpExchange:
             raise self._located(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Take over the connection as a plain stream. Returns the transport and the bytes that have
-        already arrived. The response must have status 101 or a body that ends only with the
-        connection, otherwise MalformedResponse is raised. The caller sets the transport's protocol
-        and closes it."""
+        """Take over the connection as a plain stream. Returns the transport and the bytes that
+        have already arrived. The caller sets the transport's protocol and closes it.
+
+        Raises MalformedResponse unless the response has status 101 or a body that ends only when
+        the connection closes.
+        """
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
@@ -676,8 +679,8 @@ class ResponseReader:
         """HTTP status, or 0 until the head has arrived."""
         self.headers: dict[str, str] = {}
         self.unread = bytearray()
-        """Part of the body that has arrived but was not taken. One buffer is used instead of a
-        list, because chunks may be as small as one byte."""
+        """Part of the body that has arrived but has not been taken yet. One buffer is used instead
+        of a list, because chunks may be as small as one byte."""
         self.is_complete = False
         self.keeps = False
         """True if the connection can be reused after this response."""
@@ -707,8 +710,8 @@ class ResponseReader:
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def take(self, most: int | None = None) -> bytes:
-        """Return the part of the body that has arrived and was not taken yet, or only its first
-        ``most`` bytes."""
+        """Return the part of the body that has arrived but has not been taken yet, or only its
+        first ``most`` bytes."""
         if most is None:
             taken, self.unread = bytes(self.unread), bytearray()
         else:

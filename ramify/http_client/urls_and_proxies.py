@@ -1,6 +1,6 @@
 """Check URLs of servers, and find the proxy that the environment sets for a URL.
 
-    https://host/v1      a URL; HTTPS_PROXY or ALL_PROXY is its proxy, unless NO_PROXY has the host
+    https://host/v1      a URL; its proxy is HTTPS_PROXY or ALL_PROXY, unless NO_PROXY lists it
     http://host:99999    not a URL
 
 The base URLs of providers are in ``providers.py``.

@@ -39,11 +39,13 @@ from ramify.tasks.score_with_timeout import scored_in_time
 from ramify.types.trajectory import Stop, Trajectory
 
 BUDGET = "budget"
-"""Outcome reason of an attempt that was refused a request beyond its budget."""
+"""Reason recorded for an attempt that has no answer because a request would have exceeded its
+budget."""
 OWN = "own_"
-"""Prefix of the metrics that a system counts itself."""
+"""Prefix for the names of metrics that a system reports itself."""
 ModelAccessOpener = Callable[[str, PerItemBudget], AbstractAsyncContextManager[MeteredModelAccess]]
-"""Opens metered access to the model for a name and a budget, until the block ends."""
+"""Function that takes a name and a budget, and returns a context manager for metered access to the
+model. The access ends with the block."""
 
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:

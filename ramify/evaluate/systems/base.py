@@ -95,9 +95,11 @@ class MeteredModelAccess:
         self.refusal = ""
         """Error message of the first request refused for the budget; empty if none was."""
         self.exhausted: Stop | None = None
-        """Limit that this first refused request would have exceeded."""
+        """Limit that the first refused request would have exceeded; None if no request was
+        refused."""
         self.outage = ""
-        """Error of the last failed request that a retry could have repaired; empty if none."""
+        """Error of the last request that failed for a temporary reason, so that a retry could have
+        succeeded; empty if none."""
         self._answering: set[asyncio.Task[Any]] = set()
 
     @property

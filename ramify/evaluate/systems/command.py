@@ -41,7 +41,7 @@ TIMEOUT_S = 1800.0
 """Default time limit of a system for one item, in seconds."""
 _WHERE = "--with"
 _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d.]+")
-"""Words of a command that do not help to name the system."""
+"""Words of a command, such as interpreters, that are skipped when the system is named after it."""
 
 
 class CommandSystem:

@@ -119,8 +119,9 @@ class _ProgramRun:
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
-        """Run the program and return how it ended: ``end`` if by itself, ``late`` at its time
-        limit, or ``flood`` if it wrote too much. Raises OSError if it cannot be started."""
+        """Run the program and return how it ended: ``end`` if it exited by itself, ``late`` if it
+        reached its time limit, or ``flood`` if it wrote too much. Raises OSError if it cannot be
+        started."""
         with contextlib.ExitStack() as opened:
             output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
             errors = OutputPipe(_KEPT_ERROR_BYTES)

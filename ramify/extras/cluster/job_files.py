@@ -67,8 +67,8 @@ class SubmitCommand(msgspec.Struct, frozen=True):
     stdin: str = ""
     """Environment variable whose value is written to the command's standard input; empty: none."""
     unless: tuple[str, ...] = ()
-    """Check that runs first. If it succeeds, the object already exists and the command is
-    skipped."""
+    """A command that checks whether the object already exists. It runs first, and if it succeeds,
+    this command is skipped."""
 
     def __str__(self) -> str:
         """Return the command as a user would type it in a shell."""

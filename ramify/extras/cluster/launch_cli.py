@@ -145,7 +145,7 @@ def _write(made: JobFiles, folder: Path) -> list[str]:
 
 
 def _submit(command: SubmitCommand, folder: Path) -> None:
-    """Run one command of the scheduler, unless its check says that it is not needed. Raises
+    """Run one command of the scheduler. It is skipped if its check (``unless``) succeeds. Raises
     ConfigError with the scheduler's message if the command fails."""
     environment = dict(os.environ)
     if command.unless and _call(command.unless, "", environment).returncode == 0:

@@ -71,7 +71,8 @@ class EngineRate(msgspec.Struct, frozen=True):
     request_s: float = 0.0
 
     def step_s(self, sequences: float) -> float:
-        """Return the seconds of one decoding step with a given number of concurrent sequences."""
+        """Return the duration in seconds of one decoding step with a given number of concurrent
+        sequences."""
         points = self.points
         if len(points) == 1 or sequences <= points[0][0]:
             return points[0][1]
@@ -104,8 +105,8 @@ def fit(
     """Fit the speed of an inference engine to the measured requests of a run in which ``engines``
     engines shared the load.
 
-    ``hidden`` is the number of requests that ran for each recorded one. Raises ConfigError if there
-    are too few requests.
+    ``hidden`` is the ratio of all requests that ran to those that were recorded; requests of
+    discarded rollouts are not recorded. Raises ConfigError if there are too few requests.
     """
     usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
     served = admit_requests(usable, None if slots is None else slots * engines / hidden)
@@ -184,8 +185,8 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 def admit_requests(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
-    """Return the requests with their start times moved to when each got one of ``room`` slots,
-    first come, first served. With ``room=None``, return them unchanged."""
+    """Queue the requests for ``room`` slots, first come, first served. Returns them with their
+    start times delayed to when each got a slot. With ``room=None``, they are returned unchanged."""
     if room is None:
         return list(requests)
     begins = [each.begun_s for each in requests]
@@ -283,7 +284,7 @@ def from_steps(
 
 ROUNDS = 3
 _SHORT, _LONG = 8, 64
-"""Numbers of words in the short and the long prompt."""
+"""Lengths in words of the short and the long prompt."""
 
 
 async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:

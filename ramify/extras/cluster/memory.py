@@ -32,7 +32,8 @@ FP32 = 4
 _ADAMW, _MUON = 2 * FP32, FP32
 """Bytes of optimizer state per trained parameter."""
 _SLOTS = {True: 128, False: 256}
-"""Default slots (concurrent sequences) of an engine on a CPU (True) and on a GPU (False)."""
+"""Default number of slots (concurrent sequences) of an engine. The key is True for an engine on a
+CPU and False for one on a GPU."""
 _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
 """Fraction of a GPU's memory that vLLM and SGLang reserve by default. Memory beyond the weights
@@ -120,8 +121,8 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
 
 
 def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of each memory limit beyond which a session is killed. A limit
-    of 0 bytes means a share of the machine's memory."""
+    """Yield the name of each memory limit beyond which a session is killed, and the limit in bytes.
+    0 stands for a fraction of the machine's memory."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if not isinstance(run.sandbox, JailSpec):
@@ -136,7 +137,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the bytes per parameter in an inference engine, by the rules of
+    """Return how many bytes an inference engine uses per parameter. The rules are those of
     ``train/policy_dependent_defaults.py``."""
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
@@ -149,8 +150,8 @@ def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
 def cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
-    """Return the bytes of the keys and values if every slot (concurrent sequence) fills the context
-    window, but at most ``limit``."""
+    """Return the size of the KV cache in bytes when every slot (concurrent sequence) fills the
+    context window. The cache is never larger than ``limit``."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
     longest = min(shape.window, max(1, limit // token))
@@ -210,8 +211,8 @@ def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
 
 
 def _split(run: Run, dense: int, experts: int) -> int:
-    """Return the number of parameters with which one rank computes: its share of the dense
-    parameters plus its share of the expert parameters."""
+    """Return the number of parameters that one rank uses in its computations: its share of the
+    dense parameters plus its share of the expert parameters."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 

@@ -69,7 +69,7 @@ class MeshEstimate(msgspec.Struct, frozen=True):
     fields: dict[str, int]
     """Values for the fields of ``compute.shard``."""
     memory: int
-    """Bytes on the rank that needs most memory."""
+    """Memory in bytes of the rank that needs the most."""
     fits: bool
     seconds: float
     """Seconds of learning in one step."""
@@ -88,7 +88,7 @@ def meshes(
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
     """Estimate every mesh that a number of ranks can form. Meshes that fit into memory come first,
-    and the fastest is first among those that fit and among those that do not."""
+    and within each of the two groups the fastest comes first."""
     found = [
         _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
     ]
@@ -201,7 +201,7 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
-    """Return the number of tokens of the busiest group of ranks in a step."""
+    """Return the number of tokens that the busiest group of ranks processes in a step."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.learnt / sizes.num_batches,

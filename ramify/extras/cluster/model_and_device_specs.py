@@ -33,7 +33,7 @@ class DeviceHardwareSpec(msgspec.Struct, frozen=True):
     memory_gb: float
     """Memory in 10^9 bytes; 0 for a device without its own memory."""
     tflops: float
-    """Matrix products in 10^12 FLOP per second."""
+    """Peak throughput of matrix products, in 10^12 FLOP per second."""
     gb_per_s: float
     """Memory bandwidth in 10^9 bytes per second."""
 
@@ -111,7 +111,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     experts: int = 0
     """Parameters of the experts of all layers."""
     experts_per_token: int = 0
-    """Number of experts that compute each token."""
+    """Number of experts that process each token."""
 
     @property
     def trained(self) -> int:

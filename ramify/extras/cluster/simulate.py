@@ -52,7 +52,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """True if engines and trainer share devices, so that engines pause while the trainer learns."""
     staleness: int = 0
-    """``rl.sample.max_staleness``. The next four fields are also those of ``rl.sample``."""
+    """Maximum staleness in steps (``rl.sample.max_staleness``). The names ``grace_steps``,
+    ``items``, ``max_items`` and ``straggler_factor`` are also those of ``rl.sample``."""
     grace_steps: int = 4
     items: int
     max_items: int = 0
@@ -247,8 +248,8 @@ class _Simulation:
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """Spend the given seconds of learning, on the engines' devices, on shared CPU cores, or on
-        separate devices. The setting decides which."""
+        """Simulate learning for the given number of seconds. Depending on the setting, the trainer
+        uses the engines' devices, shared CPU cores or separate devices."""
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)

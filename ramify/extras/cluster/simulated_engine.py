@@ -231,8 +231,8 @@ class SimulatedEngine:
         self._reschedule()
 
     def load_weights(self, version: int) -> None:
-        """Load a new version of the weights and drop all caches. Running sequences are read again
-        up to their current length."""
+        """Load a new version of the weights and drop all caches. The tokens of running sequences
+        are prefilled again."""
         self._catch_up()
         for _, _, each in self._running:
             self._record(each)
@@ -262,8 +262,8 @@ class SimulatedEngine:
         self._steps += (own_s - read_s) / self._rate.step_s(len(self._running))
 
     def _reschedule(self) -> None:
-        """Move waiting requests into free slots, then schedule a wake-up for the next end of a
-        sequence."""
+        """Move waiting requests into free slots, then schedule a wake-up for when the next sequence
+        ends."""
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
@@ -287,7 +287,7 @@ class SimulatedEngine:
         )
 
     def _ring(self) -> None:
-        """Schedule a wake-up for the next end of a sequence. Earlier wake-ups become invalid."""
+        """Schedule a wake-up for when the next sequence ends. Earlier wake-ups become invalid."""
         # SimPy timeouts cannot be cancelled, so a number tells current wake-ups from outdated ones.
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:

@@ -63,7 +63,8 @@ class SimulatedCores:
         self._alarm = 0
         self._ids = count()
         self._done_s = 0.0
-        """CPU seconds that a session would have received so far if it had run from the start."""
+        """CPU seconds that a session running since the start has received so far. All running
+        sessions progress at the same pace."""
         self._sessions: list[tuple[float, int, Event]] = []
         """Sessions, ordered by the ``_done_s`` at which they end."""
         self._loop: deque[tuple[float, Event]] = deque()
@@ -285,7 +286,8 @@ class RolloutSimulator:
 
 
 Draw = Callable[[int], tuple[Sequence[RolloutWorkload], bool]]
-"""Maps a group's number to its rollouts, and to True if all their rewards are equal."""
+"""Function that takes a group's index, and returns the group's rollouts and whether all their
+rewards are equal."""
 
 
 class StragglerOptions(RolloutAdmissionOptions, Protocol):
@@ -397,8 +399,9 @@ class SimulatedGroupQueue:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Drop the rollouts that alone delay the step. If there are none, return the seconds until
-        there may be some. Returns None if only the end of another group can change that."""
+        """Drop the rollouts that are the only ones still delaying the step. If there are none,
+        return the seconds until there may be some. Returns None if only the end of another group
+        can change that."""
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None

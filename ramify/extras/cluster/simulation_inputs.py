@@ -94,7 +94,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     scaling: float = 1.0
     """Parallel efficiency: the speed-up from doubling the ranks, divided by two."""
     host: RolloutHostCpuUse | None = None
-    """CPU use of rollouts on the trainer's host. None if unknown, and then no work waits for a
+    """CPU use of rollouts on the trainer's host. If None, it is unknown, and no work waits for a
     core."""
     computed_s: list[float] = msgspec.field(default_factory=list)
     """CPU seconds of each step's rollouts. Empty if they were not measured."""
@@ -102,8 +102,8 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     """Measured seconds of each step, without evaluations."""
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
-        """Return ``num`` rollouts of one measured group, chosen by its index ``of``, or at random
-        if that is None. If the group has too few rollouts, some are repeated."""
+        """Return ``num`` rollouts of one measured group: the group with the index ``of``, or a
+        random one if ``of`` is None. If the group has too few rollouts, some are repeated."""
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
             return draw.sample(rollouts, num)
@@ -310,7 +310,8 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
     """Fit the engine's speed to the recorded requests. Discarded rollouts ran at the same time but
-    were not recorded. ``hidden`` corrects for them: it is the number of rollouts per recorded one.
+    were not recorded. ``hidden`` corrects for them: it is the ratio of all rollouts to the
+    recorded ones.
     """
     requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
@@ -384,8 +385,9 @@ def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], f
 
 def _zero_variance(run: Path, otherwise: float) -> float:
     """Return the fraction of groups in which all rollouts got the same reward, so that nothing can
-    be learned from them. Lost and skipped groups do not count. ``otherwise`` is a rough estimate:
-    it is returned if the run has no record of its groups, and if it is 0, the result is 0."""
+    be learned from them. Lost and skipped groups do not count. ``otherwise`` is a rough estimate,
+    returned if the run has no record of its groups. If the estimate is 0, the result is 0 without a
+    look at the record."""
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
@@ -449,8 +451,8 @@ def _preparing(
     steps: Sequence[int],
     sizes: MeasuredRunSettings,
 ) -> list[float]:
-    """Return the preparation time of each step: by how many seconds its work took longer than its
-    rollouts. For an asynchronous run, this is a single 0."""
+    """Return the preparation time of each step: how many seconds longer its work took than its
+    rollouts. For an asynchronous run, return ``[0.0]``."""
     if sizes.staleness:
         return [0.0]
     seconds = []

@@ -1,8 +1,9 @@
 """The work in one training step: its number of tokens, and the FLOP that each token costs.
 
-In a forward pass, a token costs 2 FLOP per weight that multiplies it, and 4 per pair of tokens and
-element of the heads. A backward pass costs twice that, and recomputation of layers costs another
-forward pass. How long the work takes is estimated in ``step_time_estimate.py`` and ``meshes.py``.
+In a forward pass, a token costs 2 FLOP per weight that multiplies it. Attention costs 4 FLOP for
+each pair of tokens and each element of the heads. A backward pass costs twice as much as a forward
+pass, and recomputation of layers costs another forward pass. How long the work takes is estimated
+in ``step_time_estimate.py`` and ``meshes.py``.
 """
 
 from __future__ import annotations

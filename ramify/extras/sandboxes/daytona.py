@@ -1,10 +1,11 @@
-"""The sandbox provider ``daytona``. Each session runs in its own Daytona sandbox, and its bytes
-travel over the websocket of a terminal.
+"""The sandbox provider ``daytona``. Each session runs in its own Daytona sandbox, and is connected
+through the websocket of a terminal.
 
 The sandbox has no network and is deleted when it stops. A terminal is used because it is the only
 two-way stream of the SDK: for a session command, each input is a separate request, and the output
-is a log to follow. The terminal is set to raw mode, and bytes are sent as base64. This provider has
-not been tested against the real service, but against a double with the SDK's names and signatures.
+is a log to follow. The terminal is set to raw mode, and bytes are sent as base64. This provider
+has not been tested against the real service, but against a double with the SDK's names and
+signatures.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class DaytonaStream:
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run at Daytona. ``base.open_sandbox`` calls this
+    """Return a sandbox provider whose sessions run on Daytona. ``base.open_sandbox`` calls this
     function. Raises SandboxError if the SDK or the API key is missing."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")

@@ -1,9 +1,9 @@
-"""The sandbox provider ``e2b``. Each session runs in its own E2B sandbox, and its bytes travel over
+"""The sandbox provider ``e2b``. Each session runs in its own E2B sandbox, and is connected through
 the standard input and output of a background command.
 
 The sandbox has no internet access and a limited lifetime. The SDK returns output as text, so bytes
-are sent as base64. This provider has not been tested against the real service, but against a double
-with the SDK's names and signatures.
+are sent as base64. This provider has not been tested against the real service, but against a
+double with the SDK's names and signatures.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class E2BStream:
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run at E2B. ``base.open_sandbox`` calls this
+    """Return a sandbox provider whose sessions run on E2B. ``base.open_sandbox`` calls this
     function. Raises SandboxError if the SDK or the API key is missing."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))

@@ -1,5 +1,5 @@
-"""The sandbox provider ``modal``. Each session runs in its own Modal sandbox, and its bytes travel
-over the streams of one ``exec``.
+"""The sandbox provider ``modal``. Each session runs in its own Modal sandbox, and is connected
+through the standard input and output of a command started with ``exec``.
 
 The sandbox has no network, limits on memory and CPU, and a limited lifetime. This provider has not
 been tested against the real service, but against a double with the SDK's names and signatures.
@@ -104,7 +104,7 @@ class ModalStream:
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run at Modal. ``base.open_sandbox`` calls this
+    """Return a sandbox provider whose sessions run on Modal. ``base.open_sandbox`` calls this
     function. Raises SandboxError if the SDK or the API key is missing."""
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")

@@ -47,8 +47,8 @@ _MAX_WORKERS = 1024
 SETTLE_S = 0.05
 """Seconds that a process with Monty sessions waits before it exits."""
 _AGAIN = "_lent_"
-"""Prefix for passing a host function into the session again, after a cell has rebound the
-function's name."""
+"""Prefix of the name under which a host function is passed into the session again after a cell has
+rebound its original name."""
 _INPUT = re.compile(r"<python-input-(\d+)>")
 CAPS = SandboxCapabilities(
     isolates_files=True,

@@ -150,7 +150,7 @@ class PrimeProcess:
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run at Prime. ``base.open_sandbox`` calls this
+    """Return a sandbox provider whose sessions run on Prime. ``base.open_sandbox`` calls this
     function. Raises SandboxError if the SDK or the API key is missing."""
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):

@@ -94,7 +94,7 @@ class Sdk:
 
 
 def _fault(module: Any, call: SdkCallSignature) -> str:
-    """Return why a call to the SDK would fail, or an empty string if it is possible."""
+    """Return why a call to the SDK would fail, or an empty string if it would succeed."""
     target = module
     for part in call.name.split("."):
         target = getattr(target, part, None)

@@ -112,7 +112,7 @@ class Hindsight(
     only: Literal["all", "failed"] = "all"
     """Which trajectories are judged."""
     passed: float = 0.5
-    """Total reward from which a trajectory counts as passed."""
+    """Minimum total reward for a trajectory to count as passed."""
     cut_off: bool = False
     """Also judge trajectories that were cut off by a limit."""
     choose: Literal["shortest", "longest"] = "shortest"
@@ -120,7 +120,8 @@ class Hindsight(
     keep: int = 3
     """Maximum number of candidate hints."""
     once: bool = False
-    """Use equal hints only once in a group, for the first trajectory that got one."""
+    """Use a hint only once per group, for the first trajectory that received it. Later trajectories
+    do not get an equal hint."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
@@ -181,8 +182,8 @@ class Hindsight(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Filter the hints of a judge's verdict, and add those that pass to the turn that they are
-        for."""
+        """Filter the hints in a judge's verdict, and attach those that pass to the turn for which
+        they were written."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(
@@ -236,10 +237,9 @@ class DemonstrationHints(
     tag_field="name",
     tag="demonstrations",
 ):
-    """A source of hints that are solutions of the same item. The teacher sees a solution, and the
-    policy learns to do without it. This is self-distillation as in SDFT, OPSD and (with
-    ``siblings``) SDPO. A solution fits only one item, so policies learn better from rules (see
-    ``docs/signals.md``)."""
+    """A source of hints that shows the teacher a solution of the same item. The policy learns to do
+    without it. This is self-distillation as in SDFT, OPSD and (with ``siblings``) SDPO. A solution
+    fits only one item, so policies learn better from rules (see ``docs/signals.md``)."""
 
     source: Literal["siblings", "item"] = "siblings"
     """``siblings``: replies of a solved rollout of the same group. ``item``:
@@ -312,7 +312,7 @@ class NextMessageHints(
     """Which replies get a hint. After a good reply, the next message is often about something
     else."""
     passed: float = 0.5
-    """Total reward from which a reply counts as passed."""
+    """Minimum total reward for a reply to count as passed."""
     max_chars: int = 1000
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:

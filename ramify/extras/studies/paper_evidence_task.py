@@ -442,8 +442,8 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
     """Convert the rows of a file to the format that ``item_of`` reads.
 
     A row of the data set QASPER has one paper and several questions. It becomes one row for each
-    question, with the paper and the next ones in the file, ``num_papers`` in all. Questions are
-    left out if their paper does not contain the evidence.
+    question, whose context has ``num_papers`` papers: the right one and those that follow it in
+    the file. Questions are left out if their paper does not contain the evidence.
     """
     for index, row in enumerate(rows):
         if "qas" not in row:

@@ -76,7 +76,8 @@ def code_qa(
     LongBench-v2.
 
     Args:
-        tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
+            characters.
         families: Which of ``value``, ``caller`` and ``order`` are asked; None for all.
         domains: Domains of LongBench-v2 whose rows are kept; None for all.
         train: A ``.jsonl`` or ``.parquet`` file in LongBench-v2's form, or its rows, which replaces
@@ -216,8 +217,8 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin to run. A function and
-    everything that it calls begin before the next call of its caller."""
+    """Make a question about the order in which four functions begin to run. They call each other,
+    and each call runs to its end before its caller continues."""
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]

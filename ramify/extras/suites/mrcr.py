@@ -88,11 +88,12 @@ def mrcr(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of repeating the reply to the nth of several identical requests, in a generated
-    conversation or one from MRCR's files.
+    """Return a task of repeating the reply to the nth of several identical requests, in a
+    generated conversation or one from MRCR's files.
 
     Args:
-        tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
+            characters.
         families: Which of ``needles_2``, ``needles_4`` and ``needles_8`` are asked; None for all.
         train: A ``.jsonl`` or ``.parquet`` file in MRCR's form, or its rows, which replaces the
             generated split. The same for ``validation`` and ``test``.

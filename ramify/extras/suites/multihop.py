@@ -101,7 +101,8 @@ def multihop(
     BrowseComp-Plus.
 
     Args:
-        tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
+            characters.
         families: Which of ``hops_1`` to ``hops_4`` are asked; None for all.
         train: A ``.jsonl`` or ``.parquet`` file in the decrypted form of BrowseComp-Plus, or its
             rows, which replaces the generated split. The same for ``validation`` and ``test``.

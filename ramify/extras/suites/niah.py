@@ -73,19 +73,21 @@ _UUID = r"(?i:\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b)"
 _HOPS = 4
 _COMMON = 10
 _FULL_COUNTS = 4_096
-"""Length in tokens from which word lists use RULER's full counts of common and uncommon words."""
+"""Minimum text length, in tokens, at which word lists use RULER's full counts of common and
+uncommon words."""
 _FREQUENT = 3
 _DOTS = "..."
 
 
 class NeedleScorer(msgspec.Struct, frozen=True):
     """A reward function: the fraction of right values found in the first 512 characters of an
-    answer, as in RULER. Guessing is penalized: if an answer names more values than are right, that
-    larger number is the divisor. So ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
+    answer, as in RULER. Guessing is penalized: if an answer names more values than there are right
+    ones, the number of named values is the divisor. So ``7311460 or 1112223`` scores 0.5 if
+    ``7311460`` is right.
 
-    The values that an answer names are the numbers, ids or variables in the form of the right ones,
-    or the words that occur in the text. For RULER's questions over documents (kind ``qa``), one
-    right value is enough.
+    The values that an answer names are the numbers, ids or variables in the form of the right
+    ones, or the words that occur in the text. For RULER's questions over documents (kind ``qa``),
+    one right value is enough.
     """
 
     def __call__(self, answer: Any, item: Item) -> float:
@@ -134,7 +136,8 @@ def niah(
     files.
 
     Args:
-        tokens: Length of a generated text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
+            characters.
         families: The families of questions; None for all.
         train: A ``.jsonl`` or ``.parquet`` file in RULER's form, or its rows, which replaces the
             generated split. The same for ``validation`` and ``test``.
@@ -400,8 +403,8 @@ def needle(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """Generate an item of the task ``needle``. Its kind names the tenth of the text that contains
-    the needle."""
+    """Generate an item of the task ``needle``. The item's kind says in which tenth of the text the
+    needle is, for example ``depth 30-40 %``."""
     question, needles, codes = _access_codes(rng, distractors)
     text, at = _haystack(rng, chars, needles, depth)
     tenth = min(9, 10 * at // len(text))
@@ -479,7 +482,8 @@ _RULER_KINDS = {
     "most common words": "cwe",
     "coded text": "fwe",
 }
-"""Words in a question -> the RULER task that asks it. RULER's rows do not name their task."""
+"""Maps words that occur in a question to the RULER task that the question belongs to. RULER's rows
+do not name their task."""
 
 
 def _ruler_item(row: Row) -> Item:

@@ -157,12 +157,12 @@ def oolong(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task whose questions depend on every line of a long text, generated or from OOLONG's
-    public files.
+    """Return a task whose questions depend on every line of a long text, generated or from
+    OOLONG's public files.
 
     Args:
-        tokens: Approximate length of a generated text, of four characters each: 1,000 to
-            10,000,000.
+        tokens: Approximate length of a generated text in tokens: 1,000 to 10,000,000. A token
+            counts as four characters.
         families: Which of ``counting``, ``user`` and ``timeline`` are asked; None for all.
         with_labels: Write the labels into the text.
         labels: Number of different labels, from 2.

@@ -58,10 +58,10 @@ _FORM = (
 
 
 class PairScorer(msgspec.Struct, frozen=True):
-    """The F1 score of an answer that lists pairs. It is 2·s / (m + r), where s is the number
-    of shared pairs, m that in the answer and r that in the right answer. The order within a pair
-    does not matter. A pair is written in brackets or alone on a line: ``(12, 15)``,
-    ``[[12, 15]]``."""
+    """The F1 score of an answer that lists pairs. It is 2·s / (m + r), where m is the number of
+    pairs in the answer, r the number of pairs in the right answer, and s the number of pairs in
+    both. The order within a pair does not matter. A pair is written in brackets or alone on a line:
+    ``(12, 15)``, ``[[12, 15]]``."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = {frozenset(map(int, pair)) for pair in item.gold}
@@ -87,7 +87,7 @@ def oolong_pairs(
     dates.
 
     Args:
-        tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a text in tokens: 1,000 to 10,000,000. A token counts as four characters.
         families: Which of ``both``, ``dated``, ``exact`` and ``cross`` are asked; None for all.
         users: Number of different users, from 6 to 100. A text has at least 300 characters for
             each.
@@ -122,8 +122,8 @@ class UserPairCondition(msgspec.Struct, frozen=True):
     pairs: Sequence[tuple[int, int]]
     """The pairs of users that satisfy the condition."""
     first_day: int = 0
-    """Day on which the period begins. A user without a planted line in the period has one before
-    it."""
+    """Day on which the period begins. A user without planted lines in the period gets lines with
+    the condition's labels before that day; they do not count."""
 
 
 def _make(

@@ -33,7 +33,8 @@ from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring.answer_text import as_text
 
 MAX_WORDS = 150
-"""Maximum words of a summary that are scored, at ten characters each on average."""
+"""Maximum number of words of a summary that are scored. The summary is also cut after ten times as
+many characters."""
 _FACTS = 6
 _AMOUNT = re.compile(r"(?<!\d)(?:\d{1,3}(?:,\d{3})+|\d{4,12})(?!\d)")
 _SENTENCE_END = re.compile(r"[.;!?](?=\s)|\n")
@@ -96,7 +97,7 @@ def planted(
     that they state.
 
     Args:
-        tokens: Length of a text, of four characters each: 1,000 to 10,000,000.
+        tokens: Length of a text in tokens: 1,000 to 10,000,000. A token counts as four characters.
         families: Which of ``grants``, ``updates`` and ``person`` are asked; None for all.
         seed: Seed of the generated items.
 

@@ -1,16 +1,17 @@
 """Rule-based judges for the task ``programs``. They turn a rollout's errors, or facts that the
 policy cannot know, into hints and votes.
 
-    RuleJudge        rules that the errors revealed
-    OracleJudge      also silent mistakes; privileged: an upper bound, to be reported as such
+    RuleJudge        hints at the rules that the errors revealed
+    OracleJudge      also hints at mistakes that raised no error; it knows the right rules, so its
+                     results are an upper bound and must be reported as such
     StepRules        +1 for a program that ran, -1 for one that raised;
                      an answer gets the vote of the program before it
     ShuffledHints    a control: each rollout gets a hint about a different problem
 
 In a recipe, a judge is named by its location, such as
-``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules themselves
-are in ``scripted_demonstrator.py``. The tag of each class is its former location, under which
-checkpoints of earlier versions store it; these locations still resolve.
+``ramify.extras.studies.programs.judges:RuleJudge``. None of them asks a model. The rules
+themselves are in ``scripted_demonstrator.py``. The tag of each class is its former location, under
+which checkpoints of earlier versions store it; these locations still resolve.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """A control experiment: replaces each hint of another source by a hint about a different
-    problem. The new hints are as many, as long and as true as before, but irrelevant. Implements
-    ``HintSource``.
+    """A control experiment that replaces each hint from another source with a hint about a
+    different problem. The number, length and correctness of the hints stay the same, but they are
+    irrelevant. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.ShuffledHints(source=hints))

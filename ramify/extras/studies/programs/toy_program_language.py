@@ -28,7 +28,8 @@ import msgspec
 MODULUS = 97
 NUM_WORDS = 24
 NUM_CHECKED = 16
-"""Words with a smaller number are checked: calling a wrong function for them raises an error."""
+"""Words with a number below this are checked: calling a wrong function for such a word raises an
+error."""
 IMPORTED = (10, 20)
 """Functions that must be imported before use."""
 MAX_OPERAND = 9
@@ -161,7 +162,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def error_message(self, program: ToyProgram, broken: BrokenRule) -> str:
-        """Return the error message for a broken rule. It equals the last line of Python's
+        """Return the error message for a broken rule, which is equal to the last line of Python's
         traceback."""
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"
@@ -257,8 +258,8 @@ NOT_IMPORTED = (
     "".join(f'f{number} = "f{number}"\n' for number in IMPORTED)
     + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
 )
-"""Source of a second module. It binds the name of a function that must be imported to a text, which
-cannot be called."""
+"""Source of a second module. It binds the name of each function that must be imported to a string,
+so that calling it without the import fails."""
 
 
 PROGRAM_HINT = "\nhint: "
