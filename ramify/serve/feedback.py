@@ -2,7 +2,7 @@
 
     {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
 
-``id`` is the id of the response; ``index`` chooses one of several choices. ``score`` is any finite
+``id`` is the id of the response; ``index`` selects one of several choices. ``score`` is any finite
 number, or true and false for 1 and 0: by convention 1 is a thumbs-up and 0 a thumbs-down. A later
 score replaces an earlier one. The server's key decides who may send feedback, and
 ``traffic_recorder.py`` stores it.

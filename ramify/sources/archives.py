@@ -79,9 +79,9 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
-    """Check the stated sizes of the parts of a document that is a zip archive, and return the names
-    of the parts. Parts that are unpacked as text count towards the limit. A part is never unpacked
-    beyond its stated size."""
+    """Check the declared sizes of the parts of a document that is a zip archive, and return the
+    names of the parts. Parts that are unpacked as text count towards the limit. A part is never
+    unpacked beyond its declared size."""
     try:
         with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
             parts = archive.infolist()
@@ -146,8 +146,8 @@ def read_zip(file: SourceFile, loading: SourceCollector) -> None:
 def _unpack(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceCollector
 ) -> bytes:
-    """Unpack an archive's member block by block and count its bytes, because the size that the
-    archive states may be false."""
+    """Unpack an archive's member block by block and count its bytes, because the size declared in
+    the archive may be false."""
     data = bytearray()
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):

@@ -35,7 +35,7 @@ MIN_SEARCHED_CHARS = 100_000
 NOT_UTF8 = "not UTF-8, read as Windows-1252"
 """Note on a text that may have been decoded wrongly."""
 MISNAMED = "plain text, although its name ends in"
-"""Note on a text whose name is that of another format, such as ``report.pdf``."""
+"""Note on a text whose file name belongs to another format, such as ``report.pdf``."""
 NO_TABLE = "not a table for sql"
 """Note on a CSV or JSONL file that ``sql`` cannot query, before the reason."""
 NO_DUCKDB = "the extra inputs is not installed"
@@ -392,7 +392,7 @@ class SourceCollector:
             self._work.at(self._spent + num_bytes, name)
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file towards the limit: first the file's size, then that of
+        """Count bytes of the current file towards the limit: first its own size, then the size of
         its unpacked parts. Raises SourceError if all files together exceed the limit, and
         OversizedSource if this file alone, packed or unpacked, exceeds it."""
         is_size = self._spent == self._began and not is_part

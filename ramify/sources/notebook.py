@@ -1,7 +1,7 @@
 """Converts Jupyter notebooks to Markdown: the cells in order, with the text of their outputs.
 
 Outputs are important for many questions, but markitdown drops them all. Here only pictures and HTML
-are left out, and their number is stated.
+are left out, and a note says how many.
 """
 
 from __future__ import annotations

@@ -226,9 +226,8 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total size in bytes of the planned downloads, as far as sizes are known. Raises
-    SourceError before the first download if the total exceeds the limit.
-    """
+    """Return the total size in bytes of the planned downloads. Files of unknown size are not
+    counted. Raises SourceError before the first download if the total exceeds the limit."""
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.room:
         raise SourceError(

@@ -94,9 +94,8 @@ def check_url(url: str) -> str:
 
 
 class RemoteFileInfo(msgspec.Struct, frozen=True):
-    """What the server states about a remote file before its contents are read, such as size and
-    version.
-    """
+    """What the server reports about a remote file before its contents are read, such as size and
+    version."""
 
     num_bytes: int = -1
     """Size of the file in bytes; -1 if the server does not say."""
@@ -127,4 +126,4 @@ class ListedFile(msgspec.Struct, frozen=True):
     num_bytes: int = -1
     """Size of the file in bytes; -1 if unknown."""
     version: str = ""
-    """Version of the file, as in ``RemoteFileInfo``, if the listing states it."""
+    """Version of the file, as in ``RemoteFileInfo``, if the listing includes it."""

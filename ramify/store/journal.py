@@ -80,7 +80,7 @@ class LineWriter:
         """
         self.path = path
         self.size = os.fstat(fd).st_size
-        """Bytes written so far, with those of earlier writers."""
+        """Total number of bytes written so far, including bytes from earlier writers."""
         self.trouble: StoreError | None = None
         """Why the reserve was used up: the work should end soon."""
         self._fd = fd

@@ -131,9 +131,8 @@ class StorePruner:
         return removed
 
     def _delete_tokens(self) -> int:
-        """Delete the stored token ids of conversations, which may belong to a deleted run. Returns
-        the number of bytes freed. Training computes them again when needed.
-        """
+        """Delete the stored token ids of conversations, because they may come from a deleted run.
+        Returns the number of bytes freed. Training computes them again when needed."""
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:

@@ -213,9 +213,8 @@ class RunEventIndex:
             )
 
     def num_reused_ids(self, call: str, turn: int) -> int:
-        """Return how many token ids of this turn's recorded prompt were taken over unchanged from
-        earlier turns of the call. They form its beginning.
-        """
+        """Return how many token ids at the beginning of this turn's recorded prompt were reused
+        unchanged from earlier turns of the call."""
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:

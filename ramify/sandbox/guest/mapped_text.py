@@ -553,8 +553,7 @@ def _first_lead(block: bytes) -> int:
 
 
 def _overlaps_itself(needle: bytes) -> bool:
-    """Return True if two occurrences of ``needle`` can overlap, as those of "aba" can in
-    "ababa"."""
+    """Return True if two occurrences of ``needle`` can overlap, such as "aba" in "ababa"."""
     if len(needle) > 1000:
         return True  # counting its occurrences one by one costs little
     return any(needle[:size] == needle[-size:] for size in range(1, len(needle)))

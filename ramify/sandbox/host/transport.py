@@ -66,7 +66,7 @@ class Transport(Protocol):
         ...
 
     async def exit_reason(self) -> str:
-        """Return the reason why the guest ended, as far as it is known. Waits briefly for the exit
+        """Return the reason why the guest ended, if it is known. Waits briefly for the exit
         status."""
         ...
 

@@ -332,8 +332,8 @@ class ContainerStdio:
 
 
 def _decoded(data: bytes) -> Any:
-    """Decode the engine's response as JSON. Several lines of JSON, such as those of an image pull,
-    become a list. A response that is not JSON is returned as text."""
+    """Decode the engine's response as JSON. Several lines of JSON, such as the progress of an image
+    pull, become a list. A response that is not JSON is returned as text."""
     try:
         return json.loads(data) if data else None
     except (ValueError, RecursionError):

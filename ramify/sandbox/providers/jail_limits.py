@@ -46,8 +46,8 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine in bytes, or that of the container around this process if
-    it is less."""
+    """Return the memory of this machine in bytes. In a container with a lower memory limit, return
+    that limit."""
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError), open(path) as file:

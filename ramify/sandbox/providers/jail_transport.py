@@ -180,9 +180,8 @@ class JailTransport(ForkableJailTransport):
 
 
 class JailBranchTransport(ForkableJailTransport, BranchTransport):
-    """The connection to a branch, a process that was forked from a running session. The branch's
-    requests to create processes arrive together with those of that session. Implements
-    ``Transport``."""
+    """The connection to a branch, a process that was forked from a running session. Its requests to
+    create processes arrive at the same listener as the session's. Implements ``Transport``."""
 
     __slots__ = ("origin",)
 
