@@ -15,6 +15,7 @@ from ramify.store.store import Store
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, generated
 from ramify.tasks.scoring.batched import BatchedReward
 from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.train.backends.base import OptimizerSpec
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
@@ -324,6 +325,7 @@ def run_of(staleness: int) -> Run:
             steps=4,
             sample=RolloutBatchSpec(items=2, max_staleness=staleness),
             rollout=RolloutOptions(group=3, concurrency=2),
+            optim=OptimizerSpec(lr=1e-3),
         ),
         evaluate=EvaluateSpec(num=2, final=()),
         schedule=Schedule(evaluate_every=2, checkpoint_every=1),
