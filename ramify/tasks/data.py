@@ -259,7 +259,7 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
     failure.
     """
     row = rows[number]
-    where = rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
+    where = row_location(rows, number, name)
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where}: it is a {type(row).__name__}; each row must be a mapping")
     try:
@@ -290,8 +290,8 @@ def _divided(
             text = msgspec.json.encode(asked, enc_hook=str)
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{name}, row {number}: the text is not valid Unicode (half of a surrogate pair): "
-                f"{error}"
+                f"{row_location(rows, number, name)}: the text is not valid Unicode (half of a "
+                f"surrogate pair): {error}"
             ) from None
         digest = hashlib.sha256(text).digest()
         same.setdefault(digest[:8], []).append(number)
@@ -362,9 +362,16 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
             f"a {type(rows).__name__} is not a dataset: give a file, hf:NAME, or a list of rows"
         )
     if len(rows) == 0:
-        raise SourceError(f"{_name_of(source)}{where}: it has no rows")
+        named = str(source) if isinstance(source, str | Path) else _name_of(source)
+        raise SourceError(f"{named}{where}: it has no rows")
     checked: Sequence[Row] = rows
     return checked
+
+
+def row_location(rows: Sequence[Row], number: int, name: str) -> str:
+    """Return the location of a row for error messages: ``rows.jsonl, line 3`` for a JSONL file,
+    whose lines count from 1, else ``NAME, row 2``, counted from 0. ``name`` is the source's name."""
+    return rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
 
 
 def _hugging_face(name: str) -> Any:

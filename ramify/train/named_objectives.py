@@ -297,16 +297,22 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
     empty string if training is possible. ``has_critic`` is True if the backend supports a
     critic."""
     if group == 1 and algorithm.has_group_baseline:
-        return (
-            f"rl.objective={name} compares the rollouts of a group, and rl.rollout.group=1 has "
-            f"one: set rl.rollout.group=8, or an objective without groups: {', '.join(_alone())}"
-        )
+        return why_group_of_one(f"rl.objective={name}")
     if needs_of(algorithm).values and not has_critic:
         return (
             f"rl.objective={name} needs a critic, which this compute.backend does not have: set "
             "compute.backend=single, or an objective without a critic, as reinforce_pp or grpo"
         )
     return ""
+
+
+def why_group_of_one(option: str) -> str:
+    """Return the reason why ``option``, such as ``rl.objective=grpo``, learns nothing from groups of
+    one rollout, and what works instead."""
+    return (
+        f"{option} compares the rollouts of a group, and rl.rollout.group=1 has one: set "
+        f"rl.rollout.group=8, or an objective without groups: rl.objective={' or '.join(_alone())}"
+    )
 
 
 def _alone() -> list[str]:

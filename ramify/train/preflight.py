@@ -37,7 +37,11 @@ from ramify.train.backends.base import BACKENDS
 from ramify.train.config import EvaluateSpec, Run
 from ramify.train.data.sft_data import DEMOS
 from ramify.train.losses import SEQUENCE_MEANS
-from ramify.train.named_objectives import advantage_estimator_of, why_impossible
+from ramify.train.named_objectives import (
+    advantage_estimator_of,
+    why_group_of_one,
+    why_impossible,
+)
 from ramify.train.other_trainer_presets import usual_policy_losses
 from ramify.train.signals.teacher import needed_scorers
 from ramify.train.stages import with_schedule_defaults
@@ -63,12 +67,30 @@ def check_component_names(run: Run) -> None:
     if run.sft.shows_conversations:
         rows_of(run.sft.demos)
     elif run.sft.demos:
+        if run.sft.demos not in DEMOS and Path(run.sft.demos).expanduser().is_dir():
+            raise ConfigError(
+                f"sft.demos={run.sft.demos} is a folder, but demos is a file of conversations or "
+                "the name of a function: to learn from stored runs, set "
+                f"sft.trajectories={_stored_runs_in(run.sft.demos)}"
+            )
         DEMOS.check(run.sft.demos)
+    if run.sft.trajectories and _stored_runs_in(run.sft.trajectories) != run.sft.trajectories:
+        raise ConfigError(
+            f"sft.trajectories={run.sft.trajectories} is the folder of a training run: give its "
+            f"rollouts, sft.trajectories={_stored_runs_in(run.sft.trajectories)}"
+        )
     if run.sft.trajectories and not Path(run.sft.trajectories).expanduser().exists():
         raise ConfigError(
             f"sft.trajectories={run.sft.trajectories} does not exist: give a JSONL file, a run's "
             "rollouts folder, or the store that `ramify demos --out` made"
         )
+
+
+def _stored_runs_in(folder: str) -> str:
+    """Return the folder of saved rollouts if ``folder`` is that of a training run, else ``folder``
+    itself."""
+    rollouts = Path(folder) / "rollouts"
+    return str(rollouts) if rollouts.expanduser().is_dir() else folder
 
 
 def policy_path(run: Run) -> str | Path:
@@ -217,12 +239,6 @@ def check_splits_and_references(run: Run, task: Task) -> None:
             "out, or train on a mixture, whose parts it compares",
             stacklevel=2,
         )
-    if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
-        _log.warn(
-            "a group of one has no other rollout to compare with: every advantage is 0, and "
-            "nothing will be learned; set rl.rollout.group to 2 or more",
-            stacklevel=2,
-        )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
         _log.warn(
             "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
@@ -266,8 +282,9 @@ def _check_sizes(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Raise ConfigError if the policy cannot be trained with the run's objective. Logs a warning if
-    the policy loss is unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
+    """Raise ConfigError if the policy cannot be trained with the run's objective, or if its algorithm
+    compares the rollouts of a group and a group has one. Logs a warning if the policy loss is
+    unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
     if run.rl is None:
         return
     rl, name = run.rl, run.rl.objective
@@ -286,6 +303,8 @@ def check_objective(run: Run) -> None:
                 "with_objective",
                 stacklevel=3,
             )
+    elif rl.rollout.group == 1 and rl.algorithm.has_group_baseline and rl.rollout.branch is None:
+        raise ConfigError(why_group_of_one(f"rl.algorithm={_tag(rl.algorithm)}"))
     reduction = getattr(advantage_estimator_of(rl.algorithm), "reduction", None)
     reduction = ALSO.get(str(reduction), reduction)
     if rl.loss.reduction is not None and reduction not in ("constant", "call", "rollout"):

@@ -41,7 +41,7 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.store.durable_files import TOKENIZED
 from ramify.store.store import Store, default_root
 from ramify.tasks.base import Item, Task, items_of, task_of
-from ramify.tasks.data import rows_of
+from ramify.tasks.data import row_location, rows_of
 from ramify.tasks.dataset_messages import OpenAIChatMessage
 from ramify.train.config import Run, SftSpec
 from ramify.train.data.compile import token_sequences
@@ -75,14 +75,15 @@ class _Row(msgspec.Struct):
 def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
     """Yield the first ``num`` conversations of a file or data set as demonstrations. Raises
     ConfigError for a row that is not a conversation, and SourceError if the file cannot be read."""
-    for number, row in enumerate(islice(iter(rows_of(source)), num)):
+    rows = rows_of(source)
+    for number, row in enumerate(islice(iter(rows), num)):
         try:
             yield _trajectory(f"{number}", msgspec.convert(row, _Row))
         except (msgspec.ValidationError, ValueError) as error:
             columns = ", ".join(map(str, row))
             raise ConfigError(
-                f"sft.demos={source}, row {number}: not a conversation: {error}; it has the "
-                f"columns {columns}, but needs messages, each with role and content"
+                f"sft.demos: {row_location(rows, number, source)}: not a conversation: {error}; it "
+                f"has the columns {columns}, but needs messages, each with role and content"
             ) from None
 
 
@@ -133,6 +134,9 @@ class DemonstrationSet(NamedTuple):
     trajectories are not stored, so that they are tokenized each time they are created."""
     are_conversations: bool = False
     """True if the trajectories were read as conversations, which do not say how they were made."""
+    locations: Sequence[str] = ()
+    """Where each trajectory was read, such as ``chat.jsonl, line 3``, for error messages. Empty: an
+    error names the trajectory's id."""
 
 
 def show_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
@@ -188,9 +192,10 @@ def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> De
             return each if isinstance(each, Trajectory) else trajectory_of(each)
 
         if spec.shows_conversations:
-            rows = message_demonstrations(spec.demos, spec.num)
-            folder = default_root() / TOKENIZED
-            return DemonstrationSet([taken(row) for row in rows], folder, are_conversations=True)
+            shown = list(map(taken, message_demonstrations(spec.demos, spec.num)))
+            rows = rows_of(spec.demos)
+            locations = [row_location(rows, number, spec.demos) for number in range(len(shown))]
+            return DemonstrationSet(shown, default_root() / TOKENIZED, True, locations)
         return _made(run, spec, task, scaffold, taken)
 
 
@@ -316,7 +321,8 @@ def tokenised(
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
     """Add token ids to the trajectories of all demonstrations and return the trajectories. Ids are
-    taken from the cache if possible, and newly computed ids are added to it."""
+    taken from the cache if possible, and newly computed ids are added to it. Raises ConfigError,
+    which names the demonstration, if the policy's format cannot express one."""
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0
@@ -328,8 +334,12 @@ def tokenised(
                 else TokenizedCallCache(each.tokens, tokenizer, rendering_key(renderer, tools))
             )
             tokeniser = TrajectoryTokenizer(renderer, tools, stored)
-            for trajectory in each.trajectories:
-                trajectories.append(tokeniser.tokenised(trajectory))
+            locations = each.locations or [shown.id for shown in each.trajectories]
+            for trajectory, location in zip(each.trajectories, locations, strict=True):
+                try:
+                    trajectories.append(tokeniser.tokenised(trajectory))
+                except ConfigError as error:
+                    raise ConfigError(f"sft: {location}: {error}") from error
                 work.more()
             if stored is not None:
                 stored.save()

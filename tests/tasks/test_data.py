@@ -139,7 +139,7 @@ def test_empty_context_becomes_none() -> None:
         ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
         ('{"question": ' + "[" * 5000 + "]" * 5000 + "}", "x.jsonl, line 1: not JSON"),
         ("\n[1, 2]", "x.jsonl, line 2: a list; every line must be an object"),
-        ("\n \n", "x, split 'test': it has no rows"),
+        ("\n \n", "/x.jsonl, split 'test': it has no rows"),
     ],
 )
 def test_malformed_row_is_named(tmp_path: Path, lines: str, message: str) -> None:

@@ -200,9 +200,16 @@ def test_demonstrations_longer_than_the_window_are_left_out_with_a_warning() -> 
     assert "demonstration sequences are left out: the longest has" in messages[0]
 
 
-def test_group_of_one_and_k1_kl_give_warnings() -> None:
-    with pytest.warns(UserWarning, match="a group of one has no other rollout to compare with"):
+def test_group_of_one_is_refused_without_a_named_objective() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"rl\.algorithm=\w+ compares the rollouts of a group, .*set rl\.rollout\.group=8, or .*"
+        r"rl\.objective=.*reinforce_pp",
+    ):
         assemble(changed("rl", rollout=RolloutOptions(group=1)))
+
+
+def test_k1_kl_gives_a_warning() -> None:
     with pytest.warns(
         UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not depend on the reference"
     ):

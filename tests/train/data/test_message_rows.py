@@ -100,20 +100,37 @@ def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "completion": "y"}, "row 0: .*`messages`; it has the columns prompt, com"),
-        ({"messages": [USER]}, "row 0: .*it has no reply to learn"),
-        ({"messages": []}, "row 0: .*it has no reply to learn"),
+        ({"prompt": "x", "completion": "y"}, "d.jsonl, line 2: .*`messages`; it has the columns prompt, com"),
+        ({"messages": [USER]}, "d.jsonl, line 2: .*it has no reply to learn"),
+        ({"messages": []}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": [USER, reply_row("4", weight=0)]}, "it has no reply to learn"),
         ({"messages": [USER, reply_row("")]}, "row 0: .*the reply in message 1 is empty"),
         ({"messages": [USER, reply_row(None)]}, "row 0: .*the reply in message 1 is empty"),
         ({"messages": [reply_row("4")]}, "its first message is the assistant's"),
-        ({"messages": [{"role": "human", "content": "x"}]}, "row 0: .*'human'"),
+        ({"messages": [{"role": "human", "content": "x"}]}, "d.jsonl, line 2: .*'human'"),
         ({"messages": [USER, reply_row("4")], "reward": "high"}, r"Expected `float \| null`"),
     ],
 )
 def test_malformed_row_is_named_in_the_error(tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [row]), 9))
+        list(message_demonstrations(jsonl(tmp_path / "d.jsonl", [ROWS[0], row]), 9))
+
+
+def test_message_that_the_format_lacks_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    brief = {"messages": [{"role": "system", "content": "Be brief."}, USER, reply_row("4")]}
+    with pytest.raises(
+        ConfigError, match=r"d\.jsonl, line 2: the scratch format has no system message"
+    ):
+        parts_of(jsonl(tmp_path / "d.jsonl", [ROWS[0], brief]))
+
+
+def test_folder_is_answered_with_the_option_that_reads_stored_runs(tmp_path: Path) -> None:
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    folder = str(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"is a folder.*set sft\.trajectories=.*/run/rollouts"):
+        parts_of(folder)
+    with pytest.raises(ConfigError, match=r"training run: .*sft\.trajectories=.*/run/rollouts"):
+        parts_of("", trajectories=folder)
 
 
 def test_new_policy_is_sized_by_conversations_that_are_filtered_and_packed(
