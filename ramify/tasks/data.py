@@ -370,7 +370,8 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
 
 def row_location(rows: Sequence[Row], number: int, name: str) -> str:
     """Return the location of a row for error messages: ``rows.jsonl, line 3`` for a JSONL file,
-    whose lines count from 1, else ``NAME, row 2``, counted from 0. ``name`` is the source's name."""
+    whose lines count from 1, else ``NAME, row 2``, counted from 0. ``name`` is that of the source.
+    """
     return rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
 
 

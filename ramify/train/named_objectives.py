@@ -307,8 +307,8 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
 
 
 def why_group_of_one(option: str) -> str:
-    """Return the reason why ``option``, such as ``rl.objective=grpo``, learns nothing from groups of
-    one rollout, and what works instead."""
+    """Return the reason why ``option``, such as ``rl.objective=grpo``, learns nothing from groups
+    of one rollout, and what works instead."""
     return (
         f"{option} compares the rollouts of a group, and rl.rollout.group=1 has one: set "
         f"rl.rollout.group=8, or an objective without groups: rl.objective={' or '.join(_alone())}"

@@ -282,9 +282,9 @@ def _check_sizes(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Raise ConfigError if the policy cannot be trained with the run's objective, or if its algorithm
-    compares the rollouts of a group and a group has one. Logs a warning if the policy loss is
-    unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
+    """Raise ConfigError if the policy cannot be trained with the run's objective, or if its
+    algorithm compares the rollouts of a group and a group has one. Logs a warning if the policy
+    loss is unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
     if run.rl is None:
         return
     rl, name = run.rl, run.rl.objective

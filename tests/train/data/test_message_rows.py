@@ -100,7 +100,10 @@ def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x", "completion": "y"}, "d.jsonl, line 2: .*`messages`; it has the columns prompt, com"),
+        (
+            {"prompt": "x", "completion": "y"},
+            "d.jsonl, line 2: .*`messages`; it has the columns prompt, com",
+        ),
         ({"messages": [USER]}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": []}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": [USER, reply_row("4", weight=0)]}, "it has no reply to learn"),
