@@ -147,7 +147,8 @@ def test_ids_of_a_file_are_kept_in_the_users_store(
     run = small()
     sft = msgspec.structs.replace(run.sft, demos=str(path))
     run = msgspec.structs.replace(run, sft=sft, rl=None)
-    ((trajectory,), folder) = demonstrations_of(run, TASK, SCAFFOLD)[0]
+    made = demonstrations_of(run, TASK, SCAFFOLD)[0]
+    (trajectory,), folder = made.trajectories, made.tokens
     assert folder == tmp_path / "home" / TOKENIZED
     shown = [DemonstrationSet([trajectory], folder)]
     tokenised(shown, TOKENIZER, RENDERER, ())
