@@ -160,6 +160,12 @@ def refuse(given: PathAndLine) -> NoReturn:
                 f"{path} is a folder with {pluralize(len(files), 'file')} of runs: ramify show "
                 f"{files[0]}, or ramify view {path}"
             )
+        trained = sorted(file.parent for file in path.glob(f"*/{FILE}"))
+        if trained:
+            raise UsageError(
+                f"{path} is a folder with {pluralize(len(trained), 'training run')}: ramify show "
+                f"{trained[0]}, or ramify view {path}"
+            )
         raise UsageError(
             f"{path} is a folder without runs; to ask about its files: ramify ask QUESTION {path}"
         )

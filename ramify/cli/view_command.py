@@ -82,15 +82,22 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Return the viewer's key of the only run in a file. Returns an empty string if the file has
-    several runs, or none yet. Raises ConfigError if the file contains something else, or if the
-    path is the policy or a checkpoint of a training run."""
-    from ramify.viewer.run_lookup import kind_of
+    """Return the viewer's key of the only run in a file. Returns an empty string for a folder, and
+    if the file has several runs, or none yet. Raises ConfigError if the file contains something
+    else, or if the folder has no runs, such as that of a policy."""
+    from ramify.viewer.run_lookup import kind_of, walk
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         if not is_shown(Path(path)):
             raise ConfigError(f"{path} has no runs; {training_run_hint(Path(path))}")
+        if (file / "config.json").is_file():
+            raise ConfigError(f"{path} has no runs: it is a policy, for --model local:{path}")
+        if not (file / "runs").is_dir() and not any(walk(file, _may_hold_runs)):
+            raise ConfigError(
+                f"{path} has no runs: there is no .jsonl file in it; ramify view without a path "
+                "shows the runs of your store"
+            )
         return ""
     kind = kind_of(file)
     if " " in kind and file.stat().st_size:
@@ -100,6 +107,12 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
         return prefix
     rows = [row.key for row in library.runs() if row.key.startswith(prefix)]
     return rows[0] if len(rows) == 1 else ""
+
+
+def _may_hold_runs(name: str) -> bool:
+    """Return True if a file with this name may hold runs, or belongs to a training run that has
+    just started."""
+    return name.endswith(".jsonl") or name == "run.log"
 
 
 def _export(library: RunCatalog, keys: list[str], export: str) -> int:

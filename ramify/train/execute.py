@@ -123,7 +123,10 @@ def _train(
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
-        raise ConfigError(f"{out} already contains a run: resume it, or give another folder")
+        raise ConfigError(
+            f"{out} already contains a run: resume it with ramify train --resume {out}, or give "
+            "another folder"
+        )
     check_folder(out)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
 

@@ -38,7 +38,7 @@ def test_file_of_rollouts_is_listed_and_each_can_be_shown(shell: Shell, rollouts
     assert json.loads(shell.run("show", "rollouts.jsonl:2", "--json").out)["answer"] == 42
     rows = shell.run("show", "rollouts.jsonl", "--json").out.splitlines()
     assert [json.loads(row).get("reward") for row in rows] == [1.0, 0.0, None]
-    for line, why in ((9, "has 3 lines, not 9"), (3, "line 3 is not a rollout")):
+    for line, why in ((9, "has no line 9: it has 3 lines"), (3, "line 3 is not a rollout")):
         wrong = shell.run("show", f"rollouts.jsonl:{line}")
         assert (wrong.code, why in wrong.err) == (ExitCode.ERROR, True)
 
@@ -66,6 +66,7 @@ def test_training_run_is_summarised(shell: Shell, rollouts: str) -> None:
         "policy": "--model local:policy",
         "several": "ramify show several/rollouts.jsonl",
         "mine/metrics.jsonl": "ramify show mine",
+        "trained": "a folder with 1 training run: ramify show trained/mine, or ramify view trained",
         "nothing.jsonl": "does not exist",
     }.items(),
 )
@@ -79,7 +80,8 @@ def test_path_of_something_else_names_its_command(
     assert (shell.folder / "store/runs").is_dir()
     (shell.folder / "several").mkdir()
     shutil.copy(shell.folder / "rollouts.jsonl", shell.folder / "several")
-    shutil.copytree(GOLDEN_RUN, shell.folder / "mine")
+    for run in ("mine", "trained/mine"):
+        shutil.copytree(GOLDEN_RUN, shell.folder / run)
     refused = shell.run("show", path)
     assert (refused.code, refused.err.count("\n")) == (ExitCode.USAGE, 1)
     assert advice in refused.err

@@ -3,6 +3,7 @@ which command reads it."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,24 @@ def test_file_of_something_else_is_not_viewed(shell: Shell) -> None:
         ExitCode.USAGE,
         "ramify: code.py is not a run: its first line is not JSON\n",
     )
+
+
+def test_folder_without_runs_is_not_viewed(shell: Shell, run: Path) -> None:
+    for name in ("nothing", "llama", "begun"):
+        (shell.folder / name).mkdir()
+    shell.write("llama/config.json", "{}")
+    for name, reason in {
+        "nothing": "nothing has no runs: there is no .jsonl file in it; ramify view without a path",
+        "llama": "llama has no runs: it is a policy, for --model local:llama",
+    }.items():
+        done = shell.run("view", name, "--port", "0")
+        assert (done.code, done.err.startswith(f"ramify: {reason}")) == (ExitCode.USAGE, True)
+    shell.write("begun/run.log", "")  # a training run before its first step
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name in (".", "begun"):
+            done = shell.run("view", name, "--port", port)
+            assert "cannot listen" in done.err  # the path itself is not refused
 
 
 def test_resume_of_a_part_of_a_run_names_the_run(shell: Shell, run: Path) -> None:

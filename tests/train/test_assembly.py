@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -287,7 +288,8 @@ def test_files_that_are_not_recipes_are_rejected(tmp_path: Path) -> None:
 def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     run = small(warmup=None, rl=None)
     train(run, tmp_path)
-    with pytest.raises(ConfigError, match="already contains a run: resume it"):
+    resume = re.escape(f"already contains a run: resume it with ramify train --resume {tmp_path},")
+    with pytest.raises(ConfigError, match=resume):
         train(run, tmp_path)
     again = load_stored_run(tmp_path)
     assert again == with_policy_defaults(run)
