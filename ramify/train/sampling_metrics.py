@@ -88,12 +88,26 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
         return {}
     found = {
         "reward_std": pstdev(rewards),
+        "reward_error": _reward_error([[reward for reward, _ in group] for group in groups]),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
         "solve_all": fmean(all(reward >= RIGHT for reward, _ in group) for group in groups),
         "solve_none": fmean(all(reward < RIGHT for reward, _ in group) for group in groups),
     }
     return found | _named("reward_length_corr", within_group_correlation(groups))
+
+
+def _reward_error(groups: Sequence[Sequence[float]]) -> float:
+    """Return the standard error of the mean of all rewards as an estimate for other task items.
+    Rollouts of one item resemble each other, so groups, not rollouts, are the independent samples.
+    A single group says nothing about other items, so its rollouts are the samples."""
+    rewards = [reward for group in groups for reward in group]
+    samples = groups if len(groups) > 1 else [[reward] for reward in rewards]
+    if len(samples) == 1:
+        return 0.0
+    mean = fmean(rewards)
+    squares = math.fsum(math.fsum(reward - mean for reward in each) ** 2 for each in samples)
+    return math.sqrt(squares * len(samples) / (len(samples) - 1)) / len(rewards)
 
 
 def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:

@@ -19,7 +19,6 @@ detected in ``stall_watchdog.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -357,8 +356,8 @@ def _remember(
     score = memory.best_score
     if score is not None and score.trained is None and "reward" in values:
         memory.best_score = score._replace(trained=values["reward"])
-    if "reward" in values and "reward_std" in values:
-        error = values["reward_std"] / math.sqrt(max(values.get("num_rollouts", 1.0), 1.0))
+    if "reward" in values and "reward_error" in values:
+        error = values["reward_error"]
         memory.recent["reward_error"] = [error]
         if memory.peak is None or values["reward"] > memory.peak[0]:
             memory.peak = (values["reward"], error)

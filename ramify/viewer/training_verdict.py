@@ -158,10 +158,10 @@ def num_averaged_steps(num_steps: int) -> int:
 def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
     rewards = own["reward"]
     text, tone = _change("reward", rewards), ""
-    stds, nums = own.get("reward_std", ()), own.get("num_rollouts", ())
-    if 1 < len(rewards) == len(stds) == len(nums):
+    errors = own.get("reward_error", ())
+    if 1 < len(rewards) == len(errors):
         num = num_averaged_steps(len(rewards))
-        variances = [std**2 / max(count, 1.0) for std, count in zip(stds, nums, strict=True)]
+        variances = [error**2 for error in errors]
         noise = math.sqrt(math.fsum([*variances[:num], *variances[-num:]])) / num
         rise = fmean(rewards[-num:]) - fmean(rewards[:num])
         if abs(rise) <= _NOISE * noise:

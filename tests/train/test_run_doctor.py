@@ -33,6 +33,7 @@ from tests.train.small import _make, small
 FINE = {
     "reward": 0.5,
     "reward_std": 0.2,
+    "reward_error": 0.025,
     "reward_min": 0.0,
     "reward_max": 1.0,
     "num_rollouts": 64.0,
@@ -147,6 +148,14 @@ def test_what_is_wrong_from_the_first_step_has_no_comparison(
 ) -> None:
     assert names(steps(TrainingGuard(), change, change, change)) == [[], [name], []]
     assert names(steps(TrainingGuard(), {}, change, change)) == [[], [], []]
+
+
+def test_fall_of_the_reward_within_noise_is_not_reported() -> None:
+    """Eight items of eight rollouts each, whose mean reward has a standard error of 0.1."""
+    peak, fallen = {"reward": 0.7, "reward_error": 0.1}, {"reward": 0.35, "reward_error": 0.1}
+    assert names(steps(TrainingGuard(), peak, fallen, fallen)) == [[], [], []]
+    gone = fallen | {"reward": 0.1}
+    assert names(steps(TrainingGuard(), peak, gone, gone)) == [[], [], ["falling_reward"]]
 
 
 def test_consequences_of_a_divergence_are_not_reported() -> None:

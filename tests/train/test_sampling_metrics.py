@@ -34,6 +34,7 @@ from tests.train.small import small
 EVERY_STEP = {
     "entropy", "mismatch", "mismatch_max", "mismatch_kl", "post_kl", "lr", "grad_norm", "masked",
     "length_mean", "length_min", "length_max", "reward", "reward_std", "reward_min", "reward_max",
+    "reward_error",
     "advantage_mean", "advantage_std", "advantage_min", "advantage_max", "truncated_rollouts",
 }  # fmt: skip
 
@@ -67,6 +68,8 @@ def test_rollout_metrics_cover_groups_without_signal() -> None:
     assert (found["length_min"], found["length_max"], found["length_finished"]) == (2, 8, 4.5)
     assert (found["reward_min"], found["reward_max"]) == (0, 1)
     assert found["reward_std"] == pytest.approx(math.sqrt(0.24))
+    # The mean is 0.4; the groups' sums differ from three and two times that by 0.8 and -0.8.
+    assert found["reward_error"] == pytest.approx(math.sqrt(2 * (0.8**2 + 0.8**2)) / 5)
     assert (found["solve_all"], found["solve_none"]) == (0, 0.5)
     assert (found["truncated_rollouts"], found["failed_share"]) == (0.2, 0)
     assert found["reward_length_corr"] < -0.7

@@ -39,6 +39,7 @@ def trained(
         values = {
             "reward": reward,
             "reward_std": 0.2,
+            "reward_error": 0.05,
             "num_rollouts": 16.0,
             "length_mean": 100.0 + step,
             "truncated_rollouts": 0.25,

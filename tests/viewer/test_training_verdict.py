@@ -27,6 +27,7 @@ def test_verdict_compares_last_steps_with_first(tmp_path: Path) -> None:
         values = {
             "reward": reward,
             "reward_std": 0.3,
+            "reward_error": 0.075,
             "num_rollouts": 16.0,
             "truncated_rollouts": 0.58,
             "failed_share": 0.25,
@@ -56,7 +57,7 @@ def test_verdict_compares_last_steps_with_first(tmp_path: Path) -> None:
 def test_change_of_reward_beyond_noise_has_a_tone(tmp_path: Path, reward: float, tone: str) -> None:
     metrics = MetricsFile(tmp_path)
     for step, value in enumerate((0.5, 0.5, reward), start=1):
-        values = {"reward": value, "reward_std": 0.3, "num_rollouts": 64.0}
+        values = {"reward": value, "reward_std": 0.3, "reward_error": 0.0375}
         metrics.write(step, "rl", 1.0, values)
     _, curves = shown(tmp_path)
     assert curves.data()["verdict"][0].tone == tone

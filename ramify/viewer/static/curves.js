@@ -180,7 +180,7 @@ export function pointsOf(curves, clock, name, { unit, smoothing }) {
 }
 
 // The 95 % interval of a score: recorded for evaluations, and of the mean reward of a step's
-// rollouts. A mean length has the shortest and the longest rollout.
+// groups. A mean length has the shortest and the longest rollout.
 function bandOf(curves, name) {
   const along = (metric) => {
     const [steps, values] = curves[metric] ?? [[], []],
@@ -190,11 +190,8 @@ function bandOf(curves, name) {
   const [low, high] =
     name === "length_mean" ? ["length_min", "length_max"] : [`${name}_low`, `${name}_high`];
   if (curves[name] && curves[low] && curves[high]) return [along(low), along(high)];
-  if (name !== "reward" || !curves.reward_std || !curves.num_rollouts) return null;
-  const num = along("num_rollouts"),
-    wide = along("reward_std").map((std, i) =>
-      std === null || !num[i] ? 0 : (1.96 * std) / Math.sqrt(num[i]),
-    );
+  if (name !== "reward" || !curves.reward_error) return null;
+  const wide = along("reward_error").map((error) => 1.96 * (error ?? 0));
   return [-1, 1].map((sign) => curves.reward[1].map((value, i) => value + sign * wide[i]));
 }
 
