@@ -108,7 +108,10 @@ def test_tool_calls_text_parts_and_named_rewards_are_read(tmp_path: Path) -> Non
         ({"messages": []}, "d.jsonl, line 2: .*it has no reply to learn"),
         ({"messages": [USER, reply_row("4", weight=0)]}, "it has no reply to learn"),
         ({"messages": [USER, reply_row("")]}, "d.jsonl, line 2: .*the reply in message 1 is empty"),
-        ({"messages": [USER, reply_row(None)]}, "d.jsonl, line 2: .*the reply in message 1 is empty"),
+        (
+            {"messages": [USER, reply_row(None)]},
+            "d.jsonl, line 2: .*the reply in message 1 is empty",
+        ),
         ({"messages": [reply_row("4")]}, "its first message is the assistant's"),
         ({"messages": [{"role": "human", "content": "x"}]}, "d.jsonl, line 2: .*'human'"),
         ({"messages": [USER, reply_row("4")], "reward": "high"}, r"Expected `float \| null`"),
